@@ -1,0 +1,40 @@
+"""Every error shoal raises on purpose.
+
+    ShoalError
+    ├── UsageError (ValueError)        wrong input: the command line answers it with exit code 2
+    │   └── MeshError                  a mesh or group that cannot do what is asked of it
+    ├── InvariantError (RuntimeError)  the engine was used out of order, or found itself inconsistent
+    │   └── TransitionError            a unit was asked for a phase that it cannot reach from here
+    ├── CheckpointError (RuntimeError) a checkpoint that cannot be written, or not trusted
+    └── RankError (RuntimeError)       another rank failed or stayed away
+
+A message says what was expected, what was found, where (parameter, unit, rank), and what to do.
+"""
+
+
+class ShoalError(Exception):
+    """The root of the tree."""
+
+
+class UsageError(ShoalError, ValueError):
+    """Input that cannot work."""
+
+
+class MeshError(UsageError):
+    """A mesh or process group that cannot do what is asked of it."""
+
+
+class InvariantError(ShoalError, RuntimeError):
+    """Something that must always hold does not."""
+
+
+class TransitionError(InvariantError):
+    """A phase that cannot be reached from the present one."""
+
+
+class CheckpointError(ShoalError, RuntimeError):
+    """A checkpoint that cannot be written, or not trusted."""
+
+
+class RankError(ShoalError, RuntimeError):
+    """Another rank failed or stayed away."""
