@@ -89,8 +89,9 @@ class Recorder:
         ]
 
     def _us(self, mark: Mark) -> float:
-        if isinstance(mark, float):
-            assert isinstance(self._origin, float)
-            return (mark - self._origin) * 1e6
-        assert not isinstance(self._origin, float)
-        return self._origin.elapsed_time(mark) * 1e3
+        origin = self._origin
+        if isinstance(mark, torch.cuda.Event):
+            assert isinstance(origin, torch.cuda.Event)
+            return origin.elapsed_time(mark) * 1e3
+        assert not isinstance(origin, torch.cuda.Event)
+        return (mark - origin) * 1e6

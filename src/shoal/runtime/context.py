@@ -1,0 +1,164 @@
+"""What the units of one model share: their order, the reductions in flight, the open step.
+
+A model is the module whose forward is called first and everything below it. Each method here
+is what one moment of a step means for a unit; `hooks` only decides when it is called.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+from shoal import _torch
+from shoal.errors import InvariantError
+from shoal.runtime.events import EventKind, Mark, Recorder
+from shoal.runtime.phase import Phase
+from shoal.runtime.schedule import Order
+from shoal.runtime.unit import Reduction, Unit
+
+_MAX_REDUCTIONS = 2
+"""Reductions in flight: one runs while the next one's gradients are computed."""
+
+
+class Context:
+    """The running step of one model."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = tuple(units)
+        self.recorder: Recorder | None = None
+        self._by_name = {unit.name: unit for unit in units}
+        self._order = Order(tuple(self._by_name))
+        self._seen: list[str] = []
+        self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
+        self._launched: dict[str, Mark] = {}
+        self._began: dict[str, Mark | None] = {}
+        self._in_backward = False
+
+    def begin_forward(self) -> None:
+        """The model's forward starts: clear what a step that raised has left behind."""
+        if _torch.inside_backward():
+            return
+        if self._in_backward:
+            self._abandon_backward()
+        self._seen = []
+
+    def end_forward(self, *, expects_backward: bool) -> None:
+        """The model's forward returned: its order is what the next step prefetches by."""
+        if _torch.inside_backward():
+            return
+        self._order = Order((*self._seen, *self._order.units))
+        if not expects_backward:
+            for unit in self.units:
+                unit.reshard()
+
+    def enter_forward(self, unit: Unit) -> None:
+        """Give a unit its full parameters; start the gather of the one that comes next."""
+        if unit.phase is Phase.BACKWARD:
+            return
+        if unit.phase is Phase.FORWARD:
+            unit.phase = Phase.HELD
+        if unit.phase is not Phase.SHARDED and unit.is_stale:
+            unit.reshard()
+        self._hold(unit)
+        unit.phase = Phase.FORWARD
+        self._began[unit.name] = self._mark()
+        if not _torch.inside_backward():
+            self._seen.append(unit.name)
+            self._prefetch(self._order.after(unit.name))
+
+    def leave_forward(self, unit: Unit, *, reshard: bool) -> None:
+        """Free the unit, or hold it for its backward."""
+        if unit.phase is Phase.BACKWARD:
+            return
+        self._record(EventKind.FORWARD, unit, self._began.pop(unit.name, None))
+        unit.phase = Phase.HELD
+        if reshard and not _torch.inside_backward():
+            unit.reshard()
+
+    def enter_backward(self, unit: Unit) -> None:
+        """Give a unit its full parameters again; start the gather of the one before it."""
+        if not self._in_backward:
+            self._in_backward = True
+            _torch.call_after_backward(self._end_backward)
+        if unit.phase is Phase.BACKWARD:
+            return
+        if unit.is_stale:
+            raise InvariantError(
+                f"the parameters of unit {unit.name!r} were changed between its forward and its "
+                "backward, so its gradients would belong to other weights. Call optimizer.step() "
+                "or load_state_dict() after backward()."
+            )
+        self._hold(unit)
+        unit.phase = Phase.BACKWARD
+        unit.num_missing_grads = sum(member.full.requires_grad for member in unit.members)
+        self._began[unit.name] = self._mark()
+        self._prefetch(self._order.before(unit.name))
+
+    def gradient_arrived(self, unit: Unit) -> None:
+        """Count a gradient; with the last one the unit is reduced."""
+        unit.num_missing_grads -= 1
+        if unit.num_missing_grads == 0 and unit.phase is Phase.BACKWARD:
+            self._leave_backward(unit)
+
+    def _leave_backward(self, unit: Unit) -> None:
+        self._record(EventKind.BACKWARD, unit, self._began.pop(unit.name, None))
+        if unit.has_grads:
+            while len(self._reductions) >= _MAX_REDUCTIONS:
+                self._finish_reduction()
+            self._reductions.append((unit.launch_reduce(), self._mark()))
+        unit.reshard()
+
+    def _end_backward(self) -> None:
+        """The whole backward is done: reduce what some parameters kept back, free the rest."""
+        for unit in self.units:
+            if unit.phase is Phase.BACKWARD:
+                self._leave_backward(unit)
+            else:
+                unit.reshard()
+        while self._reductions:
+            self._finish_reduction()
+        self._in_backward = False
+
+    def _abandon_backward(self) -> None:
+        for unit in self.units:
+            unit.reshard()
+            for member in unit.members:
+                member.full.grad = None
+        for reduction, _ in self._reductions:
+            reduction.pending.wait()
+        self._reductions.clear()
+        self._launched.clear()
+        self._in_backward = False
+
+    def _prefetch(self, name: str | None) -> None:
+        if name is not None and self._by_name[name].phase is Phase.SHARDED:
+            self._launch_gather(self._by_name[name])
+
+    def _launch_gather(self, unit: Unit) -> None:
+        if self.recorder is not None:
+            self._launched[unit.name] = self.recorder.mark()
+        unit.launch_gather()
+
+    def _hold(self, unit: Unit) -> None:
+        if unit.phase is Phase.HELD:
+            return
+        if unit.phase is Phase.SHARDED:
+            self._launch_gather(unit)
+        start = self._mark()
+        unit.finish_gather()
+        self._record(EventKind.GATHER_WAIT, unit, start)
+        self._record(EventKind.GATHER, unit, self._launched.pop(unit.name, None))
+
+    def _finish_reduction(self) -> None:
+        reduction, launched = self._reductions.popleft()
+        start = self._mark()
+        reduction.finish()
+        self._record(EventKind.REDUCE_WAIT, reduction.unit, start)
+        self._record(EventKind.REDUCE, reduction.unit, launched)
+
+    def _mark(self) -> Mark | None:
+        return None if self.recorder is None else self.recorder.mark()
+
+    def _record(self, kind: EventKind, unit: Unit, start: Mark | None) -> None:
+        if self.recorder is not None and start is not None:
+            self.recorder.span(kind, unit.name, start, self.recorder.mark())

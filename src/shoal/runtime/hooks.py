@@ -1,0 +1,135 @@
+"""Every hook the engine registers, and the per-module state they read.
+
+forward pre-hook    → full parameters, cast inputs
+forward hook        → hooks on the outputs, free
+output tensor hook  → full parameters again, when backward reaches the module
+parameter hook      → count gradients, reduce with the last one
+state-dict pre-hook → shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shoal import _torch
+from shoal.runtime.context import Context
+from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.runtime.unit import Unit
+
+_STATE = "_shoal_state"
+
+
+class ModuleState:
+    """What `fully_shard` knows of one module."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        unit: Unit | None,
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.unit = unit
+        self.policy = policy
+        self.context: Context | None = None
+        self.is_root = False
+        self._reshard_after_forward = reshard_after_forward
+        setattr(module, _STATE, self)
+
+    @property
+    def reshard_after_forward(self) -> bool:
+        """By default all but the root free their parameters: the root's backward comes first."""
+        if self._reshard_after_forward is None:
+            return not self.is_root
+        return self._reshard_after_forward
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state that `fully_shard` gave this very module, if it did."""
+    return module.__dict__.get(_STATE)
+
+
+def context_of(module: nn.Module, state: ModuleState) -> Context:
+    """The context of the model that a module belongs to; the first to run becomes its root."""
+    if state.context is None:
+        units: list[Unit] = []
+        for name, child in module.named_modules():
+            below = state_of(child)
+            if below is None:
+                continue
+            below.is_root = below is state
+            if below.unit is not None:
+                below.unit.name = name or "root"
+                units.append(below.unit)
+        context = Context(units)
+        for child in module.modules():
+            below = state_of(child)
+            if below is not None:
+                below.context = context
+    assert state.context is not None
+    return state.context
+
+
+def register_hooks(module: nn.Module, state: ModuleState) -> None:
+    """Connect a module to the engine."""
+
+    def pre_forward(
+        module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        context = context_of(module, state)
+        if state.is_root:
+            context.begin_forward()
+        if state.unit is not None:
+            context.enter_forward(state.unit)
+        dtype = state.policy.param_dtype if state.policy.cast_forward_inputs else None
+        return _cast((args, kwargs), dtype)
+
+    def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        context = context_of(module, state)
+        expects_backward = torch.is_grad_enabled()
+        if state.unit is not None:
+            unit = state.unit
+            expects_backward = _hook_outputs(output, lambda _: context.enter_backward(unit))
+            context.leave_forward(unit, reshard=state.reshard_after_forward or not expects_backward)
+        if state.is_root:
+            context.end_forward(expects_backward=expects_backward)
+        return _cast(output, state.policy.output_dtype)
+
+    def pre_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
+        if state.unit is not None:
+            state.unit.reshard()
+
+    module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
+    module.register_forward_hook(post_forward)
+    module.register_state_dict_pre_hook(pre_state_dict)
+    if state.unit is not None:
+        state.unit.on_grad(lambda unit: context_of(module, state).gradient_arrived(unit))
+
+
+def _hook_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> bool:
+    """Hook every output that a backward can reach; return whether there is one."""
+    tensors = [
+        leaf
+        for leaf in _torch.tree_leaves(output)
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    for tensor in tensors:
+        tensor.register_hook(hook)
+    return bool(tensors)
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the floating-point tensors of nested containers; give the rest through."""
+    if dtype is None:
+        return values
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
+            return leaf.to(dtype)
+        return leaf
+
+    return _torch.tree_map(cast, values)

@@ -1,0 +1,65 @@
+"""Notices optimizer steps, so that parameters gathered before one are never taken for current.
+
+Version counters do not tell: the multi-tensor and fused optimizers change the local tensors of
+DTensors below autograd, where nothing is counted. So every optimizer's step is seen through
+torch's global hook, registered when the first unit is made.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any, Protocol
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+
+class Updatable(Protocol):
+    """Something that counts the updates of its parameters."""
+
+    num_updates: int
+
+    def sharded_parameters(self) -> list[nn.Parameter]:
+        """The parameters an optimizer would hold."""
+        ...
+
+
+_owners: weakref.WeakSet[Any] = weakref.WeakSet()
+_owners_in: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
+
+
+class _Known:
+    """Whose parameters an optimizer holds, as long as neither side has grown."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.size = _size(optimizer)
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        # Weak references to parameters themselves would forbid torch to swap them.
+        self.owners: weakref.WeakSet[Updatable] = weakref.WeakSet(
+            owner for owner in _owners if any(id(p) in held for p in owner.sharded_parameters())
+        )
+
+
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_after_step)
+
+
+def count_updates(owner: Updatable) -> None:
+    """From now on, increase `owner.num_updates` with each optimizer step on its parameters."""
+    _watch_optimizers()
+    _owners.add(owner)
+
+
+def _size(optimizer: Optimizer) -> tuple[int, int]:
+    return sum(len(group["params"]) for group in optimizer.param_groups), len(_owners)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    known = _owners_in.get(optimizer)
+    if known is None or known.size != _size(optimizer):
+        known = _owners_in[optimizer] = _Known(optimizer)
+    for owner in known.owners:
+        owner.num_updates += 1
