@@ -145,16 +145,18 @@ class Context:
         if unit.phase is Phase.SHARDED:
             self._launch_gather(unit)
         start = self._mark()
-        unit.finish_gather()
+        unit.wait_gather()
         self._record(EventKind.GATHER_WAIT, unit, start)
         self._record(EventKind.GATHER, unit, self._launched.pop(unit.name, None))
+        unit.finish_gather()
 
     def _finish_reduction(self) -> None:
         reduction, launched = self._reductions.popleft()
         start = self._mark()
-        reduction.finish()
+        reduction.pending.wait()
         self._record(EventKind.REDUCE_WAIT, reduction.unit, start)
         self._record(EventKind.REDUCE, reduction.unit, launched)
+        reduction.finish()
 
     def _mark(self) -> Mark | None:
         return None if self.recorder is None else self.recorder.mark()

@@ -165,13 +165,21 @@ class Unit:
         self._gathered = torch.empty(
             self.transport.size * self.shard_numel, dtype=self.compute_dtype, device=self.device
         )
-        self._pending = self.transport.all_gather(self._gathered, self.shard.to(self.compute_dtype))
+        self._pending = self.transport.all_gather(
+            self._gathered,
+            self.shard.to(self.compute_dtype),
+            reason=f"the gather of unit {self.name!r}",
+        )
+
+    def wait_gather(self) -> None:
+        """Wait for the bytes alone; `finish_gather` does the rest."""
+        assert self._pending is not None
+        self._pending.wait()
 
     def finish_gather(self) -> None:
         """GATHERING → HELD: wait, lay the parameters out, register them on the modules."""
-        assert self._pending is not None
+        self.wait_gather()
         assert self._gathered is not None
-        self._pending.wait()
         self._full.untyped_storage().resize_(self._full_bytes)
         rows = self._gathered.view(self.transport.size, self.shard_numel)
         pairs = [
@@ -225,7 +233,10 @@ class Unit:
         _copy_pairs(pairs)
         output = torch.empty(self.shard_numel, dtype=dtype, device=self.device)
         pending = self.transport.reduce_scatter(
-            output, rows.view(-1), op=torch.distributed.ReduceOp.AVG
+            output,
+            rows.view(-1),
+            op=torch.distributed.ReduceOp.AVG,
+            reason=f"the reduction of unit {self.name!r}",
         )
         return Reduction(unit=self, members=tuple(reached), output=output, pending=pending)
 
