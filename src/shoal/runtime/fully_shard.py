@@ -54,7 +54,8 @@ class FSDPModule(TorchFSDPModule):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self.reshard()
-        return nn.Module._apply(self, fn, recurse)  # pyright: ignore[reportArgumentType]
+        # Past torch's class, which would look for its own state.
+        return super(TorchFSDPModule, self)._apply(fn, recurse)  # pyright: ignore
 
 
 def fully_shard(

@@ -1,0 +1,106 @@
+"""Ranks that succeed together or fail together: no rank waits for one that has raised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import torch.distributed as dist
+
+from shoal.errors import CheckpointError, UsageError
+
+T = TypeVar("T")
+
+
+class Ranks:
+    """The ranks of a process group; a single one where there is no group.
+
+    Every method but the properties is collective: all ranks call it, in the same order.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        alone = group is None and not (dist.is_available() and dist.is_initialized())
+        self._group = group
+        self.rank = 0 if alone else dist.get_rank(group)
+        self.size = 1 if alone else dist.get_world_size(group)
+        if self.rank < 0:
+            raise UsageError(
+                f"rank {dist.get_rank()} is not in the group that saves or loads: "
+                "call this on the ranks of the group only"
+            )
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank does what is done once."""
+        return self.rank == 0
+
+    def exchange(self, value: T) -> list[T]:
+        """Give every rank the value of every rank."""
+        if self.size == 1:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    def gather(self, value: T) -> list[T]:
+        """Give the first rank the value of every rank, and the others nothing."""
+        if self.size == 1:
+            return [value]
+        values: list[T] | None = [value] * self.size if self.is_first else None
+        first = 0 if self._group is None else dist.get_global_rank(self._group, 0)
+        dist.gather_object(value, values, dst=first, group=self._group)
+        return values or []
+
+    def together(self, action: Callable[[], T]) -> T:
+        """Do something on every rank; if it raises on any, raise on all."""
+        attempt = _Attempt(action)
+        failures = {
+            rank: text
+            for rank, text in enumerate(self.exchange(attempt.failure))
+            if text is not None
+        }
+        if failures:
+            self._raise(failures, attempt.error)
+        return attempt.value
+
+    def first(self, action: Callable[[], T]) -> T:
+        """Do something on the first rank, and give its result, or its failure, to all."""
+        attempt = _Attempt(action) if self.is_first else None
+        told = (attempt.failure, attempt.result) if attempt else (None, None)
+        failure, result = self.exchange(told)[0]
+        if failure is not None:
+            self._raise({0: failure}, attempt.error if attempt else None)
+        return result  # pyright: ignore[reportReturnType]
+
+    def _raise(self, failures: dict[int, str], own: Exception | None) -> None:
+        """Raise the first rank's failure; a mistake in the code keeps its own type and trace."""
+        if own is not None and (self.size == 1 or not isinstance(own, CheckpointError)):
+            raise own
+        rank, text = min(failures.items())
+        everywhere = len(failures) == self.size and len(set(failures.values())) == 1
+        raise CheckpointError(text if everywhere else f"rank {rank}: {text}") from own
+
+
+class _Attempt(Generic[T]):
+    """What an action returned, or the exception that it raised."""
+
+    def __init__(self, action: Callable[[], T]) -> None:
+        self.result: T | None = None
+        self.error: Exception | None = None
+        try:
+            self.result = action()
+        except Exception as error:
+            self.error = error
+
+    @property
+    def failure(self) -> str | None:
+        """The failure as text for other ranks; None when there was none."""
+        if self.error is None:
+            return None
+        prefix = "" if isinstance(self.error, CheckpointError) else f"{type(self.error).__name__}: "
+        return f"{prefix}{self.error}"
+
+    @property
+    def value(self) -> T:
+        """What the action returned; asked for only when it did."""
+        return self.result  # pyright: ignore[reportReturnType]

@@ -1,0 +1,30 @@
+"""Where a run's checkpoints are: one folder per step, the newest with the highest number."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from shoal.checkpoint.disk import disk_errors
+from shoal.checkpoint.manifest import NAME
+
+_STEP_FOLDER = re.compile(r"step-(\d{8,})")
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Name the checkpoint of a step."""
+    return Path(checkpoints) / f"step-{step:08d}"
+
+
+def latest(checkpoints: Path) -> Path | None:
+    """Find the complete checkpoint of the highest step, or None; unfinished ones do not count."""
+    checkpoints = Path(checkpoints)
+    if not checkpoints.is_dir():
+        return None
+    with disk_errors("list", checkpoints):
+        found = [
+            (int(match[1]), path)
+            for path in checkpoints.iterdir()
+            if (match := _STEP_FOLDER.fullmatch(path.name)) and (path / NAME).is_file()
+        ]
+    return max(found)[1] if found else None

@@ -1,0 +1,164 @@
+"""An optimizer's state under the names of the parameters it belongs to.
+
+    optimizer/<parameter>/<state>     a tensor, such as optimizer/layers.0.weight/exp_avg
+    groups                            hyper-parameters of each group, such as lr, as JSON
+    values                            state that is a plain number, such as a step count, as JSON
+
+Works for any optimizer whose state is tensors placed like their parameter, single elements, and
+plain numbers: AdamW, SGD with momentum, and most others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Set
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from shoal.checkpoint.metadata import JSON, check_json
+from shoal.errors import CheckpointError, UsageError
+
+PREFIX = "optimizer/"
+
+_HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
+"""Options that say how a step is computed, not what: they stay as the new run chose them."""
+
+
+def optimizer_tensors(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
+    """Give the state that there is, to be saved or to be filled in place, and the rest as JSON."""
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, JSON] = {}
+    for name, parameter in _named(model, optimizer):
+        for state, value in optimizer.state.get(parameter, {}).items():
+            key = f"{PREFIX}{name}/{state}"
+            if isinstance(value, torch.Tensor):
+                _check_placed(key, parameter, value)
+                tensors[key] = value
+            elif value is None or isinstance(value, bool | int | float | str):
+                values[key] = value
+            else:
+                raise NotImplementedError(
+                    f"{key} is a {type(value).__name__}: checkpoints of such optimizer state are "
+                    "not supported"
+                )
+    return tensors, {"groups": _groups(model, optimizer), "values": values}
+
+
+def prepare_optimizer(model: nn.Module, optimizer: Optimizer, names: Iterable[str]) -> None:
+    """Give the optimizer state for the parameters that have some among the saved `names`.
+
+    An optimizer makes its state in its first step, and what is not there cannot be filled. So the
+    parameters that lack it make one with zero gradients at learning rate zero, which changes no
+    weight. State that the checkpoint does not have, because no gradient had come yet, is dropped.
+    """
+    saved = {
+        name.removeprefix(PREFIX).rpartition("/")[0] for name in names if name.startswith(PREFIX)
+    }
+    missing: set[torch.Tensor] = set()
+    for name, parameter in _named(model, optimizer):
+        if name not in saved:
+            optimizer.state.pop(parameter, None)
+        elif not optimizer.state.get(parameter):
+            missing.add(parameter)
+    if missing:
+        _first_step(optimizer, missing)
+
+
+def restore_hyper_parameters(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
+) -> None:
+    """Set each group's hyper-parameters, and plain numbers of the state, to what was saved."""
+    check_groups(model, optimizer, saved)
+    for group, fields in zip(optimizer.param_groups, saved["groups"], strict=True):
+        for key, value in fields.items():
+            present = group.get(key)
+            if key == "params":
+                continue
+            if isinstance(present, torch.Tensor):
+                present.fill_(value)
+            else:
+                group[key] = tuple(value) if isinstance(present, tuple) else value
+    parameters = dict(_named(model, optimizer))
+    for key, value in saved["values"].items():
+        name, _, state = key.removeprefix(PREFIX).rpartition("/")
+        optimizer.state[parameters[name]][state] = value
+
+
+def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError unless the saved groups have the parameters of the present ones."""
+    there = [list(group["params"]) for group in saved["groups"]]
+    here = [group["params"] for group in _groups(model, optimizer)]
+    if len(there) != len(here):
+        raise CheckpointError(
+            f"the checkpoint's optimizer has {len(there)} parameter groups, this one {len(here)}: "
+            "build the optimizer with the groups it had when it was saved"
+        )
+    for index, (saved_names, names) in enumerate(zip(there, here, strict=True)):
+        if saved_names != names:
+            pairs = zip([*saved_names, None], [*names, None], strict=False)
+            differing = next(pair for pair in pairs if pair[0] != pair[1])
+            raise CheckpointError(
+                f"parameter group {index} of the optimizer has {differing[0]!r} in the checkpoint "
+                f"where this one has {differing[1]!r}: build the optimizer with the groups, and "
+                "the order of parameters, that it had when it was saved"
+            )
+
+
+def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if parameter not in names:
+                raise UsageError(
+                    f"parameter group {index} of the optimizer holds a parameter of shape "
+                    f"{tuple(parameter.shape)} that is not one of the model: build the optimizer "
+                    "from the parameters of this model, after sharding it"
+                )
+            yield names[parameter], parameter
+
+
+def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    names = {parameter: name for name, parameter in _named(model, optimizer)}
+    groups: list[dict[str, Any]] = []
+    for index, group in enumerate(optimizer.param_groups):
+        fields: dict[str, Any] = {"params": [names[p] for p in group["params"]]}
+        for key, value in group.items():
+            if key == "params" or key in _HOW:
+                continue
+            fields[key] = value.item() if isinstance(value, torch.Tensor) else value
+            check_json(fields[key], f"{key} of parameter group {index}")
+        groups.append(fields)
+    return groups
+
+
+def _check_placed(key: str, parameter: torch.Tensor, value: torch.Tensor) -> None:
+    """Refuse state that differs from rank to rank without saying so: rank 0's would be saved."""
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+        raise NotImplementedError(
+            f"{key} is a plain tensor of shape {tuple(value.shape)} for a sharded parameter: only "
+            "DTensors and single elements are supported"
+        )
+
+
+def _first_step(optimizer: Optimizer, missing: Set[torch.Tensor]) -> None:
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [parameter.grad for parameter in parameters]
+    rates = [group.get("lr") for group in optimizer.param_groups]
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter) if parameter in missing else None
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = torch.zeros_like(rate) if isinstance(rate, torch.Tensor) else 0.0
+        optimizer.step()
+    finally:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            if rate is not None:
+                group["lr"] = rate

@@ -1,0 +1,92 @@
+"""What this rank holds of a tensor, from the tensor's own placement; no communication."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from shoal.errors import CheckpointError
+from shoal.layout.chunk import chunk_bounds
+from shoal.layout.region import Region
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """A region of a whole tensor, and this rank's memory for it.
+
+    `region` is None on a rank that holds nothing. `writes` is true on one of the ranks that hold
+    the same region, so that each element is saved once.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    region: Region | None
+    local: torch.Tensor
+    writes: bool
+
+    def __post_init__(self) -> None:
+        if self.region is not None and tuple(self.local.shape) != self.region.sizes:
+            raise CheckpointError(
+                f"holds a local tensor of shape {tuple(self.local.shape)}, where its placement "
+                f"says {self.region.sizes}: it is not sharded as torch.chunk cuts"
+            )
+
+
+def share_of(name: str, tensor: object, *, is_first: bool) -> Share:
+    """Say what this rank holds; a plain tensor is whole on every rank and written by the first."""
+    if not isinstance(tensor, torch.Tensor):
+        raise CheckpointError(
+            f"{name!r} is a {type(tensor).__name__}; a checkpoint holds tensors, "
+            "and other values in `extra`"
+        )
+    if tensor.layout != torch.strided or tensor.is_meta:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise NotImplementedError(f"{name!r}: checkpoints of {kind} tensors are not supported")
+    # Without gradients, a DTensor gives its local tensor itself, not a copy that autograd tracks.
+    with torch.no_grad():
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    region, writes = Region.whole(tensor.shape), is_first
+    if isinstance(tensor, DTensor):
+        region, writes = _sharded(name, tensor)
+    try:
+        return Share(
+            shape=tuple(tensor.shape),
+            dtype=tensor.dtype,
+            region=region if region is not None and region.numel > 0 else None,
+            local=local,
+            writes=writes,
+        )
+    except CheckpointError as error:
+        raise CheckpointError(f"{name!r} {error}") from error
+
+
+def _sharded(name: str, tensor: DTensor) -> tuple[Region | None, bool]:
+    """Cut the whole along each mesh axis in turn, as DTensor does."""
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None, False
+    region, writes = Region.whole(tensor.shape), True
+    for axis, placement in enumerate(tensor.placements):
+        # Subclasses of Shard cut differently, so the exact type counts.
+        if type(placement) is Shard:
+            region = _cut(region, placement.dim, mesh.size(axis), coordinate[axis])
+        elif type(placement) is Replicate:
+            writes = writes and coordinate[axis] == 0
+        else:
+            raise NotImplementedError(
+                f"{name!r}: checkpoints of the placement {placement!r} are not supported; "
+                "redistribute it to Shard or Replicate first"
+            )
+    return region, writes
+
+
+def _cut(region: Region, dim: int, num_chunks: int, index: int) -> Region:
+    dim %= len(region.sizes)
+    start, stop = chunk_bounds(region.sizes[dim], num_chunks, index)
+    offsets, sizes = list(region.offsets), list(region.sizes)
+    offsets[dim] += start
+    sizes[dim] = stop - start
+    return Region(offsets=tuple(offsets), sizes=tuple(sizes))

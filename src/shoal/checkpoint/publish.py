@@ -1,0 +1,46 @@
+"""How a checkpoint appears: filled under a hidden name, then renamed, all at once."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from pathlib import Path
+
+from shoal.checkpoint.disk import disk_errors, sync_folder
+from shoal.errors import CheckpointError
+
+
+def open_staging(folder: Path) -> str:
+    """Make an empty hidden folder beside the checkpoint to be, and return its name.
+
+    The name is new each time: a save that died leaves its folder behind, and another must never
+    be published together with what is in there.
+    """
+    check_absent(folder)
+    staging = folder.parent / f".{folder.name}.saving-{secrets.token_hex(6)}"
+    with disk_errors("make", staging):
+        staging.mkdir(parents=True)
+    return staging.name
+
+
+def publish(staging: Path, folder: Path) -> None:
+    """Give a filled folder its name; a crash before or after leaves none, or all of it."""
+    sync_folder(staging)
+    check_absent(folder)
+    with disk_errors("publish", folder):
+        staging.rename(folder)
+    sync_folder(folder.parent)
+
+
+def discard(staging: Path) -> None:
+    """Remove an unfinished folder, as far as that is possible."""
+    shutil.rmtree(staging, ignore_errors=True)
+
+
+def check_absent(folder: Path) -> None:
+    """Raise CheckpointError if something has the checkpoint's name already."""
+    if folder.exists() or folder.is_symlink():
+        raise CheckpointError(
+            f"{folder} exists already, and a checkpoint is never overwritten: "
+            "choose another name, or delete it first"
+        )

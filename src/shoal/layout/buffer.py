@@ -1,0 +1,128 @@
+"""Buffers: tensors put into, and taken out of, the bytes that a packing describes.
+
+A shard buffer is one rank's, a gathered buffer is all ranks' one after another; both are 1-D
+`uint8` tensors. Nothing here communicates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from shoal.errors import UsageError
+from shoal.layout.moves import Copy, Move, stored_regions
+from shoal.layout.packing import Packing
+from shoal.layout.piece import Stored
+from shoal.layout.spec import ParamSpec
+
+
+def shard_of(packing: Packing, rank: int, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A rank's shard buffer, filled from full tensors; padding is zero."""
+    _check_tensors(packing, tensors)
+    device = tensors[0].device if tensors else None
+    shard = torch.zeros(packing.shard_bytes, dtype=torch.uint8, device=device)
+    with torch.no_grad():
+        for index, (param, tensor) in enumerate(zip(packing.params, tensors, strict=True)):
+            for stored in stored_regions(packing, index, rank):
+                stored_view(shard, param.dtype, stored).copy_(tensor[stored.region.slices])
+    return shard
+
+
+def shard_views(packing: Packing, rank: int, shard: torch.Tensor) -> list[torch.Tensor]:
+    """A rank's local tensors, as views of its shard buffer: one per parameter."""
+    _check_buffer("shard", shard, packing.shard_bytes)
+    return [
+        _typed(shard, param.dtype, piece.offset_bytes, piece.numel).view(piece.shape)
+        for param, piece in zip(packing.params, packing.pieces(rank), strict=True)
+    ]
+
+
+def gathered_of(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The gathered buffer of full tensors; padding is zero. What a reduce-scatter takes."""
+    _check_tensors(packing, tensors)
+    device = tensors[0].device if tensors else None
+    gathered = torch.zeros(packing.gathered_bytes, dtype=torch.uint8, device=device)
+    with torch.no_grad():
+        for index, tensor in enumerate(tensors):
+            flat = tensor.reshape(-1)
+            rows = gathered_rows(packing, gathered, index)
+            for stripe in packing.stripes(index):
+                stripe.of_rows(rows).copy_(stripe.of_full(flat))
+    return gathered
+
+
+def full_tensors(packing: Packing, gathered: torch.Tensor) -> list[torch.Tensor]:
+    """The full parameters in a gathered buffer: views where they lie in one run, else copies."""
+    _check_buffer("gathered", gathered, packing.gathered_bytes)
+    return [
+        _full_tensor(packing, gathered, index, param) for index, param in enumerate(packing.params)
+    ]
+
+
+def gathered_rows(packing: Packing, gathered: torch.Tensor, index: int) -> torch.Tensor:
+    """The gathered buffer as a matrix of the parameter's dtype, with one row per rank."""
+    dtype = packing.params[index].dtype
+    return gathered.view(dtype).view(packing.world_size, packing.shard_bytes // dtype.itemsize)
+
+
+def stored_view(buffer: torch.Tensor, dtype: torch.dtype, stored: Stored) -> torch.Tensor:
+    """A stored region as a tensor over the bytes of a buffer."""
+    flat = _typed(buffer, dtype, stored.offset_bytes, stored.region.numel)
+    return flat.view(stored.region.sizes)
+
+
+def apply_copy(copy: Copy, dtype: torch.dtype, src: torch.Tensor, dst: torch.Tensor) -> None:
+    """Copy a region from one buffer to another."""
+    source = stored_view(src, dtype, copy.src)[copy.region.relative_to(copy.src.region).slices]
+    target = stored_view(dst, dtype, copy.dst)[copy.region.relative_to(copy.dst.region).slices]
+    target.copy_(source)
+
+
+def apply_moves(
+    params: Sequence[ParamSpec],
+    moves: Iterable[Move],
+    src_of: Callable[[int], torch.Tensor],
+    dst_of: Callable[[int], torch.Tensor],
+) -> None:
+    """Carry out moves between shard buffers that are all in this process, found by rank."""
+    for move in moves:
+        dtype = params[move.index].dtype
+        apply_copy(move.copy, dtype, src_of(move.src_rank), dst_of(move.dst_rank))
+
+
+def _full_tensor(
+    packing: Packing, gathered: torch.Tensor, index: int, param: ParamSpec
+) -> torch.Tensor:
+    offset_bytes = packing.gathered_offset(index)
+    if offset_bytes is not None:
+        return _typed(gathered, param.dtype, offset_bytes, param.numel).view(param.shape)
+    full = torch.empty(param.shape, dtype=param.dtype, device=gathered.device)
+    flat = full.view(-1)
+    rows = gathered_rows(packing, gathered, index)
+    for stripe in packing.stripes(index):
+        stripe.of_full(flat).copy_(stripe.of_rows(rows))
+    return full
+
+
+def _typed(buffer: torch.Tensor, dtype: torch.dtype, offset_bytes: int, numel: int) -> torch.Tensor:
+    return buffer[offset_bytes : offset_bytes + numel * dtype.itemsize].view(dtype)
+
+
+def _check_buffer(what: str, buffer: torch.Tensor, num_bytes: int) -> None:
+    if buffer.dtype != torch.uint8 or tuple(buffer.shape) != (num_bytes,):
+        raise UsageError(
+            f"expected a {what} buffer of {num_bytes} uint8, got {tuple(buffer.shape)} "
+            f"of {buffer.dtype}"
+        )
+
+
+def _check_tensors(packing: Packing, tensors: Sequence[torch.Tensor]) -> None:
+    if len(tensors) != len(packing.params):
+        raise UsageError(f"expected {len(packing.params)} tensors, got {len(tensors)}")
+    for param, tensor in zip(packing.params, tensors, strict=True):
+        if tuple(tensor.shape) != param.shape or tensor.dtype != param.dtype:
+            raise UsageError(
+                f"parameter {param.name!r} is {param.shape} of {param.dtype}, got a tensor of "
+                f"{tuple(tensor.shape)} and {tensor.dtype}"
+            )

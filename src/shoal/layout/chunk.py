@@ -1,0 +1,61 @@
+"""Chunks as `torch.chunk` cuts them, with empty ones for the ranks that get nothing.
+
+A size is cut into pieces of `ceil(size / num_chunks)`; the last one that is not empty may be
+shorter, and there may be fewer than `num_chunks`:
+
+    size 5, 4 chunks:   [0 1] [2 3] [4] []
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.errors import UsageError
+from shoal.layout.spec import round_up
+
+
+def chunk_size(size: int, num_chunks: int) -> int:
+    """The size of every chunk but the last."""
+    _check_num_chunks(num_chunks)
+    return -(-size // num_chunks)
+
+
+def chunk_bounds(size: int, num_chunks: int, rank: int) -> tuple[int, int]:
+    """Where chunk `rank` starts and stops; both are `size` when it is empty."""
+    step = chunk_size(size, num_chunks)
+    if not 0 <= rank < num_chunks:
+        raise UsageError(f"chunk {rank} does not exist: there are {num_chunks}, counted from 0")
+    start = min(rank * step, size)
+    return start, min(start + step, size)
+
+
+def chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:
+    """Cut a tensor into exactly `num_chunks` views; the missing ones are 1-D with no element."""
+    _check_num_chunks(num_chunks)
+    chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
+    chunks.extend(tensor.new_empty(0) for _ in range(num_chunks - len(chunks)))
+    return chunks
+
+
+def dim0_padded_size(size: torch.Size, factor: int) -> torch.Size:
+    """The size with dim 0 rounded up to a multiple of `factor`."""
+    _check_num_chunks(factor)
+    if len(size) == 0:
+        raise UsageError("a 0-d size has no dim 0 to pad: reshape the tensor to (1,) first")
+    return torch.Size([round_up(size[0], factor), *size[1:]])
+
+
+def dim_chunked_size(chunk: torch.Tensor, unchunked_size: torch.Size, dim: int) -> torch.Size:
+    """The size of a chunk, where an empty one keeps the sizes of the dims that were not cut."""
+    if not -len(unchunked_size) <= dim < len(unchunked_size):
+        raise UsageError(f"dim {dim} is outside of a tensor of size {tuple(unchunked_size)}")
+    if chunk.numel() > 0:
+        return chunk.size()
+    sizes = list(unchunked_size)
+    sizes[dim] = 0
+    return torch.Size(sizes)
+
+
+def _check_num_chunks(num_chunks: int) -> None:
+    if num_chunks < 1:
+        raise UsageError(f"expected 1 chunk or more, got {num_chunks}")

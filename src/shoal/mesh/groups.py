@@ -1,0 +1,116 @@
+"""Process groups: the only file that makes any, all through meshes.
+
+Each function here is collective: every rank of the world must call it, in the same order.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shoal import _torch
+from shoal.errors import MeshError
+from shoal.mesh.axes import Axes, DataParallelMeshDims, reshard_size
+from shoal.mesh.info import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+
+
+def default_mesh(
+    device_type: str | None = None, mesh_dim_names: tuple[str, ...] | None = None
+) -> DeviceMesh:
+    """A 1-D mesh over the world, which is joined first if need be.
+
+    The device type is that of the accelerator where there is one, else the CPU.
+    """
+    if device_type is None:
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        device_type = "cpu" if accelerator is None else accelerator.type
+    if not dist.is_initialized():
+        try:
+            dist.init_process_group()
+        except ValueError as error:
+            raise MeshError(
+                "there is no process group, and the environment does not say how to join one: "
+                "start the program with torchrun, or call torch.distributed.init_process_group"
+            ) from error
+    return init_device_mesh(device_type, (dist.get_world_size(),), mesh_dim_names=mesh_dim_names)
+
+
+def validate_mesh(mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None) -> None:
+    """Refuse a mesh that cannot be trained on; see `Axes.check_data_parallel`."""
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(f"expected a DeviceMesh, got {mesh!r}")
+    Axes.of(mesh).check_data_parallel(dp_mesh_dims)
+
+
+def mesh_info_of(
+    mesh: DeviceMesh, dp_mesh_dims: DataParallelMeshDims | None = None
+) -> DataParallelMeshInfo:
+    """The roles of a mesh's axes: by name where `dp_mesh_dims` names them, else by number.
+
+    One axis shards; of two, the first replicates and the second shards.
+    """
+    validate_mesh(mesh, dp_mesh_dims)
+    if dp_mesh_dims is not None:
+        return _info_of_named(mesh, dp_mesh_dims)
+    if mesh.ndim == 1:
+        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def post_forward_mesh_info(
+    reshard_after_forward: bool | int | None, mesh_info: DataParallelMeshInfo
+) -> FSDPMeshInfo | None:
+    """Over what parameters are sharded between forward and backward; None where they stay whole.
+
+    A number of ranks makes new groups of so many neighbours on the shard axis at each call:
+    keep the answer rather than asking again.
+    """
+    if not isinstance(mesh_info, FSDPMeshInfo):
+        return None
+    shard_size = mesh_info.shard_mesh_size
+    size = reshard_size(reshard_after_forward, shard_size)
+    is_number = reshard_after_forward is not None and not isinstance(reshard_after_forward, bool)
+    if is_number and mesh_info.is_spmd_mesh:
+        raise NotImplementedError(
+            "reshard_after_forward as a number of ranks is not supported together with "
+            f"dp_mesh_dims, got {reshard_after_forward}: pass True or False"
+        )
+    if reshard_after_forward is False or (is_number and size == 1):
+        return None
+    if size == shard_size:
+        return mesh_info
+    assert mesh_info.shard_mesh_dim is not None
+    ranks = mesh_info.mesh.mesh.movedim(mesh_info.shard_mesh_dim, -1).reshape(-1, size)
+    mesh = DeviceMesh(mesh_info.mesh.device_type, ranks)
+    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+
+
+def _info_of_named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
+    shard_names, replicate_names = dims.shard_names, dims.replicate_names
+    if not shard_names:
+        return DDPMeshInfo(
+            _one_axis(mesh, replicate_names),
+            replicate_mesh_dim=0,
+            dp_mesh_dims=dims,
+            spmd_mesh=mesh,
+        )
+    if not replicate_names:
+        return FSDPMeshInfo(
+            _one_axis(mesh, shard_names), shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh
+        )
+    return HSDPMeshInfo(
+        _torch.concatenate_meshes([_one_axis(mesh, replicate_names), _one_axis(mesh, shard_names)]),
+        shard_mesh_dim=1,
+        replicate_mesh_dim=0,
+        dp_mesh_dims=dims,
+        spmd_mesh=mesh,
+    )
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    """The 1-D mesh along one axis, or along several as if they were one."""
+    if len(names) == 1:
+        return mesh[names[0]]
+    # torch keeps the flattened mesh under this name and answers with it the next time.
+    return _torch.flatten_mesh(mesh[names], "_".join(names))

@@ -1,0 +1,222 @@
+"""Charts over the steps of a run, as HTML around a small inline SVG.
+
+The SVG holds only shapes and stretches with the page; strokes keep their width because they do
+not scale, and all text is HTML placed by percentage, so it stays readable at any page width.
+
+    .y-name   what the y axis measures
+    .frame    .y-ticks | .plot (svg, and what hover adds)
+                       | .x-ticks
+                       | .x-name
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from shoal.report.series import Point, thin
+from shoal.report.ticks import Axis, step_axis
+from shoal.report.units import digits
+
+SCALE = 1000
+"""Length of either side of the SVG's own coordinates; large enough to round to whole numbers."""
+
+MOST_POINTS = 900
+"""Points drawn per line: more would be finer than the pixels of a wide screen."""
+
+WIDEST_BAR = 0.08
+"""The most of the plot's width that one bar takes."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    """A series in a line chart; `css` names its colour, `dots` draws points without a line."""
+
+    name: str
+    css: str
+    points: Sequence[Point]
+    dots: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One layer of stacked bars."""
+
+    name: str
+    css: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    """One bar: the steps it stands for, and a value for each part."""
+
+    first: int
+    last: int
+    values: tuple[float, ...]
+
+
+def line_chart(lines: Sequence[Line], *, y: Axis, y_name: str, summary: str) -> str:
+    """Draw lines and dots over the steps; NaN is a gap."""
+    steps = [point.step for line in lines for point in line.points]
+    x = step_axis(min(steps), max(steps))
+    shapes = "".join(_shape(line, x, y) for line in lines)
+    names = [Part(name=line.name, css=line.css) for line in lines]
+    hover = _hover(names, _line_marks(lines, x))
+    return _figure(names, shapes, hover, x=x, y=y, y_name=y_name, summary=summary)
+
+
+def bar_chart(
+    bars: Sequence[Bar], parts: Sequence[Part], *, y: Axis, y_name: str, unit: str, summary: str
+) -> str:
+    """Draw stacked bars over the steps; a bar that is too high for the axis is cut with a mark."""
+    x = step_axis(bars[0].first, bars[-1].last)
+    if bars[0].first < bars[-1].last:
+        x = Axis(low=x.low - 0.5, high=x.high + 0.5)
+    shapes = "".join(_bar(bar, parts, x, y) for bar in bars)
+    hover = _hover(parts, _bar_marks(bars, x, unit))
+    return _figure(parts, shapes, hover, x=x, y=y, y_name=y_name, summary=summary)
+
+
+def legend(parts: Sequence[Part], values: Sequence[str] | None = None) -> str:
+    """Name the colours, each with a value beside it when there are some."""
+    texts = [""] * len(parts) if values is None else values
+    items = "".join(
+        f'<li><i class="key {part.css}"></i>{escape(part.name)}'
+        + (f" <b>{escape(text)}</b>" if text else "")
+        + "</li>"
+        for part, text in zip(parts, texts, strict=True)
+    )
+    return f'<ul class="legend">{items}</ul>'
+
+
+def share_bar(parts: Sequence[Part], values: Sequence[float], labels: Sequence[str]) -> str:
+    """Draw one full-width bar cut into shares, and name them below it."""
+    total = math.fsum(values)
+    pieces = "".join(
+        f'<i class="{part.css}" style="width:{value / total * 100:.3f}%"></i>'
+        for part, value in zip(parts, values, strict=True)
+        if value > 0
+    )
+    return f'<div class="shares">{pieces}</div>{legend(parts, labels)}'
+
+
+def _shape(line: Line, x: Axis, y: Axis) -> str:
+    """Join neighbouring points; a dot is a round stroke of no length, which never stretches."""
+    joined: list[str] = []
+    alone: list[str] = []
+    stretch: list[str] = []
+    points = line.points if line.dots else thin(line.points, MOST_POINTS)
+    for point in [*points, Point(0, math.nan)]:
+        if math.isfinite(point.value):
+            stretch.append(f"{_place(x.at(point.step))} {_place(1 - y.at(point.value))}")
+        if stretch and (line.dots or not math.isfinite(point.value)):
+            if len(stretch) > 1:
+                joined.append(f"M{stretch[0]}L{' '.join(stretch[1:])}")
+            else:
+                alone.append(f"M{stretch[0]}h0")
+            stretch = []
+    lines = f'<path class="line {line.css}" d="{"".join(joined)}"/>' if joined else ""
+    dots = f'<path class="dots {line.css}" d="{"".join(alone)}"/>' if alone else ""
+    return lines + dots
+
+
+def _bar(bar: Bar, parts: Sequence[Part], x: Axis, y: Axis) -> str:
+    left, right = x.at(bar.first - 0.5), x.at(bar.last + 0.5)
+    # A gap between bars; and a run of few steps does not get bars as wide as a hand.
+    inset = max((right - left) * 0.08, (right - left - WIDEST_BAR) / 2)
+    shapes: list[str] = []
+    base = 0.0
+    for part, value in zip(parts, bar.values, strict=True):
+        if not value > 0:
+            continue
+        box = _box(left + inset, right - inset, y.at(base), y.at(base + value))
+        shapes.append(f'<rect class="{part.css}" {box}/>')
+        base += value
+    if base > y.high:
+        shapes.append(f'<rect class="cut" {_box(left, right, 0.955, 0.97)}/>')
+    return "".join(shapes)
+
+
+def _box(left: float, right: float, low: float, high: float) -> str:
+    return (
+        f'x="{_place(left)}" y="{_place(1 - high)}" '
+        f'width="{_place(right - left)}" height="{_place(high - low)}"'
+    )
+
+
+def _place(share: float) -> str:
+    return f"{share * SCALE:.1f}".removesuffix(".0")
+
+
+Mark = tuple[float, str, list[str | None]]
+"""Where hover finds something, its title, and a text for each series or None."""
+
+
+def _line_marks(lines: Sequence[Line], x: Axis) -> list[Mark]:
+    drawn = {
+        point.step
+        for line in lines
+        for point in (line.points if line.dots else thin(line.points, MOST_POINTS // 2))
+    }
+    values = [dict(line.points) for line in lines]
+    return [
+        (
+            round(x.at(step), 4),
+            f"step {step:,}",
+            [digits(table[step], 4) if step in table else None for table in values],
+        )
+        for step in sorted(drawn)
+    ]
+
+
+def _bar_marks(bars: Sequence[Bar], x: Axis, unit: str) -> list[Mark]:
+    return [
+        (
+            round(x.at((bar.first + bar.last) / 2), 4),
+            f"step {bar.first:,}"
+            if bar.first == bar.last
+            else f"mean of steps {bar.first:,}–{bar.last:,}",
+            [f"{digits(value)} {unit}" if math.isfinite(value) else None for value in bar.values],
+        )
+        for bar in bars
+    ]
+
+
+def _hover(parts: Sequence[Part], marks: list[Mark]) -> str:
+    content = {
+        "names": [part.name for part in parts],
+        "css": [part.css for part in parts],
+        "marks": marks,
+    }
+    # A script element ends at the first "</script", wherever it stands.
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
+    return f'<script type="application/json">{text}</script>'
+
+
+def _figure(
+    parts: Sequence[Part], shapes: str, hover: str, *, x: Axis, y: Axis, y_name: str, summary: str
+) -> str:
+    y_ticks = y.ticks(7)
+    grid = "".join(f"M0 {_place(1 - tick.at)}H{SCALE}" for tick in y_ticks)
+    widest = max((tick.label for tick in y_ticks), key=len, default="")
+    beside = "".join(
+        f'<span style="top:{100 - tick.at * 100:.2f}%">{tick.label}</span>' for tick in y_ticks
+    )
+    below = "".join(
+        f'<span style="left:{tick.at * 100:.2f}%">{tick.label}</span>'
+        for tick in x.ticks(7, whole=True)
+    )
+    return (
+        f'<figure class="chart">{legend(parts) if len(parts) > 1 else ""}'
+        f'<div class="y-name">{escape(y_name)}</div>'
+        '<div class="frame">'
+        f'<div class="y-ticks"><span class="sizer">{widest}</span>{beside}</div>'
+        f'<div class="plot"><svg viewBox="0 0 {SCALE} {SCALE}" preserveAspectRatio="none" '
+        f'role="img" aria-label="{escape(summary)}">'
+        f'<path class="grid" d="{grid}"/>{shapes}</svg></div>'
+        f'<div class="x-ticks">{below}</div><div class="x-name">step</div>'
+        f"</div>{hover}</figure>"
+    )

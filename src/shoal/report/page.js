@@ -1,0 +1,59 @@
+"use strict";
+// Read-outs under the pointer. The page is complete without them.
+const tip = document.getElementById("tip");
+
+function show(event, nodes) {
+  tip.replaceChildren(...nodes);
+  tip.hidden = false;
+  const right = document.documentElement.clientWidth - tip.offsetWidth - 8;
+  tip.style.left = Math.max(8, Math.min(event.pageX + 14, window.scrollX + right)) + "px";
+  tip.style.top = event.pageY + 16 + "px";
+}
+
+function nearest(marks, share) {
+  let low = 0, high = marks.length - 1;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if ((marks[middle][0] + marks[middle + 1][0]) / 2 < share) low = middle + 1;
+    else high = middle;
+  }
+  return marks[low];
+}
+
+function rows(data, mark) {
+  const nodes = [document.createTextNode(mark[1])];
+  mark[2].forEach((text, index) => {
+    if (text === null) return;
+    const key = document.createElement("i");
+    key.className = "key " + data.css[index];
+    nodes.push(document.createElement("br"), key, `${data.names[index]}  ${text}`);
+  });
+  return nodes;
+}
+
+for (const figure of document.querySelectorAll(".chart")) {
+  const data = JSON.parse(figure.querySelector("script").textContent);
+  const plot = figure.querySelector(".plot");
+  const cursor = document.createElement("div");
+  cursor.className = "cursor";
+  cursor.hidden = true;
+  plot.append(cursor);
+  plot.addEventListener("pointermove", (event) => {
+    const box = plot.getBoundingClientRect();
+    const mark = nearest(data.marks, (event.clientX - box.left) / box.width);
+    if (!mark) return;
+    cursor.hidden = false;
+    cursor.style.left = mark[0] * 100 + "%";
+    show(event, rows(data, mark));
+  });
+  plot.addEventListener("pointerleave", () => { cursor.hidden = tip.hidden = true; });
+}
+
+for (const spans of document.querySelectorAll(".spans")) {
+  spans.addEventListener("pointermove", (event) => {
+    const said = event.target.dataset.said;
+    if (said) show(event, [said]);
+    else tip.hidden = true;
+  });
+  spans.addEventListener("pointerleave", () => { tip.hidden = true; });
+}

@@ -1,0 +1,254 @@
+"""The parts of the report below the headline: from a run's numbers to drawings and remarks."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+from shoal.report.chart import Bar, Line, Part, bar_chart, line_chart, share_bar
+from shoal.report.gantt import gantt
+from shoal.report.metrics import Metrics, StepRecord
+from shoal.report.run import Run
+from shoal.report.series import Point, mean, smooth, stretches
+from shoal.report.ticks import Axis, axis_over
+from shoal.report.units import digits, duration, percent, size
+
+MOST_BARS = 60
+"""Bars in the step-time chart; each stands for the mean of its steps."""
+
+FEW_STEPS = 40
+"""Fewer steps than this are drawn as they are, without a smoothed line."""
+
+MOST_RANKS = 16
+"""Ranks drawn in the memory section."""
+
+_PARTS = (
+    Part(name="compute", css="compute"),
+    Part(name="exposed communication", css="exposed"),
+    Part(name="optimizer", css="optimizer"),
+    Part(name="other", css="other"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Section:
+    """One card: a title, a sentence, safe HTML, remarks; or what is missing for it."""
+
+    title: str
+    lead: str = ""
+    html: str = ""
+    missing: str = ""
+    notes: tuple[str, ...] = ()
+    half: bool = False
+
+
+def sections(run: Run) -> list[Section]:
+    """Make every section, in the order of the page."""
+    metrics = run.metrics or Metrics()
+    return [
+        _loss(metrics),
+        _small(metrics, "Learning rate", "learning rate", lambda record: record.lr),
+        _small(metrics, "Gradient norm", "gradient norm", lambda record: record.grad_norm),
+        _step_time(metrics),
+        _memory(metrics),
+        _schedule(run),
+        _sample(run),
+        _config(run),
+    ]
+
+
+def _loss(metrics: Metrics) -> Section:
+    title = "Loss"
+    if not metrics.steps:
+        return Section(title=title, missing="No training step was recorded in metrics.jsonl.")
+    training = [Point(record.step, record.loss) for record in metrics.steps]
+    validation = [Point(record.step, record.loss) for record in metrics.validations]
+    notes = (*_gap_note(training, "training"), *_gap_note(validation, "validation"))
+    if not any(math.isfinite(point.value) for point in training + validation):
+        return Section(title=title, missing="No step has a finite loss.", notes=notes)
+    if len(training) < FEW_STEPS:
+        lines = [Line(name="training", css="smoothed", points=training)]
+    else:
+        lines = [
+            Line(name="training", css="training", points=training),
+            Line(name="training, smoothed", css="smoothed", points=smooth(training)),
+        ]
+    if validation:
+        lines.append(Line(name="validation", css="validation", points=validation, dots=True))
+    y = axis_over([point.value for line in lines for point in line.points])
+    last = training[-1]
+    summary = f"Loss over {len(training):,} steps, {digits(last.value, 4)} at step {last.step:,}"
+    return Section(
+        title=title,
+        html=line_chart(lines, y=y, y_name="loss, nats per token", summary=summary),
+        notes=notes,
+    )
+
+
+def _gap_note(points: list[Point], what: str) -> tuple[str, ...]:
+    steps = [point.step for point in points if not math.isfinite(point.value)]
+    if not steps:
+        return ()
+    shown = ", ".join(f"{step:,}" for step in steps[:5]) + (", …" if len(steps) > 5 else "")
+    number = "1 step" if len(steps) == 1 else f"{len(steps):,} steps"
+    return (
+        f"The {what} loss of {number} is not a finite number "
+        f"(step {shown}); the curve has a gap there.",
+    )
+
+
+def _small(
+    metrics: Metrics, title: str, name: str, value: Callable[[StepRecord], float]
+) -> Section:
+    points = [Point(record.step, value(record)) for record in metrics.steps]
+    finite = [point.value for point in points if math.isfinite(point.value)]
+    if not finite:
+        return Section(title=title, missing=f"No {name} was recorded.", half=True)
+    # A norm that spans decades would be a flat line with one spike on a linear axis.
+    wide = min(finite) > 0 and max(finite) / min(finite) > 1000 and title == "Gradient norm"
+    return Section(
+        title=title,
+        html=line_chart(
+            [Line(name=name, css="smoothed", points=points)],
+            y=axis_over(finite, from_zero=True, log=wide),
+            y_name=f"{name}, logarithmic" if wide else name,
+            summary=f"{title} over {len(points):,} steps, "
+            f"between {digits(min(finite))} and {digits(max(finite))}",
+        ),
+        half=True,
+    )
+
+
+def _step_time(metrics: Metrics) -> Section:
+    title = "Where the step's time goes"
+    timed = [record for record in metrics.steps if math.isfinite(record.compute_ms)]
+    if not timed:
+        return Section(title=title, missing="The time of the steps was not recorded in parts.")
+    bars = [
+        Bar(first=stretch[0].step, last=stretch[-1].step, values=_split(stretch))
+        for stretch in stretches(timed, MOST_BARS)
+    ]
+    # The first step allocates, compiles and warms up: it says little about the others.
+    steady = timed[1:] if len(timed) >= 5 else timed
+    shares = _split(steady)
+    parts = [part for part, value in zip(_PARTS, shares, strict=True) if value > 0] or [_PARTS[0]]
+    kept = [_PARTS.index(part) for part in parts]
+    y, notes = _time_axis(bars, timed)
+    total = math.fsum(shares[index] for index in kept)
+    labels = [
+        f"{duration(shares[index] / 1e3)} · {percent(shares[index] / total if total else 0)}"
+        for index in kept
+    ]
+    bars = [
+        Bar(first=bar.first, last=bar.last, values=tuple(bar.values[index] for index in kept))
+        for bar in bars
+    ]
+    chart = bar_chart(
+        bars, parts, y=y, y_name="time of a step, ms", unit="ms", summary="Step time in parts"
+    )
+    after = " after the first" if steady is not timed else ""
+    bar = share_bar(parts, [shares[index] for index in kept], labels) if total else ""
+    return Section(
+        title=title,
+        lead=f"Mean of {len(steady):,} step{'s' if len(steady) != 1 else ''}{after}: "
+        f"{duration(total / 1e3)}. Exposed communication is time in which compute stood still.",
+        html=bar + chart,
+        notes=notes,
+    )
+
+
+def _split(records: Sequence[StepRecord]) -> tuple[float, float, float, float]:
+    """Average the parts; what the step took beyond them is other: data, logging, the host."""
+    compute, exposed, optimizer = (
+        _or_zero(mean(values))
+        for values in (
+            [record.compute_ms for record in records],
+            [record.exposed_ms for record in records],
+            [record.optimizer_ms for record in records],
+        )
+    )
+    known = compute + exposed + optimizer
+    rest = mean(record.step_ms for record in records) - known
+    # Below one part in a hundred it is rounding between clocks, not a part of its own.
+    return compute, exposed, optimizer, rest if rest > 0.01 * known else 0.0
+
+
+def _time_axis(bars: Sequence[Bar], timed: Sequence[StepRecord]) -> tuple[Axis, tuple[str, ...]]:
+    """Make the axis for the usual steps; say how high those go that it cuts."""
+    totals = sorted(math.fsum(bar.values) for bar in bars)
+    usual = totals[int(0.9 * (len(totals) - 1))]
+    if not 0 < usual * 2.5 < totals[-1]:
+        return axis_over(totals, from_zero=True), ()
+    slowest = max(timed, key=lambda record: math.fsum(_split([record])))
+    note = (
+        f"Bars with a notch go beyond the axis; the slowest step, {slowest.step:,}, "
+        f"took {duration(math.fsum(_split([slowest])) / 1e3)}."
+    )
+    return Axis(low=0.0, high=usual * 1.4), (note,)
+
+
+def _memory(metrics: Metrics) -> Section:
+    title = "Memory per rank"
+    peaks = [
+        max(
+            _or_zero(record.memory_bytes[rank])
+            for record in metrics.steps
+            if rank < len(record.memory_bytes)
+        )
+        for rank in range(metrics.num_ranks)
+    ]
+    top = max(peaks, default=0.0)
+    if top <= 0:
+        return Section(title=title, missing="No rank reported its memory.")
+    ranks = sorted(range(len(peaks)), key=lambda rank: -peaks[rank])[:MOST_RANKS]
+    rows = "".join(
+        f'<tr><th scope="row">rank {rank}</th><td><i class="compute" '
+        f'style="width:{peaks[rank] / top * 100:.2f}%"></i></td><td>{size(peaks[rank])}</td></tr>'
+        for rank in sorted(ranks)
+    )
+    lead = "The highest value that each rank reported during the run."
+    if len(peaks) > MOST_RANKS:
+        lead += (
+            f" The {MOST_RANKS} highest of {len(peaks):,} ranks; the lowest has {size(min(peaks))}."
+        )
+    return Section(title=title, lead=lead, html=f'<table class="bars">{rows}</table>')
+
+
+def _schedule(run: Run) -> Section:
+    title = "The schedule of one step"
+    if run.timeline is None or not run.timeline.events:
+        return Section(
+            title=title,
+            missing="No spans of a step were recorded: there is no readable timeline.json.",
+        )
+    return Section(
+        title=title,
+        lead=f"Step {run.timeline.step:,} as rank {run.timeline.rank} ran it. "
+        "Communication under compute is hidden; a wait is not.",
+        html=gantt(run.timeline),
+    )
+
+
+def _sample(run: Run) -> Section:
+    title = "Generated sample"
+    if not run.sample:
+        return Section(title=title, missing="No text was generated: there is no sample.txt.")
+    return Section(title=title, html=f'<pre class="sample">{escape(run.sample)}</pre>')
+
+
+def _config(run: Run) -> Section:
+    title = "Resolved config"
+    if run.config is None:
+        return Section(title=title, missing="There is no readable config.json.")
+    text = json.dumps(run.config, indent=2, ensure_ascii=False)
+    return Section(
+        title=title,
+        html=f"<details><summary>Show the config</summary><pre>{escape(text)}</pre></details>",
+    )
+
+
+def _or_zero(value: float) -> float:
+    return value if math.isfinite(value) else 0.0

@@ -1,0 +1,99 @@
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shoal.report.gantt import MIN_WIDTH_PX, fitting_label, gantt
+from shoal.report.timeline import LANES, Lane, Timeline, lanes, pack, read_timeline
+from shoal.runtime.events import Event, EventKind
+
+
+@st.composite
+def events(draw: st.DrawFn) -> Event:
+    start = draw(st.integers(0, 200))
+    return Event(
+        kind=draw(st.sampled_from(EventKind)),
+        unit=draw(st.sampled_from(["", "layers.0", "layers.1.mlp"])),
+        start_us=start,
+        end_us=start + draw(st.integers(0, 60)),
+    )
+
+
+@given(st.lists(events(), max_size=60))
+def test_rows_never_overlap_and_lose_nothing(spans: list[Event]) -> None:
+    rows = pack(spans)
+    for row in rows:
+        assert all(before.end_us <= after.start_us for before, after in pairwise(row))
+    assert sorted(map(repr, (event for row in rows for event in row))) == sorted(map(repr, spans))
+
+
+@given(st.lists(events(), max_size=60))
+def test_rows_are_as_few_as_the_deepest_overlap(spans: list[Event]) -> None:
+    depth = max(
+        (sum(o.start_us <= span.start_us < o.end_us for o in spans) for span in spans), default=0
+    )
+    longer = [span for span in spans if span.duration_us > 0]
+    assert len(pack(longer)) == depth
+
+
+@given(st.lists(events(), max_size=40))
+def test_every_span_is_drawn_in_one_lane(spans: list[Event]) -> None:
+    made = lanes(Timeline(step=1, rank=0, events=tuple(spans)))
+    assert [lane.name for lane in made] == list(LANES)
+    assert sum(len(row) for lane in made for row in lane.rows) == len(spans)
+    if spans:
+        drawing = gantt(Timeline(step=1, rank=0, events=tuple(spans)))
+        assert drawing.count("data-said=") == len(spans)
+
+
+def test_a_module_lies_above_those_it_contains() -> None:
+    outer = Event(kind=EventKind.FORWARD, unit="", start_us=0, end_us=10)
+    inner = Event(kind=EventKind.FORWARD, unit="layers.0", start_us=0, end_us=5)
+    assert pack([inner, outer]) == ((outer,), (inner,))
+
+
+def test_a_lane_with_overlapping_spans_cannot_be_built() -> None:
+    first = Event(kind=EventKind.GATHER, unit="a", start_us=0, end_us=2)
+    second = Event(kind=EventKind.GATHER, unit="b", start_us=1, end_us=3)
+    with pytest.raises(ValueError, match="overlap"):
+        Lane(name="gathers", rows=((first, second),))
+
+
+@pytest.mark.parametrize(
+    ("width", "label"),
+    [(5, ""), (20, ""), (30, "mlp"), (50, "3.mlp"), (100, "layers.3.mlp")],
+)
+def test_the_longest_tail_of_a_name_that_fits(width: float, label: str) -> None:
+    assert fitting_label("layers.3.mlp", width) == label
+
+
+def test_labels_of_neighbours_never_meet() -> None:
+    spans = [
+        Event(kind=EventKind.FORWARD, unit=f"layers.{i}", start_us=i * 10, end_us=i * 10 + 10)
+        for i in range(100)
+    ]
+    for span in spans:
+        width = span.duration_us / 1000 * MIN_WIDTH_PX
+        assert len(fitting_label(span.unit, width)) * 6 <= width
+
+
+def test_unreadable_spans_are_named(tmp_path: Path) -> None:
+    good = {"kind": "forward", "unit": "a", "start_us": 0, "end_us": 1}
+    content = [
+        good,
+        good | {"kind": "nap"},
+        good | {"end_us": -1},
+        good | {"start_us": "x"},
+        good | {"end_us": float("nan")},
+        7,
+    ]
+    path = tmp_path / "timeline.json"
+    path.write_text(json.dumps({"step": 1, "rank": 0, "events": content}))
+    timeline, problems = read_timeline(path)
+    assert len(timeline.events) == 1
+    assert [problem.split(":")[0] for problem in problems] == [
+        f"timeline.json, span {number}" for number in (2, 3, 4, 5, 6)
+    ]
