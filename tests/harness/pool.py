@@ -33,6 +33,7 @@ class Pool:
     """Ranks that run one function after the other, for as long as they stay in step."""
 
     def __init__(self, *, world_size: int, setup: Setup, store_port: int) -> None:
+        self._setup = setup
         self._folder = Path(tempfile.mkdtemp(prefix="shoal-ranks-"))
         prefix = next(_prefixes)
         self._seats = [
@@ -76,7 +77,7 @@ class Pool:
     def run(self, call: Call, timeout_s: float) -> list[Outcome]:
         """Run `call` on every rank; return how each ended it, or raise what went wrong.
 
-        The pool lives on if every rank ended the run, by whatever error, in step with the others.
+        The pool lives on if every rank ended the run, though it raised, in step with the others.
         """
         for seat in self._seats:
             os.truncate(seat.output, 0)
@@ -86,10 +87,8 @@ class Pool:
             # An interrupt, or pytest's own timeout: the ranks are still at work.
             self.kill()
             raise
-        ended = findings.outcomes.values()
-        self._disturbed = any(outcome.groups.disturbed for outcome in ended)
-        if len(ended) < len(self._seats) or len({outcome.groups.sequence for outcome in ended}) > 1:
-            # Out of step, collectives are pending: to leave such a group could take for ever.
+        self._disturbed = any(ended.groups.disturbed for ended in findings.outcomes.values())
+        if findings.missing() or findings.deaths or self._unusable(findings):
             self.kill()
         verdict.show_output(findings)
         return verdict.outcomes(findings)
@@ -106,6 +105,14 @@ class Pool:
             connection.close()
         self._processes, self._connections = [], []
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _unusable(self, findings: Findings) -> bool:
+        """Whether ranks that have all answered can still not run another test."""
+        # Out of step, collectives are pending: to leave such a group could take for ever.
+        sequences = {ended.groups.sequence for ended in findings.outcomes.values()}
+        # A CUDA error stays with the process, and looks like any other.
+        poisoned = self._setup.uses_cuda and findings.broken()
+        return len(sequences) > 1 or poisoned
 
     def _ask(self, message: Call | Renew, timeout_s: float) -> Findings:
         for connection in self._connections:

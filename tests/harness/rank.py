@@ -56,7 +56,7 @@ def _serve(message: Renew | Call, seat: Seat, groups: Groups, device: torch.devi
     except BaseException as raised:
         payload = b""
         ending, error, trace = _describe(raised)
-    reset.sweep(device)
+    gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()
     return Outcome(
@@ -70,6 +70,7 @@ def _run(call: Call, seat: Seat, device: torch.device) -> bytes:
     reset.reset_torch(device)
     body = modules.find(call.module, call.file, call.qualname)
     args, kwargs = pickle.loads(call.payload)
+    reset.seed()  # last, since importing the body's module may draw
     value = body(*args, **kwargs)
     try:
         return pickle.dumps(value)
@@ -90,8 +91,8 @@ def _describe(raised: BaseException) -> tuple[Ending, str, str]:
         trace = trace.tb_next
     # With no frame left the harness itself failed, on an argument or a result: show all of it.
     text = "".join(traceback.format_exception(raised.with_traceback(trace or raised.__traceback__)))
-    error = traceback.format_exception_only(raised)[-1].strip()
-    return Ending.RAISED, error, text
+    first_line, *_ = [*str(raised).splitlines(), ""]
+    return Ending.RAISED, f"{type(raised).__qualname__}: {first_line}".rstrip(": "), text
 
 
 def _end_with_pytest() -> None:

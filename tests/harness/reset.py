@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import warnings
@@ -17,11 +16,15 @@ from harness.messages import WarningFilter
 SEED = 0
 
 
-def reset_torch(device: torch.device) -> None:
-    """Seed all generators alike on every rank, and put torch's global switches back."""
+def seed() -> None:
+    """Seed every generator, alike on all ranks."""
     random.seed(SEED)
     np.random.seed(SEED)
     torch.manual_seed(SEED)
+
+
+def reset_torch(device: torch.device) -> None:
+    """Put torch's global switches back."""
     torch.set_grad_enabled(True)
     torch.set_default_dtype(torch.float32)
     torch.set_default_device(None)
@@ -34,7 +37,9 @@ def reset_torch(device: torch.device) -> None:
         torch._dynamo.reset()
         counters.clear()
     if device.type == "cuda":
+        torch.cuda.init()
         torch.cuda.set_device(device)
+        torch.cuda.empty_cache()  # other ranks and pools live on the same GPU
         torch.cuda.reset_peak_memory_stats(device)
 
 
@@ -65,11 +70,3 @@ def present_filters() -> tuple[WarningFilter, ...]:
         (action, pattern(message), category, pattern(module), line)
         for action, message, category, module, line in warnings.filters
     )
-
-
-def sweep(device: torch.device) -> None:
-    """Free what the test left; ranks that share a GPU also hand their cached memory back."""
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()

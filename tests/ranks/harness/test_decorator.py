@@ -58,6 +58,7 @@ def test_given_sends_the_same_example_to_all_ranks(numbers):
 
 
 @given(number=st.integers(0, 1000))
+@settings(database=None)
 @ranks(2)
 def check_small(number):
     assert number < 100

@@ -92,7 +92,7 @@ def test_a_failing_rank_shows_its_traceback_and_where_the_others_are():
     assert time.monotonic() - start < 20  # far below the timeout, which the other rank would reach
     failure = caught.value
     assert failure.rank == 1
-    assert failure.headline.startswith("rank 1 of 2 failed: AssertionError: lists differ")
+    assert failure.headline == "rank 1 of 2 failed: AssertionError: lists differ"
     assert "assert [1, 2] == [1, 3]" in failure.traceback
     assert 'assert left == right, "lists differ"' in failure.traceback
     assert "tests/harness" not in failure.traceback

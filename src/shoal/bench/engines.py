@@ -1,0 +1,184 @@
+"""Who is measured: each engine is one function that puts itself around the model.
+
+Every sharded engine gets the same units: one per block, and the root with what is left
+(embedding, last norm, head). Each says itself where it cannot run, and why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from shoal.bench.model import Block, Transformer
+from shoal.bench.run import Mode, Run
+
+REDUCE_DTYPE = torch.float32
+"""Gradients are summed over ranks in it, by the engines that can choose (DDP cannot)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """A way to train the model on N ranks."""
+
+    name: str
+    wrap: Callable[[Transformer, Run], nn.Module]
+    """Called in the run's own process, with the model on its device and the group initialised."""
+    uses_group: bool
+    """Whether it communicates; if not, no process group is made and one process is enough."""
+    casts: bool
+    """Whether it keeps fp32 parameters and casts them itself; if not, the model is built in the
+    compute dtype."""
+    refuses: Callable[[Run], str | None]
+    """Why it cannot do this run, if it cannot."""
+
+
+def refusal(run: Run) -> str | None:
+    """Why this run cannot be made on this machine, or None if it can."""
+    case = run.case
+    if case.network is not None and run.device_type == "cpu" and not case.quick:
+        return "needs CUDA; --quick runs a scaled-down version on CPU"
+    return ENGINES[run.engine].refuses(run)
+
+
+def _compile_blocks(model: Transformer, run: Run) -> None:
+    """Compile what stands between the engine's hooks, so that no hook is traced."""
+    if run.mode is Mode.COMPILED:
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward)
+
+
+def _plain_refuses(run: Run) -> str | None:
+    if run.mode is not Mode.CUDAGRAPHS:
+        return None
+    if run.device_type != "cuda":
+        return "CUDA graphs need CUDA"
+    if run.case.name != "B4":
+        return "CUDA graphs are measured on B4 only: there the host is the limit"
+    return None
+
+
+def _peer_refuses(run: Run) -> str | None:
+    if run.mode is not Mode.CUDAGRAPHS:
+        return None
+    return "CUDA graphs are measured for plain only: they are the limit, not a peer"
+
+
+def _wrap_plain(model: Transformer, run: Run) -> nn.Module:
+    if run.mode is not Mode.EAGER:
+        model.compile(mode="reduce-overhead" if run.mode is Mode.CUDAGRAPHS else None)
+    return model
+
+
+def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model)
+    # Not wrapped.compile(): only this form lets Dynamo cut the graph at the buckets.
+    return cast(nn.Module, torch.compile(wrapped)) if run.mode is Mode.COMPILED else wrapped
+
+
+def _wrap_fsdp1(model: Transformer, run: Run) -> nn.Module:
+    from torch.distributed.fsdp import (
+        BackwardPrefetch,
+        FullyShardedDataParallel,
+        MixedPrecision,
+        ShardingStrategy,
+    )
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    _compile_blocks(model, run)
+    return FullyShardedDataParallel(
+        model,
+        process_group=dist.group.WORLD,
+        sharding_strategy=ShardingStrategy.FULL_SHARD,
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision=MixedPrecision(param_dtype=run.compute_dtype, reduce_dtype=REDUCE_DTYPE)
+        if run.case.mixed_precision
+        else None,
+        device_id=run.device,
+        limit_all_gathers=True,
+        use_orig_params=True,
+    )
+
+
+def _shard_units(
+    model: Transformer,
+    run: Run,
+    fully_shard: Callable[..., object],
+    policy_type: Callable[..., object],
+) -> nn.Module:
+    """What `fsdp2` and `shoal` have in common: all but the library."""
+    _compile_blocks(model, run)
+    policy = (
+        policy_type(param_dtype=run.compute_dtype, reduce_dtype=REDUCE_DTYPE)
+        if run.case.mixed_precision
+        else policy_type()
+    )
+    mesh = init_device_mesh(run.device_type, (run.case.world_size,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def _wrap_fsdp2(model: Transformer, run: Run) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
+
+
+def _wrap_shoal(model: Transformer, run: Run) -> nn.Module:
+    from shoal.runtime.fully_shard import fully_shard
+    from shoal.runtime.policy import MixedPrecisionPolicy
+
+    return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
+
+
+ENGINES: dict[str, Engine] = {
+    engine.name: engine
+    for engine in (
+        Engine(
+            name="plain",
+            wrap=_wrap_plain,
+            uses_group=False,
+            casts=False,
+            refuses=_plain_refuses,
+        ),
+        Engine(
+            name="ddp",
+            wrap=_wrap_ddp,
+            uses_group=True,
+            casts=False,
+            refuses=_peer_refuses,
+        ),
+        Engine(
+            name="fsdp1",
+            wrap=_wrap_fsdp1,
+            uses_group=True,
+            casts=True,
+            refuses=_peer_refuses,
+        ),
+        Engine(
+            name="fsdp2",
+            wrap=_wrap_fsdp2,
+            uses_group=True,
+            casts=True,
+            refuses=_peer_refuses,
+        ),
+        Engine(
+            name="shoal",
+            wrap=_wrap_shoal,
+            uses_group=True,
+            casts=True,
+            refuses=_peer_refuses,
+        ),
+    )
+}
+"""In the order in which they are run and shown."""

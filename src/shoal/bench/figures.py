@@ -1,0 +1,129 @@
+"""What is measured about a run: raw samples, and the few figures that stand for them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shoal.bench.run import DeviceType
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The peak over some steps: of the CUDA allocator on CUDA, of the process on CPU."""
+
+    allocated_gib: float | None
+    """Held by tensors. CUDA only."""
+    reserved_gib: float | None
+    """Held by the caching allocator. CUDA only."""
+    resident_gib: float | None
+    """Resident set of the process. CPU only."""
+
+    def __post_init__(self) -> None:
+        if (self.allocated_gib is None) != (self.reserved_gib is None):
+            raise ValueError(f"allocated and reserved memory come together, got {self}")
+
+    @classmethod
+    def largest(cls, of: Iterable[Memory]) -> Memory:
+        """The largest of each kind, over ranks or rounds."""
+        peaks = list(of)
+
+        def most(name: str) -> float | None:
+            known = [value for peak in peaks if (value := getattr(peak, name)) is not None]
+            return max(known, default=None)
+
+        return cls(
+            allocated_gib=most("allocated_gib"),
+            reserved_gib=most("reserved_gib"),
+            resident_gib=most("resident_gib"),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """What one forward+backward communicates."""
+
+    num_calls: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Built:
+    """What is known about a run before it is timed."""
+
+    num_parameters: int
+    collectives: Collectives | None
+    """None where the group does not count: real ranks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeRound:
+    """One round of forward+backward steps; each tuple has one entry per step."""
+
+    forward_backward_ms: tuple[float, ...]
+    """CUDA: between events around steps that follow each other without synchronising, as in
+    training. CPU: `wall_ms`."""
+    wall_ms: tuple[float, ...]
+    """From an idle device until it is idle again."""
+    host_ms: tuple[float, ...]
+    """From an idle device until Python has the control back. CUDA only: on CPU it is `wall_ms`."""
+    memory: Memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerRound:
+    """One round of whole training steps."""
+
+    optimizer_ms: tuple[float, ...]
+    """The optimizer's step alone, from an idle device until it is idle again."""
+    memory: Memory
+    """Over whole steps, so with gradients and the optimizer's state in place."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """The result of a run: what the table shows."""
+
+    num_parameters: int
+    forward_backward_ms: float
+    wall_ms: float
+    host_ms: float | None
+    optimizer_ms: float
+    memory: Memory
+    """Over forward+backward steps, before the optimizer has any state."""
+    training_memory: Memory
+    """Over whole training steps."""
+    collectives: Collectives | None
+
+
+def summarise(
+    device_type: DeviceType,
+    built: Built,
+    compute: list[ComputeRound],
+    optimizer: list[OptimizerRound],
+) -> Figures:
+    """Medians on CUDA; on CPU minima, since what disturbs a CPU only ever makes it slower."""
+    statistic = min if device_type == "cpu" else statistics.median
+
+    def over(rounds: Iterable[tuple[float, ...]]) -> float | None:
+        samples = [sample for one in rounds for sample in one]
+        return float(statistic(samples)) if samples else None
+
+    def known(value: float | None, name: str) -> float:
+        if value is None:
+            raise ValueError(f"a run without a single sample of {name} has no figures")
+        return value
+
+    return Figures(
+        num_parameters=built.num_parameters,
+        forward_backward_ms=known(
+            over(one.forward_backward_ms for one in compute), "forward_backward_ms"
+        ),
+        wall_ms=known(over(one.wall_ms for one in compute), "wall_ms"),
+        host_ms=over(one.host_ms for one in compute),
+        optimizer_ms=known(over(one.optimizer_ms for one in optimizer), "optimizer_ms"),
+        memory=Memory.largest(one.memory for one in compute),
+        training_memory=Memory.largest(one.memory for one in optimizer),
+        collectives=built.collectives,
+    )

@@ -1,0 +1,80 @@
+"""The process group of a run: modelled for B1–B5, gloo for B6.
+
+Whoever joins gets a counter of collectives: the modelled group counts by itself, the calls of a
+real one are seen as they pass torch's dispatcher.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal import _torch
+from shoal.bench.figures import Collectives
+from shoal.bench.run import Run
+from shoal.comm.modelled import init_modelled
+
+Step = Callable[[], None]
+Count = Callable[[Step], Collectives]
+
+# A rank that waits longer has lost its peer, whose own failure is the one to report.
+GLOO_TIMEOUT = timedelta(seconds=120)
+
+
+def join(run: Run, rank: int, store_path: Path) -> Count:
+    """Make the default group of this process; returned is what counts a step's collectives."""
+    world_size, network = run.case.world_size, run.case.network
+    if network is None:
+        store = dist.FileStore(str(store_path), world_size)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world_size, timeout=GLOO_TIMEOUT
+        )
+        return _count_dispatched
+    group = init_modelled(world_size, network, run.device_type, fill=run.case.fill)
+
+    def count(step: Step) -> Collectives:
+        group.reset_traffic()
+        step()
+        traffic = group.traffic
+        return Collectives(num_calls=traffic.num_collectives, num_bytes=traffic.num_bytes)
+
+    return count
+
+
+def _count_dispatched(step: Step) -> Collectives:
+    with _Counter() as counter:
+        step()
+    return Collectives(num_calls=counter.num_calls, num_bytes=counter.num_bytes)
+
+
+class _Counter(_torch.TorchDispatchMode):
+    """Counts c10d's calls, and for each the bytes of its larger side: what is gathered, or what is
+    reduced before it is scattered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.num_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: object,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "c10d":
+            sides = [_num_bytes(side) for side in args[:2]]
+            self.num_calls += 1
+            self.num_bytes += max(sides)
+        return func(*args, **(kwargs or {}))
+
+
+def _num_bytes(tensors: object) -> int:
+    leaves = _torch.tree_leaves(tensors)
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

@@ -1,0 +1,112 @@
+"""The decoder-only transformer that every engine is measured on.
+
+Pre-norm blocks of causal attention and SwiGLU; embedding and head are not tied; no biases, and no
+positions beyond what the causal mask tells, because their small kernels would only add time that no
+engine can change. The forward returns the loss, so that a step is
+`model(tokens, targets).backward()` for every engine, whatever it wraps around the model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+HIDDEN_MULTIPLE = 256
+"""The feed-forward width is rounded down to this, as far as there is one to round to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """How large the transformer is."""
+
+    dim: int
+    num_layers: int
+    num_heads: int
+    vocab_size: int
+
+    def __post_init__(self) -> None:
+        for name in ("dim", "num_layers", "num_heads", "vocab_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.dim % self.num_heads:
+            raise ValueError(
+                f"dim {self.dim} does not split into {self.num_heads} heads; choose num_heads so "
+                "that it does"
+            )
+
+    @property
+    def hidden_dim(self) -> int:
+        """The feed-forward width: 8/3 of `dim`, in whole multiples of 256, and one at least."""
+        return max(8 * self.dim // 3 // HIDDEN_MULTIPLE, 1) * HIDDEN_MULTIPLE
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.num_heads = shape.num_heads
+        self.query = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.key = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.value = nn.Linear(shape.dim, shape.dim, bias=False)
+        self.output = nn.Linear(shape.dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, dim) to the same."""
+        query, key, value = (
+            projection(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
+        )
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        return self.output(mixed.transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
+        self.up = nn.Linear(shape.dim, shape.hidden_dim, bias=False)
+        self.down = nn.Linear(shape.hidden_dim, shape.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, dim) to the same."""
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Block(nn.Module):
+    """One layer, and one unit of sharding for every engine."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(shape.dim, eps=1e-6)
+        self.attention = Attention(shape)
+        self.feed_forward_norm = nn.RMSNorm(shape.dim, eps=1e-6)
+        self.feed_forward = FeedForward(shape)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, sequence, dim) to the same."""
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.feed_forward_norm(x))
+
+
+class Transformer(nn.Module):
+    """Tokens and targets in, loss out."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
+        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.norm = nn.RMSNorm(shape.dim, eps=1e-6)
+        self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of the targets, in fp32 whatever the compute dtype is."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x)).float()
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())

@@ -1,0 +1,185 @@
+"""A results file: what was measured, with what, on what, by which command.
+
+docs/bench.md describes the JSON field by field.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from shoal.bench.cases import Case
+from shoal.bench.figures import Collectives, ComputeRound, Figures, Memory, OptimizerRound
+from shoal.bench.host import Host
+from shoal.bench.run import Mode
+from shoal.errors import UsageError
+
+SCHEMA = 1
+
+
+class Status(StrEnum):
+    """How a run ended."""
+
+    OK = "ok"
+    FAILED = "failed"
+    UNSUPPORTED = "unsupported"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """One call of the command, on one machine."""
+
+    command: str
+    created: str
+    """ISO 8601, UTC."""
+    host: Host
+    settings: Mapping[str, object]
+    file: str | None = None
+    """The results file it was merged from; None in that file itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Record:
+    """The outcome of one run."""
+
+    case: str
+    engine: str
+    mode: Mode
+    device: str
+    status: Status
+    reason: str | None = None
+    """Why there are no figures."""
+    figures: Figures | None = None
+    compute_rounds: tuple[ComputeRound, ...] = ()
+    optimizer_rounds: tuple[OptimizerRound, ...] = ()
+    source: int = 0
+    """Index into the results' sources."""
+
+    def __post_init__(self) -> None:
+        if (self.status is Status.OK) != (self.figures is not None):
+            raise ValueError(f"a run has figures exactly if it is ok, got {self}")
+        if (self.status is Status.OK) != (self.reason is None):
+            raise ValueError(f"a run has a reason exactly if it is not ok, got {self}")
+
+    @property
+    def key(self) -> tuple[str, str, Mode]:
+        """What is measured once per results file."""
+        return self.case, self.engine, self.mode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Results:
+    """Everything that one table shows."""
+
+    quick: bool
+    sources: tuple[Source, ...]
+    cases: Mapping[str, Mapping[str, object]]
+    """Each case as it was when it was measured, by name."""
+    records: tuple[Record, ...]
+    merged_by: str | None = None
+    """The command that merged several files into this one."""
+
+    def __post_init__(self) -> None:
+        keys = [record.key for record in self.records]
+        if len(set(keys)) != len(keys):
+            raise ValueError("a run stands twice in the results; merge keeps one of them")
+        for record in self.records:
+            if record.case not in self.cases or record.source >= len(self.sources):
+                raise ValueError(f"{record.key} refers to a case or source that is not there")
+
+    def find(self, case: str, engine: str, mode: Mode) -> Record | None:
+        """The record of one run."""
+        for record in self.records:
+            if record.key == (case, engine, mode):
+                return record
+        return None
+
+
+def describe_case(case: Case) -> dict[str, object]:
+    """A case as JSON; what JSON cannot say (a network of no cost) in words."""
+    fields = asdict(case)
+    fields["hidden_dim"] = case.shape.hidden_dim
+    return json.loads(json.dumps(fields))
+
+
+def write_results(results: Results, path: Path) -> None:
+    """Write the file in one piece, so that a cut never leaves half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    document = {"schema": SCHEMA, **asdict(results)}
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(document, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+def read_results(path: Path) -> Results:
+    """Read a file that `write_results` wrote."""
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"cannot read results file {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is not JSON ({error}): name a file `shoal bench` wrote") from None
+    found = document.get("schema") if isinstance(document, dict) else None
+    if found != SCHEMA:
+        raise UsageError(
+            f"{path} has schema {found!r}, this version of shoal reads {SCHEMA}: "
+            "name a file `shoal bench` wrote, or measure again"
+        )
+    try:
+        return Results(
+            quick=document["quick"],
+            sources=tuple(
+                Source(**{**source, "host": Host(**source["host"])})
+                for source in document["sources"]
+            ),
+            cases=document["cases"],
+            records=tuple(_read_record(record) for record in document["records"]),
+            merged_by=document["merged_by"],
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(
+            f"{path} is not a results file of `shoal bench`: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _read_record(fields: dict[str, Any]) -> Record:
+    return Record(
+        **{
+            **fields,
+            "mode": Mode(fields["mode"]),
+            "status": Status(fields["status"]),
+            "figures": _read_figures(fields["figures"]) if fields["figures"] else None,
+            "compute_rounds": tuple(
+                ComputeRound(
+                    forward_backward_ms=tuple(one["forward_backward_ms"]),
+                    wall_ms=tuple(one["wall_ms"]),
+                    host_ms=tuple(one["host_ms"]),
+                    memory=Memory(**one["memory"]),
+                )
+                for one in fields["compute_rounds"]
+            ),
+            "optimizer_rounds": tuple(
+                OptimizerRound(
+                    optimizer_ms=tuple(one["optimizer_ms"]), memory=Memory(**one["memory"])
+                )
+                for one in fields["optimizer_rounds"]
+            ),
+        }
+    )
+
+
+def _read_figures(fields: dict[str, Any]) -> Figures:
+    collectives = fields["collectives"]
+    return Figures(
+        **{
+            **fields,
+            "memory": Memory(**fields["memory"]),
+            "training_memory": Memory(**fields["training_memory"]),
+            "collectives": Collectives(**collectives) if collectives else None,
+        }
+    )

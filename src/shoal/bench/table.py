@@ -1,0 +1,131 @@
+"""Results as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from shoal.bench.cases import CASES
+from shoal.bench.figures import Collectives, Memory
+from shoal.bench.results import Record, Results, Status
+from shoal.bench.run import Mode
+
+REFERENCES = ("plain", "fsdp2")
+"""The engines that the others are divided by."""
+
+NOTHING = "–"
+ELSEWHERE = "†"
+
+
+def render(results: Results) -> RenderableType:
+    """The table, and under it what it cannot say."""
+    table = Table(title="shoal bench, quick: not a measurement" if results.quick else "shoal bench")
+    for name in ("case", "engine", "mode"):
+        table.add_column(name, no_wrap=True)
+    for name in ("fwd+bwd ms", *(f"× {name}" for name in REFERENCES), "host ms", "optimizer ms"):
+        table.add_column(name, justify="right")
+    table.add_column("memory GiB", justify="right", no_wrap=True)
+    table.add_column("collectives", justify="right", no_wrap=True)
+    for case, records in _by_case(results):
+        shown = case
+        for row in _rows(results, records):
+            table.add_row(shown, *row)
+            shown = ""
+        table.add_section()
+    return Group(table, *(Text(line) for line in _notes(results)))
+
+
+def describe_record(record: Record) -> str:
+    """One line for a run that has just ended."""
+    run = f"{record.case:<8} {record.engine:<6} {record.mode:<10}"
+    if record.figures is None:
+        return f"{run} {record.status}: {(record.reason or '').splitlines()[-1]}"
+    return f"{run} {record.figures.forward_backward_ms:10.2f} ms"
+
+
+def _by_case(results: Results) -> Iterator[tuple[str, list[Record]]]:
+    order = {case.name: index for index, case in enumerate(CASES)}
+    engines = list(dict.fromkeys(record.engine for record in results.records))
+    modes = list(Mode)
+
+    def place(record: Record) -> tuple[int, str, int, int]:
+        return (
+            order.get(record.case, len(order)),
+            record.case,
+            modes.index(record.mode),
+            engines.index(record.engine),
+        )
+
+    for case, records in groupby(sorted(results.records, key=place), key=lambda one: one.case):
+        yield case, list(records)
+
+
+def _rows(results: Results, records: list[Record]) -> Iterator[tuple[str | Text, ...]]:
+    for mode, group in groupby(records, key=lambda record: record.mode):
+        of_mode = list(group)
+        if all(record.status is Status.UNSUPPORTED for record in of_mode):
+            # One line is enough for what no engine can do here.
+            yield (NOTHING, mode, *[NOTHING] * 7)
+            continue
+        for record in of_mode:
+            yield (record.engine, mode, *_cells(results, record))
+
+
+def _cells(results: Results, record: Record) -> Iterator[str | Text]:
+    figures = record.figures
+    if figures is None:
+        failed = record.status is Status.FAILED
+        yield Text("failed", style="bold red") if failed else NOTHING
+        yield from [NOTHING] * 6
+        return
+    yield f"{figures.forward_backward_ms:.1f}"
+    for reference in REFERENCES:
+        yield ratio(results, record, reference)
+    yield f"{figures.host_ms:.1f}" if figures.host_ms is not None else NOTHING
+    yield f"{figures.optimizer_ms:.2f}"
+    yield _memory(figures.memory)
+    yield _collectives(figures.collectives)
+
+
+def ratio(results: Results, record: Record, reference: str) -> str:
+    """How much longer than the reference, in the same case and mode."""
+    other = results.find(record.case, reference, record.mode)
+    if record.figures is None or other is None or other.figures is None:
+        return NOTHING
+    value = record.figures.forward_backward_ms / other.figures.forward_backward_ms
+    return f"{value:.2f}{ELSEWHERE if other.source != record.source else ''}"
+
+
+def _memory(memory: Memory) -> str:
+    if memory.allocated_gib is not None and memory.reserved_gib is not None:
+        return f"{memory.allocated_gib:.2f} / {memory.reserved_gib:.2f}"
+    return f"{memory.resident_gib:.2f}" if memory.resident_gib is not None else NOTHING
+
+
+def _collectives(collectives: Collectives | None) -> str:
+    if collectives is None:
+        return NOTHING
+    return f"{collectives.num_calls} · {collectives.num_bytes / 1e6:,.1f} MB"
+
+
+def _notes(results: Results) -> Iterator[str]:
+    for case, records in _by_case(results):
+        yield f"{case}: {results.cases[case]['title']}; {records[0].device}"
+    if any(
+        ELSEWHERE in ratio(results, record, reference)
+        for record in results.records
+        for reference in REFERENCES
+    ):
+        yield f"{ELSEWHERE} the reference was measured by another call of the command"
+    reasons: dict[tuple[Status, str], list[str]] = {}
+    for record in results.records:
+        if record.reason is not None:
+            runs = reasons.setdefault((record.status, record.reason), [])
+            runs.append(f"{record.case} {record.engine} {record.mode}")
+    for (status, reason), runs in reasons.items():
+        shown = runs[0] if len(runs) == 1 else f"{runs[0]} … {runs[-1]} ({len(runs)} runs)"
+        yield f"{NOTHING if status is Status.UNSUPPORTED else 'failed'} {shown}: {reason}"

@@ -1,0 +1,125 @@
+"""The stopwatch: one model on one device, stepped and timed.
+
+A step is forward+backward. Gradients are dropped between steps, outside every timing.
+"""
+
+from __future__ import annotations
+
+import gc
+from time import perf_counter
+
+import torch
+from torch import nn
+
+from shoal.bench.engines import ENGINES
+from shoal.bench.figures import ComputeRound, OptimizerRound
+from shoal.bench.model import Transformer
+from shoal.bench.peaks import read_peak, reset_peak
+from shoal.bench.run import Mode, Run
+
+SEED = 0
+
+
+def build_model(run: Run) -> Transformer:
+    """The model, on the device, in the dtype its engine starts from."""
+    torch.manual_seed(SEED)
+    # Straight on the device: initialising billions of weights on the host takes minutes.
+    with run.device:
+        model = Transformer(run.case.shape)
+    return model if ENGINES[run.engine].casts else model.to(run.compute_dtype)
+
+
+class Workbench:
+    """Steps a wrapped model and takes the time."""
+
+    def __init__(self, run: Run, model: nn.Module) -> None:
+        self._run = run
+        self._model = model
+        self._device = run.device
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        case = run.case
+        generator = torch.Generator().manual_seed(SEED)
+        tokens = torch.randint(
+            case.shape.vocab_size, (case.batch_size, case.seq_len + 1), generator=generator
+        ).to(self._device)
+        self._tokens = tokens[:, :-1].contiguous()
+        self._targets = tokens[:, 1:].contiguous()
+        # What initialising left in the cache is not memory that steps need.
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def step(self) -> None:
+        """Forward and backward."""
+        if self._run.mode is Mode.CUDAGRAPHS:
+            torch.compiler.cudagraph_mark_step_begin()
+        self._model(self._tokens, self._targets).backward()
+
+    def warm_up(self, steps: int) -> None:
+        """Untimed steps."""
+        for _ in range(steps):
+            self.step()
+            self._drop_gradients()
+        self._synchronize()
+
+    def time_compute(self, steps: int) -> ComputeRound:
+        """Time forward+backward: in a row on CUDA, then each from an idle device."""
+        reset_peak(self._device)
+        in_a_row = self._in_a_row(steps) if self._device.type == "cuda" else ()
+        wall_ms: list[float] = []
+        host_ms: list[float] = []
+        for _ in range(steps):
+            self._synchronize()
+            start = perf_counter()
+            self.step()
+            returned = perf_counter()
+            self._synchronize()
+            wall_ms.append((perf_counter() - start) * 1e3)
+            host_ms.append((returned - start) * 1e3)
+            self._drop_gradients()
+        return ComputeRound(
+            forward_backward_ms=in_a_row or tuple(wall_ms),
+            wall_ms=tuple(wall_ms),
+            host_ms=tuple(host_ms) if self._device.type == "cuda" else (),
+            memory=read_peak(self._device),
+        )
+
+    def time_optimizer(self, steps: int) -> OptimizerRound:
+        """Take whole training steps and time the optimizer's part."""
+        if not self._optimizer.state:
+            self._train(1)  # the first step makes the optimizer's state
+        reset_peak(self._device)
+        optimizer_ms = self._train(steps)
+        return OptimizerRound(optimizer_ms=optimizer_ms, memory=read_peak(self._device))
+
+    def _train(self, steps: int) -> tuple[float, ...]:
+        optimizer_ms: list[float] = []
+        for _ in range(steps):
+            self.step()
+            self._synchronize()
+            start = perf_counter()
+            self._optimizer.step()
+            self._synchronize()
+            optimizer_ms.append((perf_counter() - start) * 1e3)
+            self._drop_gradients()
+        return tuple(optimizer_ms)
+
+    def _in_a_row(self, steps: int) -> tuple[float, ...]:
+        spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        for _ in range(steps):
+            start = torch.cuda.Event(enable_timing=True)
+            end = torch.cuda.Event(enable_timing=True)
+            start.record()
+            self.step()
+            end.record()
+            self._drop_gradients()
+            spans.append((start, end))
+        self._synchronize()
+        return tuple(start.elapsed_time(end) for start, end in spans)
+
+    def _drop_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,131 @@
+"""`shoal train`: train a small transformer on text, sharded over ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from shoal.cli.flags import Parser, add_config_flags, given_options
+from shoal.errors import UsageError
+from shoal.train import environment
+from shoal.train.config import TrainConfig
+from shoal.train.options import replace_options, to_json
+from shoal.train.recipe import load_recipe
+
+if TYPE_CHECKING:
+    from shoal.train.job import Job
+
+_DESCRIPTION = """\
+Train a small transformer on text, fully sharded over ranks.
+
+With no flags it learns the Python standard library on 2 local ranks, which takes about a
+minute on two CPU cores. Everything it makes lies in runs/<name>/; Ctrl-C saves and stops.
+
+  shoal train --name first --steps 300
+  shoal train --resume runs/first --steps +100
+  shoal train --recipe recipes/tiny.py --data my/texts
+  torchrun --nproc-per-node 8 -m shoal train --name big --dim 1024 --layers 16
+"""
+
+STEPS = ("run", "steps")
+
+
+@dataclass(frozen=True, slots=True)
+class MoreSteps:
+    """`--steps +K`: as many more than the checkpoint has."""
+
+    count: int
+
+
+def make_parser() -> Parser:
+    """Build the parser of `shoal train`."""
+    parser = Parser(prog="shoal train", usage="shoal train [flags]", description=_DESCRIPTION)
+    start = parser.add_argument_group("where to start from")
+    start.add_argument(
+        "--recipe",
+        metavar="FILE[:NAME]",
+        help="take the config that a Python function returns (default name: recipe); "
+        "flags change it",
+    )
+    start.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on from the newest checkpoint of a run folder",
+    )
+    start.add_argument(
+        "--overwrite", action="store_true", help="replace the run folder if there is one"
+    )
+    start.add_argument(
+        "--dry-run",
+        "--print-config",
+        action="store_true",
+        dest="dry_run",
+        help="check everything, print the resolved config as JSON, and stop there",
+    )
+    add_config_flags(parser, TrainConfig, parsers={"--steps": _parse_steps})
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the command; return the exit status."""
+    arguments = make_parser().parse(argv)
+    # Imported late, so that --help and a mistyped flag need no torch.
+    from shoal.train.job import check_devices
+    from shoal.train.launch import launch
+    from shoal.train.rank import run_rank
+
+    place = environment.place()
+    job = _make_job(arguments)
+    num_ranks = place.world_size if place else job.num_ranks
+    check_devices(job.config, place.local_world_size if place else num_ranks)
+    job.config.check_ranks(num_ranks)
+    if arguments.dry_run:
+        if place is None or place.rank == 0:
+            print(json.dumps(to_json(job.config), indent=2))
+        return 0
+    if place is None:
+        job.create(num_ranks=num_ranks)
+        return launch(job)
+    return run_rank(place, job, create=True, signals=[signal.SIGINT, signal.SIGTERM])
+
+
+def _make_job(arguments: argparse.Namespace) -> Job:
+    """Put recipe, flags and the resumed run together; writes nothing."""
+    from shoal.train.job import new_job, resumed_job
+
+    changes = given_options(arguments, TrainConfig)
+    steps, more_steps = changes.get(STEPS), None
+    if isinstance(steps, MoreSteps):
+        more_steps = steps.count
+        del changes[STEPS]
+    if arguments.resume is not None:
+        for flag, given in (("--recipe", arguments.recipe), ("--overwrite", arguments.overwrite)):
+            if given:
+                raise UsageError(
+                    f"{flag} does not go with --resume, which continues a run as it was configured"
+                )
+        return resumed_job(arguments.resume, changes, more_steps=more_steps)
+    if more_steps is not None:
+        raise UsageError(f"--steps +{more_steps} needs --resume RUN: more than what?")
+    config = load_recipe(arguments.recipe) if arguments.recipe else TrainConfig()
+    return new_job(replace_options(config, changes), overwrite=arguments.overwrite)
+
+
+def _parse_steps(text: str) -> int | MoreSteps:
+    digits = text.removeprefix("+")
+    if not digits.isdecimal():
+        raise argparse.ArgumentTypeError(
+            f"expected a whole number, or +K with --resume; got {text!r}"
+        )
+    count = int(digits)
+    if text == digits:
+        return count
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"expected at least +1, got {text}")
+    return MoreSteps(count)

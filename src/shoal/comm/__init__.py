@@ -1,0 +1,9 @@
+"""How bytes move: the seam between shoal and whoever carries its collectives.
+
+In: flat tensors and a c10d process group (gloo, NCCL, `local` threads, or the `modelled` network).
+Out: `Pending` handles, one per collective in flight.
+"""
+
+from shoal.comm.transport import Pending, Transport
+
+__all__ = ["Pending", "Transport"]

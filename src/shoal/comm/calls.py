@@ -1,0 +1,193 @@
+"""What a collective is asked to do, as data.
+
+c10d has some twenty entry points for eleven collectives: into one tensor or a list, coalesced or
+not, under old names and new. Each is one `Call` here, so that a process group written in Python
+answers calls, not entry points.
+
+    kind            input           output          and
+    all_gather      tensor          slots
+    reduce_scatter  slots           tensor          op
+    all_reduce      tensor          same tensor     op
+    broadcast       tensor          same tensor     root
+    reduce          tensor          same tensor     op, root
+    all_to_all      slots           slots
+    gather          tensor          slots at root   root
+    scatter         slots at root   tensor          root
+    barrier
+    send            tensor                          root (the receiver), tag
+    receive                         tensor          root (the sender), tag
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from itertools import accumulate
+
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from shoal.errors import UsageError
+
+
+class Kind(StrEnum):
+    """Which collective."""
+
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_REDUCE = "all_reduce"
+    BROADCAST = "broadcast"
+    REDUCE = "reduce"
+    ALL_TO_ALL = "all_to_all"
+    GATHER = "gather"
+    SCATTER = "scatter"
+    BARRIER = "barrier"
+    SEND = "send"
+    RECEIVE = "receive"
+
+
+class Slots:
+    """One piece per rank, of one flat tensor or of a list of tensors; finding one is O(1)."""
+
+    __slots__ = ("_offsets", "flat", "pieces", "size")
+
+    def __init__(
+        self,
+        size: int,
+        flat: Tensor | None = None,
+        offsets: Sequence[int] | None = None,
+        pieces: Sequence[Tensor] = (),
+    ) -> None:
+        self.size = size
+        self.flat = flat
+        self.pieces = pieces
+        self._offsets = offsets
+
+    @classmethod
+    def equal(cls, tensor: Tensor, size: int) -> Slots:
+        """Cut one tensor into `size` pieces of equal length."""
+        if tensor.numel() % size:
+            raise UsageError(
+                f"a tensor of {tensor.numel()} elements has no {size} equal pieces, one per rank"
+            )
+        return cls(size, tensor.data if tensor.dim() == 1 else tensor.data.view(-1))
+
+    @classmethod
+    def uneven(cls, tensor: Tensor, rows: Sequence[int], size: int) -> Slots:
+        """Cut one tensor along its first dimension into pieces of these numbers of rows."""
+        if not rows:
+            return cls.equal(tensor, size)
+        num_rows = tensor.shape[0]
+        if len(rows) != size or sum(rows) != num_rows:
+            raise UsageError(
+                f"split sizes must be {size} numbers that add up to {num_rows} rows, got {rows}"
+            )
+        row_numel = tensor.numel() // num_rows if num_rows else 0
+        offsets = [0, *accumulate(num * row_numel for num in rows)]
+        return cls(size, tensor.data.view(-1), offsets)
+
+    @classmethod
+    def listed(cls, tensors: Sequence[Tensor], size: int) -> Slots:
+        """Take one tensor per rank."""
+        if len(tensors) != size:
+            raise UsageError(f"expected one tensor for each of {size} ranks, got {len(tensors)}")
+        return cls(size, pieces=tensors)
+
+    def __getitem__(self, rank: int) -> Tensor:
+        if self.flat is None:
+            return self.pieces[rank].data
+        if self._offsets is None:
+            numel = self.flat.numel() // self.size
+            return self.flat.narrow(0, rank * numel, numel)
+        start = self._offsets[rank]
+        return self.flat.narrow(0, start, self._offsets[rank + 1] - start)
+
+    def tensors(self) -> list[Tensor]:
+        """What to keep alive while the slots are in use."""
+        return [self.flat] if self.flat is not None else list(self.pieces)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether these are equal pieces of one tensor."""
+        return self.flat is not None and self._offsets is None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all pieces together."""
+        return self.flat.nbytes if self.flat is not None else sum(t.nbytes for t in self.pieces)
+
+
+Operand = Tensor | Slots | None
+
+
+@dataclass(slots=True)
+class Call:
+    """One rank's part in one collective. Plain and positional: it is made on the hot path."""
+
+    kind: Kind
+    input: Operand = None
+    output: Operand = None
+    op: ReduceOp | ReduceOp.RedOpType | None = None
+    root: int = -1
+    tag: int = 0
+
+    def __post_init__(self) -> None:
+        slots = self.input if isinstance(self.input, Slots) else self.output
+        common = self.common
+        if not isinstance(slots, Slots) or slots.flat is None or common is None:
+            return
+        if slots.flat.numel() != slots.size * common.numel() or slots.flat.dtype != common.dtype:
+            raise UsageError(
+                f"{self.kind} over {slots.size} ranks: {slots.flat.numel()} elements of "
+                f"{slots.flat.dtype} are not {slots.size} × {common.numel()} of {common.dtype}"
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """Every tensor that the collective reads or writes."""
+        found: list[Tensor] = []
+        for operand in (self.input, self.output):
+            if isinstance(operand, Tensor):
+                found.append(operand)
+            elif operand is not None:
+                found.extend(operand.tensors())
+        return found
+
+    @property
+    def common(self) -> Tensor | None:
+        """The operand whose size all ranks must agree on, if there is one."""
+        for operand in (self.input, self.output):
+            if isinstance(operand, Tensor):
+                return operand
+        return None
+
+    def signature(self) -> str:
+        """What all ranks must agree on, to read: `all_reduce(4 of float32, SUM)`."""
+        parts = []
+        if self.common is not None:
+            dtype = str(self.common.dtype).removeprefix("torch.")
+            parts.append(f"{self.common.numel()} of {dtype}")
+        if self.op is not None:
+            parts.append(reduction_name(self.op))
+        if self.root >= 0:
+            parts.append(f"root {self.root}")
+        return f"{self.kind}({', '.join(parts)})"
+
+
+def reduction_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
+    """The bare name of a reduction: `SUM`."""
+    return str(getattr(op, "op", op)).rpartition(".")[2]
+
+
+def move(target: Tensor, source: Tensor) -> None:
+    """Copy behind autograd's back, as c10d does: no graph, no version bump.
+
+    Shapes may differ where numbers of elements agree. A copy onto itself is skipped: engines
+    gather in place.
+    """
+    target, source = target.data, source.data
+    if target.data_ptr() == source.data_ptr() and target.device == source.device:
+        return
+    if target.shape != source.shape:
+        source = source.reshape(target.shape)
+    target.copy_(source)

@@ -1,0 +1,193 @@
+"""The link that the collectives of a modelled group occupy, one after another.
+
+On CPU a collective is over when its time has passed on the clock. On CUDA it is a kernel that spins
+for that time, on a stream of the link's own if asynchronous and on the current stream if not, as
+NCCL does; the host never waits.
+
+    compute   ── gather 1 ── layer 0 ────── wait ── layer 1 ──
+                    │                        ▲
+    link            └── copy, spin ──────────┘
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+from shoal import _torch
+from shoal.comm.calls import Call, Kind
+from shoal.comm.python_group import PythonWork
+
+
+class CpuLink:
+    """A link whose clock is the host's."""
+
+    def __init__(self) -> None:
+        self._free_at_s = 0.0
+
+    def launch(
+        self, calls: Sequence[Call], move: Callable[[], None], duration_us: float, _: bool
+    ) -> PythonWork:
+        """Move the bytes now, and let the work end when the link has carried them."""
+        move()
+        if duration_us == 0:
+            return CpuWork(calls, 0.0)
+        self._free_at_s = max(time.perf_counter(), self._free_at_s) + duration_us * 1e-6
+        return CpuWork(calls, self._free_at_s)
+
+
+class CpuWork(PythonWork):
+    """A collective that is over at a time of the host's clock."""
+
+    def __init__(self, calls: Sequence[Call], due_s: float) -> None:
+        super().__init__(calls)
+        self._due_s = due_s
+
+    def finish(self) -> None:
+        """Sleep until it is over."""
+        remaining_s = self._due_s - time.perf_counter()
+        if remaining_s > 0:
+            time.sleep(remaining_s)
+
+    def is_completed(self) -> bool:
+        """Whether its time has passed."""
+        return time.perf_counter() >= self._due_s
+
+    def get_future(self) -> Future:
+        """Give a future that is done when the collective is; DDP waits for it in C++."""
+        future: Future = Future()
+        remaining_s = self._due_s - time.perf_counter()
+        if remaining_s <= 0:
+            future.set_result(self.result())
+        else:
+            timer = threading.Timer(remaining_s, future.set_result, (self.result(),))
+            timer.daemon = True
+            timer.start()
+        return future
+
+
+class CudaLink:
+    """A link whose clock is the device's."""
+
+    def __init__(self, device: torch.device, is_free: bool) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+        self._cycles_per_us = 0.0 if is_free else cycles_per_us(device)
+        self._last: _Launch | None = None
+        self._unwaited: deque[CudaWork] = deque()
+
+    def launch(
+        self,
+        calls: Sequence[Call],
+        move: Callable[[], None],
+        duration_us: float,
+        asynchronous: bool,
+    ) -> PythonWork:
+        """Queue the copies, then the spin, behind what the link already carries."""
+        current = torch.cuda.current_stream(self._device)
+        stream = self._stream if asynchronous else current
+        captured = torch.cuda.is_current_stream_capturing()
+        if asynchronous:
+            stream.wait_stream(current)
+        last = self._last
+        # What was queued outside a graph capture cannot be waited for inside it, nor the reverse.
+        if last is not None and last.stream != stream and last.captured == captured:
+            stream.wait_event(last.event)
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream) if asynchronous else nullcontext():
+            move()
+            if duration_us > 0:
+                _torch.spin(int(duration_us * self._cycles_per_us))
+            event.record(stream)
+        self._last = _Launch(stream, event, captured)
+        if not asynchronous:
+            return CudaWork(calls, None, stream)
+        work = CudaWork(calls, event, stream)
+        if not captured:
+            self._keep(work)
+        return work
+
+    def _keep(self, work: CudaWork) -> None:
+        # A work that its owner drops without waiting keeps its tensors here until it is over.
+        unwaited = self._unwaited
+        while unwaited and (unwaited[0].waited or unwaited[0].is_completed()):
+            unwaited.popleft()
+        unwaited.append(work)
+
+
+class _Launch:
+    __slots__ = ("captured", "event", "stream")
+
+    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event, captured: bool) -> None:
+        self.stream = stream
+        self.event = event
+        self.captured = captured
+
+
+class CudaWork(PythonWork):
+    """A collective that is over at an event; with no event, it is ordered by its stream alone."""
+
+    def __init__(
+        self, calls: Sequence[Call], event: torch.cuda.Event | None, stream: torch.cuda.Stream
+    ) -> None:
+        super().__init__(calls)
+        self._event = event
+        self._stream = stream
+        self.waited = False
+
+    def finish(self) -> None:
+        """Make the current stream wait; a barrier makes the host wait too."""
+        current = torch.cuda.current_stream(self._stream.device)
+        if self._event is not None:
+            current.wait_event(self._event)
+        if not self.waited and self._calls[0].kind == Kind.BARRIER:
+            current.synchronize()
+        self.waited = True
+
+    def is_completed(self) -> bool:
+        """Whether the device is past it."""
+        return self._stream.query() if self._event is None else self._event.query()
+
+    def get_future(self) -> Future:
+        """Give a future that orders its readers' streams behind the collective."""
+        future: Future = Future(devices=[self._stream.device])
+        with torch.cuda.stream(self._stream):
+            future.set_result(self.result())
+        return future
+
+
+@functools.cache
+def cycles_per_us(device: torch.device) -> float:
+    """How fast the device's clock runs when it is warm; measured once per process."""
+    num_cycles = 10_000_000
+    rates: list[float] = []
+    with torch.cuda.device(device):
+        _torch.spin(40 * num_cycles)  # about 0.2 s: idle clocks are slower
+        for _ in range(5):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            _torch.spin(num_cycles)
+            end.record()
+            end.synchronize()
+            rates.append(num_cycles / (start.elapsed_time(end) * 1e3))
+    return statistics.median(rates)
+
+
+def device_of(calls: Sequence[Call]) -> torch.device | None:
+    """Where the tensors of a launch are; None for a launch without any."""
+    for call in calls:
+        for operand in (call.input, call.output):
+            if isinstance(operand, Tensor):
+                return operand.device
+            if operand is not None:
+                return operand[0].device
+    return None

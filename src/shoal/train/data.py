@@ -1,0 +1,144 @@
+"""Text as bytes: reading it, and drawing the same batches from it on any number of ranks.
+
+A token is a byte. The batch of a step is a pure function of the seed and the step; the ranks
+cut it up among them, so a run sees the same data on any number of ranks, and after a resume.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from shoal.errors import UsageError
+from shoal.train.config import DataConfig
+
+VOCABULARY = 256
+"""Number of tokens: every byte is one."""
+
+# Of the standard library: packages of others, and tests, which hold little prose and odd bytes.
+_NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """The text of a run: one part to learn, one held out."""
+
+    training: np.ndarray  # 1D, uint8
+    validation: np.ndarray  # 1D, uint8
+    num_files: int
+    digest: str
+
+
+def load_corpus(config: DataConfig, context: int) -> Corpus:
+    """Read the text that `config` names; both parts hold at least one sequence of `context`."""
+    if config.folder is None:
+        root, paths = _standard_library()
+    else:
+        root, paths = config.folder, _text_files(config.folder)
+    pieces, num_bytes, num_seen = [], 0, 0
+    for path in paths:
+        num_seen += 1
+        text = _read_text(path, config.max_bytes - num_bytes)
+        if text:
+            pieces.append(text)
+            num_bytes += len(text)
+        if num_bytes >= config.max_bytes:
+            break
+    if not num_seen:
+        raise UsageError(f"--data: no files in {root}; it needs files of text")
+    if not pieces:
+        raise UsageError(
+            f"--data: none of the {num_seen} files in {root} is readable, non-empty UTF-8 text"
+        )
+    return _split(b"".join(pieces), len(pieces), root, config, context)
+
+
+def draw_offsets(
+    *, seed: int, step: int, batch_size: int, num_bytes: int, context: int
+) -> np.ndarray:
+    """Draw where the sequences of one step's global batch begin."""
+    generator = np.random.default_rng([seed, step])
+    return generator.integers(0, num_bytes - context, size=batch_size)
+
+
+def spread_offsets(*, num: int, num_bytes: int, context: int) -> np.ndarray:
+    """Return `num` offsets spread evenly over a text: the same ones at every validation."""
+    return np.linspace(0, num_bytes - context - 1, num).astype(np.int64)
+
+
+def share_of(offsets: np.ndarray, *, rank: int, world_size: int) -> np.ndarray:
+    """Cut a rank's share out of a global batch: contiguous, equally long for every rank."""
+    num = len(offsets) // world_size
+    return offsets[rank * num : (rank + 1) * num]
+
+
+def windows(text: np.ndarray, offsets: np.ndarray, context: int) -> torch.Tensor:
+    """Return the sequences at `offsets`, one byte longer than `context`: (offset, byte), int64."""
+    views = np.lib.stride_tricks.sliding_window_view(text, context + 1)
+    return torch.from_numpy(views[offsets].astype(np.int64))
+
+
+def _standard_library() -> tuple[Path, Iterator[Path]]:
+    root = Path(sysconfig.get_path("stdlib"))
+    return root, _walk(root, suffix=".py", skip=_NOT_LIBRARY)
+
+
+def _text_files(folder: Path) -> Iterator[Path]:
+    # os.path, because these answer False where permission to look is lacking.
+    if not os.path.exists(folder):
+        raise UsageError(f"--data: there is no folder {folder}")
+    if not os.path.isdir(folder):
+        raise UsageError(f"--data: expected a folder of text files, but {folder} is a file")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise UsageError(f"--data: no permission to read {folder}")
+    return _walk(folder, suffix="", skip=frozenset())
+
+
+def _walk(root: Path, *, suffix: str, skip: frozenset[str]) -> Iterator[Path]:
+    """Yield the files under `root` in an order that every machine agrees on; none hidden."""
+    for folder, subfolders, names in os.walk(root):
+        subfolders[:] = sorted(
+            name for name in subfolders if name not in skip and not name.startswith(".")
+        )
+        for name in sorted(names):
+            if name.endswith(suffix) and not name.startswith("."):
+                yield Path(folder, name)
+
+
+def _read_text(path: Path, max_bytes: int) -> bytes:
+    """Return the beginning of a file, or nothing if it is unreadable or no UTF-8 text."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(max_bytes)
+        # Incremental, because `max_bytes` may cut a character in two.
+        text = codecs.getincrementaldecoder("utf-8")().decode(data)
+    except (OSError, UnicodeDecodeError):
+        return b""
+    return b"" if "\0" in text else data
+
+
+def _split(data: bytes, num_files: int, root: Path, config: DataConfig, context: int) -> Corpus:
+    text = np.frombuffer(data, dtype=np.uint8)
+    num_held_out = max(int(len(text) * config.held_out), context + 1) if config.held_out else 0
+    num_training = len(text) - num_held_out
+    if num_training < context + 1:
+        needed = (context + 1) * (2 if config.held_out else 1)
+        raise UsageError(
+            f"--data: the text in {root} has {len(text)} bytes, but --context {context} needs at "
+            f"least {needed}: one sequence and its next byte"
+            + (", to learn and again held out" if config.held_out else "")
+        )
+    return Corpus(
+        training=text[:num_training],
+        validation=text[num_training:],
+        num_files=num_files,
+        digest=hashlib.sha256(data).hexdigest(),
+    )

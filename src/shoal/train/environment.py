@@ -1,0 +1,75 @@
+"""The environment variables that training reads or sets: all of them, and only here."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a process stands among the ranks of its job."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    def __post_init__(self) -> None:
+        if not (
+            0 <= self.local_rank < self.local_world_size <= self.world_size
+            and 0 <= self.rank < self.world_size
+        ):
+            raise UsageError(f"RANK, WORLD_SIZE and their LOCAL_ kin contradict each other: {self}")
+
+
+def place() -> Place | None:
+    """Return this process's place as torchrun and its like announce it; None outside of them."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    found = {name: os.environ[name] for name in names if name in os.environ}
+    if not {"RANK", "WORLD_SIZE"} & found.keys():
+        return None
+    missing = [name for name in names if name not in found]
+    if missing:
+        raise UsageError(
+            f"{' and '.join(found)} are set but {', '.join(missing)} is not: start the ranks with "
+            f"torchrun, or unset them to let shoal launch its own"
+        )
+    try:
+        rank, world_size, local_rank, local_world_size = (int(found[name]) for name in names)
+    except ValueError:
+        raise UsageError(f"expected numbers in {', '.join(names)}; got {found}") from None
+    return Place(
+        rank=rank,
+        world_size=world_size,
+        local_rank=local_rank,
+        local_world_size=local_world_size,
+    )
+
+
+def reply_file() -> Path | None:
+    """Return the file in which torch's elastic agent looks for a rank's error, if there is one."""
+    name = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def threads_are_set() -> bool:
+    """Tell whether the user chose a number of CPU threads."""
+    return "OMP_NUM_THREADS" in os.environ
+
+
+def traceback_wanted() -> bool:
+    """Tell whether errors shall show their traceback."""
+    return os.environ.get("SHOAL_TRACEBACK", "0") not in ("", "0")
+
+
+def stay_on_loopback(interface: str) -> None:
+    """Make gloo connect over `interface` unless the user chose one.
+
+    Ranks of one machine need no other; without this gloo follows the host name, which leads
+    into a VPN on some machines and nowhere on others.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

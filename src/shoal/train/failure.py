@@ -1,0 +1,125 @@
+"""How a rank's failure travels: written by the rank, read by the launcher, told as one error.
+
+A rank that raises writes a reply file in the form that torch's elastic agent reads, with two
+fields of our own. A rank that is killed writes nothing; its exit status says it. When one rank
+fails the others soon fail of its absence, so the launcher looks for the one that came first.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+from shoal import errors
+from shoal.errors import CheckpointError, RankError, ShoalError, UsageError
+from shoal.train import environment
+
+INTERRUPTED = 130
+"""Exit status of a process that stopped because it was asked to: 128 + SIGINT, as in shells."""
+
+SHARED = (UsageError, CheckpointError)
+"""Errors that every rank meets alike, from what all share: one message says it for all."""
+
+_HINTS: dict[int, str] = {
+    signal.SIGKILL: "Someone killed it, or the system was out of memory.",
+    signal.SIGSEGV: "A library crashed in native code.",
+    signal.SIGBUS: "A library crashed in native code, or shared memory (/dev/shm) is full.",
+}
+
+
+@contextmanager
+def reporting_failure() -> Iterator[None]:
+    """Leave word of an error where the elastic agent looks for it, if there is an agent."""
+    try:
+        yield
+    except Exception as error:
+        path = environment.reply_file()
+        if path is not None:
+            write_failure(path, error)
+        raise
+
+
+def write_failure(path: Path, error: BaseException) -> None:
+    """Write a reply file."""
+    reply = {
+        "message": {
+            "message": f"{type(error).__name__}: {error}",
+            "extraInfo": {
+                "py_callstack": "".join(traceback.format_exception(error)),
+                "timestamp": str(int(time.time())),
+            },
+            # The agent's own time stamp counts whole seconds; failures follow each other faster.
+            "time_ns": time.time_ns(),
+            "shoal_error": _shoal_class(error),
+            "text": str(error),
+        }
+    }
+    path.write_text(json.dumps(reply), encoding="utf-8")
+
+
+def was_interrupted(failures: Mapping[int, ProcessFailure]) -> bool:
+    """Tell whether the ranks only did as they were asked.
+
+    The agent ends the others when the first rank exits; those did not fail either.
+    """
+    statuses = {failure.exitcode for failure in failures.values()}
+    return INTERRUPTED in statuses and statuses <= {INTERRUPTED, -signal.SIGTERM}
+
+
+def as_error(failures: Mapping[int, ProcessFailure], logs: Path) -> ShoalError:
+    """Turn what the agent saw, by rank, into the one error to show."""
+    rank, failure = min(failures.items(), key=lambda item: _precedence(*item, logs))
+    reply = _reply(failure)
+    kind = getattr(errors, reply.get("shoal_error") or "", ShoalError)
+    if issubclass(kind, SHARED):
+        return kind(reply["text"])
+    who = f"rank {rank} (local rank {failure.local_rank}, pid {failure.pid})"
+    if failure.exitcode < 0:
+        hint = _HINTS.get(-failure.exitcode, "")
+        what = f"died with {failure.signal_name()}. {hint}".rstrip()
+    elif reply:
+        what = f"failed with {reply['message']}"
+    else:
+        what = f"exited with status {failure.exitcode}"
+    return RankError(f"{who} {what}\nWhat it last wrote is in {log_of(rank, logs)}.")
+
+
+def log_of(rank: int, logs: Path) -> Path:
+    """Return the file that holds what a rank wrote to stderr."""
+    return logs / f"rank-{rank}.err"
+
+
+def _precedence(rank: int, failure: ProcessFailure, logs: Path) -> tuple[int, int, int]:
+    """Sort failures by how likely they are the first one."""
+    number = -failure.exitcode
+    if number == signal.SIGABRT:
+        return (2, 0, rank)  # NCCL's watchdog aborts when another rank is gone
+    if number == signal.SIGTERM:
+        # From someone, or from the agent because another had failed: the time tells. A rank
+        # dumps its stacks when it gets the signal.
+        log = log_of(rank, logs)
+        return (1, log.stat().st_mtime_ns if log.exists() else time.time_ns(), rank)
+    if number > 0:
+        return (0, 0, rank)  # no rank kills another
+    return (1, _reply(failure).get("time_ns", time.time_ns()), rank)
+
+
+def _reply(failure: ProcessFailure) -> dict[str, Any]:
+    message = failure.error_file_data.get("message")
+    return message if isinstance(message, dict) else {}
+
+
+def _shoal_class(error: BaseException) -> str | None:
+    """Name the class of `shoal.errors` that an error is of."""
+    for kind in type(error).__mro__:
+        if kind.__module__ == errors.__name__:
+            return kind.__name__
+    return None

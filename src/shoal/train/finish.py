@@ -1,0 +1,57 @@
+"""The end of a run: a sample of what it learned, the report, and where everything is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from torch import nn
+
+from shoal.report import write_report
+from shoal.train.data import Corpus
+from shoal.train.job import Job
+from shoal.train.sample import generate
+from shoal.train.world import World
+
+_PROMPT_BYTES = 32
+
+
+def write_sample(job: Job, world: World, model: nn.Module, corpus: Corpus) -> None:
+    """Generate text as a continuation of held-out text; every rank takes part, one writes."""
+    run, context = job.config.run, job.config.model.context
+    if not run.sample_tokens:
+        return
+    text = corpus.validation if len(corpus.validation) else corpus.training
+    prompt = text[: min(_PROMPT_BYTES, context)].tobytes()
+    continuation = generate(
+        model,
+        prompt,
+        num_bytes=run.sample_tokens,
+        context=context,
+        seed=run.seed,
+        device=world.device,
+    )
+    if world.leads:
+        sample = (prompt + continuation).decode("utf-8", errors="replace")
+        job.folder.sample.write_text(sample, encoding="utf-8")
+
+
+def conclude(job: Job, checkpoint: Path, *, step: int, finished: bool) -> None:
+    """Write the report and tell a person where things are; rank 0 does this."""
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        report = str(write_report(job.folder.path))
+    except ModuleNotFoundError as error:
+        report = f"not written, since {error.name} is not installed"
+    steps = job.config.run.steps
+    state = "finished" if finished else "stopped as asked"
+    more = " --steps +100" if finished else ""
+    lines = {
+        state: f"step {step} of {steps}",
+        "checkpoint": checkpoint,
+        "report": report,
+        "resume": f"shoal train --resume {job.folder.path}{more}",
+    }
+    width = max(len(name) for name in lines)
+    for name, value in lines.items():
+        console.print(f"{name:{width}}  {value}", markup=False)

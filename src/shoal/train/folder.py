@@ -1,0 +1,149 @@
+"""The run folder: where everything that a run leaves behind lies.
+
+runs/demo/
+  config.json     the resolved config, and facts about the run
+  metrics.jsonl   one line per step and per validation
+  timeline.json   what the engine did in one late step
+  checkpoints/    step-00000100, step-00000120, …
+  sample.txt      text that the model generated at the end
+  report.html     all of it, drawn
+  logs/           what ranks wrote to stderr, and why one failed
+  tensorboard/    with --tensorboard
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shoal.errors import UsageError
+from shoal.train.config import TrainConfig
+from shoal.train.options import from_json, to_json
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths inside one run folder, and the rules for making one."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved config."""
+        return self.path / "config.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per line."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timeline(self) -> Path:
+        """The spans of one step."""
+        return self.path / "timeline.json"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def sample(self) -> Path:
+        """Generated text."""
+        return self.path / "sample.txt"
+
+    @property
+    def report(self) -> Path:
+        """The page to look at."""
+        return self.path / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        """What the ranks wrote to stderr."""
+        return self.path / "logs"
+
+    @property
+    def tensorboard(self) -> Path:
+        """TensorBoard's event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def stop_request(self) -> Path:
+        """While this file exists, the run stops after the step that it is in."""
+        return self.logs / "stop"
+
+    def check_free(self, *, overwrite: bool) -> None:
+        """Raise a `UsageError` unless a new run may be made here."""
+        with _writing_into(self.path):
+            if not os.path.lexists(self.path):
+                return
+            if not self.path.is_dir():
+                raise UsageError(f"{self.path} is a file; choose another --name or --out")
+            if not any(self.path.iterdir()):
+                return
+        if not overwrite:
+            raise UsageError(
+                f"{self.path} exists already: continue it with --resume {self.path}, replace it "
+                f"with --overwrite, or choose another --name"
+            )
+        if not self.config.is_file():
+            raise UsageError(
+                f"--overwrite: {self.path} holds no config.json, so it is not a run folder and "
+                f"stays as it is; choose another --name"
+            )
+
+    def create(self) -> None:
+        """Make the folder, without what an earlier run left in it."""
+        with _writing_into(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            for path in (self.checkpoints, self.logs, self.tensorboard):
+                if path.exists():
+                    shutil.rmtree(path)
+            for path in (self.config, self.metrics, self.timeline, self.sample, self.report):
+                path.unlink(missing_ok=True)
+            self.logs.mkdir()
+
+    def take_over(self) -> None:
+        """Make ready the folder of a run that goes on."""
+        with _writing_into(self.path):
+            self.logs.mkdir(exist_ok=True)
+            self.stop_request.unlink(missing_ok=True)
+
+    def write_config(self, config: TrainConfig, facts: dict[str, Any]) -> None:
+        """Write the config, and facts for whoever reads it; all at once or not at all."""
+        text = json.dumps({**to_json(config), "facts": facts}, indent=2)
+        with _writing_into(self.path):
+            part = self.config.with_suffix(".json.part")
+            part.write_text(text + "\n", encoding="utf-8")
+            os.replace(part, self.config)
+
+    def read_config(self) -> TrainConfig:
+        """Read the config that a run was made with."""
+        try:
+            tree = json.loads(self.config.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(
+                f"{self.path} is not a run folder: cannot read {self.config.name}: {error.strerror}"
+            ) from None
+        except ValueError as error:
+            raise UsageError(f"{self.config} is not JSON: {error}") from None
+        if isinstance(tree, dict):
+            tree.pop("facts", None)
+        return from_json(TrainConfig, tree, where=self.config)
+
+
+@contextmanager
+def _writing_into(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot write into {path}: {error.strerror or error}. "
+            f"Choose another folder with --out."
+        ) from None

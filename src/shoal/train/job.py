@@ -1,0 +1,176 @@
+"""A job: a run that has been checked as far as one process can, ready for its ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+import torch
+
+from shoal.checkpoint import latest
+from shoal.errors import CheckpointError, UsageError
+from shoal.train.config import TrainConfig
+from shoal.train.data import load_corpus
+from shoal.train.folder import RunFolder
+from shoal.train.model import Transformer
+from shoal.train.options import options_of, replace_options
+from shoal.train.state import read_progress
+from shoal.version import __version__
+
+_CPU_RANKS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A config in which nothing is left to be chosen, its folder, and where it starts from."""
+
+    config: TrainConfig
+    folder: RunFolder
+    checkpoint: Path | None
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the launcher starts."""
+        assert self.config.parallel.nproc is not None, "a job has a resolved config"
+        return self.config.parallel.nproc
+
+    @classmethod
+    def reopen(cls, folder: RunFolder, checkpoint: Path | None) -> Job:
+        """Read back what `create` has written: how a launched rank learns its job."""
+        return cls(config=folder.read_config(), folder=folder, checkpoint=checkpoint)
+
+    def create(self, *, num_ranks: int) -> None:
+        """Make the run folder, or take over the one that is resumed, and write the config."""
+        if self.checkpoint is None:
+            self.folder.create()
+        else:
+            self.folder.take_over()
+        facts = {
+            "num_parameters": count_parameters(self.config),
+            "num_ranks": num_ranks,
+            "shoal": __version__,
+            "torch": torch.__version__,
+        }
+        self.folder.write_config(self.config, facts)
+
+
+def new_job(config: TrainConfig, *, overwrite: bool) -> Job:
+    """Check a config that starts a new run."""
+    if config.run.name is None:
+        name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+        config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+    config = _resolve(config)
+    assert config.run.name is not None
+    folder = RunFolder(config.run.out / config.run.name)
+    folder.check_free(overwrite=overwrite)
+    return Job(config=config, folder=folder, checkpoint=None)
+
+
+def resumed_job(
+    path: Path, changes: Mapping[tuple[str, ...], object], *, more_steps: int | None
+) -> Job:
+    """Check a run that goes on from its newest checkpoint, with some options changed."""
+    folder = _run_folder(path)
+    _check_changes(changes)
+    config = folder.read_config()
+    checkpoint = latest(folder.checkpoints)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{path} has no complete checkpoint to resume from in {folder.checkpoints}; "
+            f"start it anew with --name {folder.path.name} --overwrite"
+        )
+    done = read_progress(checkpoint).step
+    changes = {
+        **changes,
+        ("run", "name"): folder.path.resolve().name,
+        ("run", "out"): folder.path.parent,
+    }
+    if more_steps is not None:
+        changes[("run", "steps")] = done + more_steps
+    config = _resolve(replace_options(config, changes))
+    if config.run.steps <= done:
+        raise UsageError(
+            f"{path} is at step {done} of {config.run.steps} already; add for example --steps +100 "
+            f"to train it further"
+        )
+    return Job(config=config, folder=folder, checkpoint=checkpoint)
+
+
+def count_parameters(config: TrainConfig) -> int:
+    """Count the model's parameters without making them."""
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in Transformer(config.model).parameters())
+
+
+def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
+    """Raise a `UsageError` if this machine has fewer CUDA devices than ranks."""
+    if config.parallel.device != "cuda":
+        return
+    num_devices = torch.cuda.device_count()
+    if num_local_ranks > num_devices:
+        raise UsageError(
+            f"{num_local_ranks} ranks on this machine need as many CUDA devices, but it has "
+            f"{num_devices}. Start at most {num_devices} with --nproc, or use --device cpu."
+        )
+
+
+def _resolve(config: TrainConfig) -> TrainConfig:
+    """Choose what was left to be chosen, and check what a look at this machine can tell."""
+    parallel = config.parallel
+    device = parallel.device
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    elif device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: this machine has no CUDA device; use --device cpu")
+    precision = parallel.precision
+    if precision == "auto":
+        precision = "bf16" if device == "cuda" else "fp32"
+    nproc = parallel.nproc or _default_nproc(config, device)
+    parallel = dataclasses.replace(parallel, device=device, precision=precision, nproc=nproc)
+    config = dataclasses.replace(config, parallel=parallel)
+    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        raise UsageError(
+            "--tensorboard: TensorBoard is not installed; try: pip install tensorboard"
+        )
+    load_corpus(config.data, config.model.context)
+    return config
+
+
+def _default_nproc(config: TrainConfig, device: str) -> int:
+    """Two on CPU; on CUDA as many devices as the batch can be shared out to."""
+    if device == "cpu":
+        return _CPU_RANKS
+    num = torch.cuda.device_count()
+    while num > 1 and config.run.batch_size % (num * config.run.accumulate):
+        num -= 1
+    return max(1, num)
+
+
+def _run_folder(path: Path) -> RunFolder:
+    if not os.path.isdir(path):  # unlike Path.is_dir, False where permission is lacking
+        raise UsageError(f"--resume: there is no run folder {path}")
+    if path.parent.name == "checkpoints" and (path.parent.parent / "config.json").exists():
+        raise UsageError(
+            f"--resume takes the run folder, {path.parent.parent}, not one of its checkpoints"
+        )
+    return RunFolder(path)
+
+
+def _check_changes(changes: Mapping[tuple[str, ...], object]) -> None:
+    """Refuse what would make it another run."""
+    flags = {found.path: found.flag for found in options_of(TrainConfig)}
+    for path in changes:
+        if path[0] == "model":
+            raise UsageError(
+                f"{flags[path]} cannot change with --resume: the checkpoint holds a model of the "
+                f"old shape. Start a new run for it."
+            )
+        if path in (("run", "name"), ("run", "out")):
+            raise UsageError(
+                f"{flags[path]} cannot change with --resume, which continues the folder it names"
+            )

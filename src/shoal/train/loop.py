@@ -1,0 +1,170 @@
+"""The training loop: one run, read top to bottom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shoal.report.metrics import StepRecord, ValidationRecord
+from shoal.report.units import count, size
+from shoal.train.build import build_model, shard_model
+from shoal.train.config import TrainConfig
+from shoal.train.data import Corpus, draw_offsets, load_corpus, share_of, windows
+from shoal.train.display import make_display
+from shoal.train.finish import conclude, write_sample
+from shoal.train.job import Job, count_parameters
+from shoal.train.journal import Journal, Listener
+from shoal.train.memory import memory_bytes
+from shoal.train.metrics import MetricsFile
+from shoal.train.optimizer import (
+    configure_optimizer,
+    learning_rate,
+    make_optimizer,
+    set_learning_rate,
+)
+from shoal.train.state import (
+    Progress,
+    drop_old_checkpoints,
+    restore_state,
+    save_state,
+)
+from shoal.train.step import StepResult, training_step
+from shoal.train.tensorboard import TensorBoard
+from shoal.train.timeline import TimelineFile
+from shoal.train.validation import validation_loss
+from shoal.train.world import World
+
+
+def train(job: Job, world: World, stop_requested: Callable[[], bool]) -> bool:
+    """Run a job as one of the world's ranks; return whether it came to its last step."""
+    config, run = job.config, job.config.run
+    corpus = load_corpus(config.data, config.model.context)
+    world.agree("the text that they read", corpus.digest)
+
+    model = shard_model(build_model(config), config, world)
+    optimizer = make_optimizer(model, config.optim)
+    progress, note = Progress(), ""
+    if job.checkpoint is not None:
+        progress = restore_state(job.checkpoint, model, optimizer)
+        configure_optimizer(optimizer, config.optim)
+        note = _greeting_after_resume(job, progress, corpus)
+
+    with _open_journal(job, world, progress) as journal:
+        journal.note(_greeting(job, world, corpus))
+        if note:
+            journal.note(note)
+        saved, stopping = job.checkpoint, False
+        while progress.step < run.steps and not stopping:
+            step = progress.step + 1
+            lr = learning_rate(step, run.steps, config.optim)
+            set_learning_rate(optimizer, lr)
+            batch = _micro_batches(corpus, config, world, step)
+            result = training_step(model, optimizer, batch, clip=config.optim.clip)
+
+            progress = Progress(
+                step=step,
+                tokens=progress.tokens + run.batch_size * config.model.context,
+                data_digest=corpus.digest,
+            )
+            # One exchange tells the mean loss, everyone's memory, and whether anyone was asked
+            # to stop; all ranks read the same answer, so they leave the loop together.
+            told = world.gather([result.loss, memory_bytes(world.device), stop_requested()])
+            stopping = bool(told[:, 2].any())
+            record = _record(progress, lr, result, told)
+            journal.step(record, result.events)
+
+            last = step == run.steps
+            if run.validate_every and (step % run.validate_every == 0 or last):
+                loss = validation_loss(model, corpus, config, world)
+                journal.validation(ValidationRecord(step=step, loss=loss))
+            if last or stopping or (run.save_every and step % run.save_every == 0):
+                saved = _save(job, world, model, optimizer, progress)
+
+    finished = progress.step == run.steps
+    if finished:
+        write_sample(job, world, model, corpus)
+    if world.leads:
+        assert saved is not None
+        conclude(job, saved, step=progress.step, finished=finished)
+    # No rank leaves while another still writes. Also the last collective must carry no tensors:
+    # gloo's threads give those back under the interpreter's lock, and crash if it is shut down.
+    world.barrier()
+    return finished
+
+
+def _micro_batches(
+    corpus: Corpus, config: TrainConfig, world: World, step: int
+) -> Sequence[Tensor]:
+    """Return this rank's share of a step's global batch, in as many parts as accumulate."""
+    context = config.model.context
+    offsets = draw_offsets(
+        seed=config.run.seed,
+        step=step,
+        batch_size=config.run.batch_size,
+        num_bytes=len(corpus.training),
+        context=context,
+    )
+    mine = share_of(offsets, rank=world.rank, world_size=world.size)
+    sequences = windows(corpus.training, mine, context).to(world.device)
+    return sequences.chunk(config.run.accumulate)
+
+
+def _record(progress: Progress, lr: float, result: StepResult, told: Tensor) -> StepRecord:
+    """Put together what all ranks told with what this one measured."""
+    return StepRecord(
+        step=progress.step,
+        loss=told[:, 0].mean().item(),
+        lr=lr,
+        grad_norm=result.grad_norm,
+        tokens=progress.tokens,
+        tokens_per_s=result.num_tokens * len(told) / result.step_ms * 1e3,
+        step_ms=result.step_ms,
+        compute_ms=result.compute_ms,
+        exposed_ms=result.exposed_ms,
+        optimizer_ms=result.optimizer_ms,
+        memory_bytes=tuple(int(value) for value in told[:, 1].tolist()),
+    )
+
+
+def _save(
+    job: Job, world: World, model: nn.Module, optimizer: Optimizer, progress: Progress
+) -> Path:
+    folder = save_state(job.folder.checkpoints, model, optimizer, progress)
+    if world.leads:
+        drop_old_checkpoints(job.folder.checkpoints, job.config.run.keep)
+    return folder
+
+
+def _open_journal(job: Job, world: World, progress: Progress) -> Journal:
+    """Only rank 0 keeps one; the others' has no listeners."""
+    if not world.leads:
+        return Journal([])
+    folder = job.folder
+    listeners: list[Listener] = [
+        MetricsFile(folder.metrics, start_step=progress.step),
+        TimelineFile(folder.timeline),
+        make_display(start_step=progress.step, num_steps=job.config.run.steps),
+    ]
+    if job.config.run.tensorboard:
+        listeners.append(TensorBoard(folder.tensorboard))
+    return Journal(listeners)
+
+
+def _greeting(job: Job, world: World, corpus: Corpus) -> str:
+    parallel = job.config.parallel
+    plural = "s" if world.size != 1 else ""
+    return (
+        f"{job.folder.path}: {count(count_parameters(job.config))} parameters, "
+        f"{world.size} rank{plural} on {parallel.device} in {parallel.precision}, "
+        f"{size(len(corpus.training))} of text from {corpus.num_files} files"
+    )
+
+
+def _greeting_after_resume(job: Job, progress: Progress, corpus: Corpus) -> str:
+    text = f"resumed from {job.checkpoint} at step {progress.step}"
+    if progress.data_digest != corpus.digest:
+        text += "; the text has changed since, so the data will differ from an unbroken run's"
+    return text

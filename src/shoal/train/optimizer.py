@@ -1,0 +1,61 @@
+"""The optimizer: AdamW, its learning rate over a run, and gradient clipping."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from shoal.train.config import OptimConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """Return AdamW over the model's (sharded) parameters: first matrices, then vectors."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices}, {"params": vectors}],
+        # One call for all parameters: the loop over them costs more than the arithmetic.
+        foreach=True,
+    )
+    configure_optimizer(optimizer, config)
+    return optimizer
+
+
+def configure_optimizer(optimizer: torch.optim.AdamW, config: OptimConfig) -> None:
+    """Set what the config says, also after a checkpoint brought back what it used to say."""
+    matrices, vectors = optimizer.param_groups
+    matrices["weight_decay"] = config.weight_decay
+    vectors["weight_decay"] = 0.0  # norms scale; they have nothing to decay to
+    for group in optimizer.param_groups:
+        group["betas"] = (config.beta1, config.beta2)
+
+
+def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:
+    """Return the rate of step 1…num_steps: linear warm-up, then a cosine down to the final one."""
+    if step <= config.warmup:
+        return config.lr * step / config.warmup
+    progress = (step - config.warmup) / max(1, num_steps - config.warmup)
+    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    return config.lr * (config.final_lr + (1 - config.final_lr) * cosine)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Use `lr` from the next step on."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
+    """Scale all gradients so that their global norm is at most `max_norm`; return the norm."""
+    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    norm = get_total_norm([parameter.grad for parameter in parameters])  # pyright: ignore[reportArgumentType]
+    if isinstance(norm, DTensor):
+        # Whatever placement torch gave it: a plain number from here on, the same on every rank.
+        norm = norm.full_tensor()
+    if max_norm:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm

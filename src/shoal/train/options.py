@@ -1,0 +1,199 @@
+"""Options: the flat view of a nested config that flags, JSON files and error messages share.
+
+A config is a frozen dataclass whose fields are either options or further configs:
+
+    @dataclass(frozen=True, slots=True, kw_only=True)
+    class OptimConfig:
+        lr: float = option(2e-3, "peak learning rate", above=0)
+
+        def __post_init__(self) -> None:
+            check_options(self)
+
+Every option has a flag, `--lr` here, which is how messages name it too: whoever set it in a
+recipe finds the field by the same name. A class's `TITLE` heads its options in `--help`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from shoal.errors import UsageError
+
+ConfigT = TypeVar("ConfigT")
+
+_FACTS = "option"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Facts:
+    """What `option` was told."""
+
+    help: str
+    flag: str | None
+    at_least: float | None
+    above: float | None
+    at_most: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Option:
+    """One leaf of a nested config."""
+
+    path: tuple[str, ...]
+    flag: str
+    kind: type
+    optional: bool
+    choices: tuple[str, ...]
+    default: Any
+    help: str
+    group: str
+    at_least: float | None
+    above: float | None
+    at_most: float | None
+
+    def check(self, value: object) -> None:
+        """Raise a `UsageError` if `value` may not stand here."""
+        if value is None and self.optional:
+            return
+        if not self._has_kind(value):
+            raise UsageError(
+                f"{self.flag}: expected {self.kind.__name__}, "
+                f"got {value!r} ({type(value).__name__})"
+            )
+        if self.choices and value not in self.choices:
+            raise UsageError(f"{self.flag}: expected one of {', '.join(self.choices)}; got {value}")
+        for word, bound, holds in (
+            ("at least", self.at_least, lambda bound: value >= bound),
+            ("more than", self.above, lambda bound: value > bound),
+            ("at most", self.at_most, lambda bound: value <= bound),
+        ):
+            if bound is not None and not holds(bound):
+                raise UsageError(f"{self.flag}: expected {word} {bound}, got {value}")
+
+    def from_json(self, value: object) -> object:
+        """Turn what a JSON file holds into what the config holds."""
+        return Path(value) if self.kind is Path and isinstance(value, str) else value
+
+    def _has_kind(self, value: object) -> bool:
+        if self.kind is float:
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        if self.kind is int:
+            return isinstance(value, int) and not isinstance(value, bool)
+        return isinstance(value, self.kind)
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    at_least: float | None = None,
+    above: float | None = None,
+    at_most: float | None = None,
+) -> Any:
+    """Declare a dataclass field as an option; the flag is the field's name unless given."""
+    facts = _Facts(help=help, flag=flag, at_least=at_least, above=above, at_most=at_most)
+    return dataclasses.field(default=default, metadata={_FACTS: facts})
+
+
+def options_of(config_type: type) -> list[Option]:
+    """List every option of a config class, those of nested configs included, in order."""
+    hints = get_type_hints(config_type)
+    found: list[Option] = []
+    for field in dataclasses.fields(config_type):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            found += [
+                dataclasses.replace(inner, path=(field.name, *inner.path))
+                for inner in options_of(hint)  # pyright: ignore[reportArgumentType]
+            ]
+        else:
+            found.append(_option_of(config_type, field, hint))
+    return found
+
+
+def check_options(config: object) -> None:
+    """Check the types and bounds of a config's own options; call it from `__post_init__`."""
+    for found in options_of(type(config)):
+        if len(found.path) == 1:
+            found.check(getattr(config, found.path[0]))
+
+
+def replace_options(config: ConfigT, changes: Mapping[tuple[str, ...], object]) -> ConfigT:
+    """Return `config` with the options at these paths changed; everything is checked again."""
+    direct = {path[0]: value for path, value in changes.items() if len(path) == 1}
+    nested: dict[str, dict[tuple[str, ...], object]] = {}
+    for path, value in changes.items():
+        if len(path) > 1:
+            nested.setdefault(path[0], {})[path[1:]] = value
+    for name, inner in nested.items():
+        direct[name] = replace_options(getattr(config, name), inner)
+    return dataclasses.replace(config, **direct)  # pyright: ignore[reportArgumentType]
+
+
+def to_json(config: object) -> dict[str, Any]:
+    """Return a config as nested dictionaries of what JSON can hold."""
+    tree: dict[str, Any] = {}
+    for found in options_of(type(config)):
+        value: Any = config
+        for name in found.path:
+            value = getattr(value, name)
+        branch = tree
+        for name in found.path[:-1]:
+            branch = branch.setdefault(name, {})
+        branch[found.path[-1]] = str(value) if isinstance(value, Path) else value
+    return tree
+
+
+def from_json(config_type: type[ConfigT], tree: object, *, where: Path) -> ConfigT:
+    """Build a config from `to_json`'s dictionaries; `where` names the file in messages."""
+    known = {found.path: found for found in options_of(config_type)}
+    changes: dict[tuple[str, ...], object] = {}
+    for path, value in _leaves(tree, (), where):
+        if path not in known:
+            raise UsageError(
+                f"{where}: unknown option {'.'.join(path)!r}; it was written by another version "
+                f"of shoal, or edited by hand. Remove it to go on."
+            )
+        changes[path] = known[path].from_json(value)
+    return replace_options(config_type(), changes)
+
+
+def _leaves(
+    tree: object, path: tuple[str, ...], where: Path
+) -> list[tuple[tuple[str, ...], object]]:
+    if isinstance(tree, dict):
+        return [
+            leaf for name, inner in tree.items() for leaf in _leaves(inner, (*path, name), where)
+        ]
+    if not path:
+        raise UsageError(f"{where}: expected a JSON object, got {type(tree).__name__}")
+    return [(path, tree)]
+
+
+def _option_of(config_type: type, field: dataclasses.Field[Any], hint: Any) -> Option:
+    facts: _Facts = field.metadata[_FACTS]
+    kind, optional, choices = hint, False, ()
+    if get_origin(hint) in (Union, UnionType):
+        (kind,) = (inner for inner in get_args(hint) if inner is not type(None))
+        optional = True
+    if get_origin(kind) is Literal:
+        kind, choices = str, get_args(kind)
+    return Option(
+        path=(field.name,),
+        flag=facts.flag or "--" + field.name.replace("_", "-"),
+        kind=kind,
+        optional=optional,
+        choices=choices,
+        default=field.default,
+        help=facts.help,
+        group=getattr(config_type, "TITLE", ""),
+        at_least=facts.at_least,
+        above=facts.above,
+        at_most=facts.at_most,
+    )

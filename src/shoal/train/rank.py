@@ -1,0 +1,114 @@
+"""One rank of a run, from its place in the environment to its exit status.
+
+`run_rank` is what both ways into a rank share: torchrun starts `shoal train` once per rank,
+and shoal's own launcher starts this module, as
+
+    python -m shoal.train.rank FOLDER LAUNCHER_PID [CHECKPOINT]
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+
+from shoal.errors import InvariantError
+from shoal.train import environment
+from shoal.train.config import ParallelConfig
+from shoal.train.environment import Place
+from shoal.train.failure import INTERRUPTED, reporting_failure
+from shoal.train.folder import RunFolder
+from shoal.train.job import Job
+from shoal.train.loop import train
+from shoal.train.signals import die_of, stop_signals
+from shoal.train.world import join_world
+
+_PARENT_CHECK_S = 0.5
+
+
+def run_rank(place: Place, job: Job, *, create: bool, signals: Sequence[signal.Signals]) -> int:
+    """Train as the rank at `place` and return the exit status.
+
+    With `create` nobody has made the run folder yet: rank 0 does, and its job is everyone's.
+    Any of `signals` asks the run to stop.
+    """
+    _use_threads(job.config.parallel, place)
+    asked = threading.Event()
+    with (
+        reporting_failure(),
+        stop_signals(signals, ask=asked.set, insist=die_of),
+        join_world(place, job.config.parallel.device) as world,
+    ):
+        if create:
+            job = world.share(partial(_created, job, world.size))
+        stop_request = job.folder.stop_request
+        finished = train(job, world, lambda: asked.is_set() or stop_request.exists())
+    return 0 if finished else INTERRUPTED
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Run as a rank of shoal's own launcher; errors go to the log and to the launcher."""
+    # Where this rank was when it crashed, or was ended because another had failed.
+    faulthandler.enable()
+    faulthandler.register(signal.SIGTERM, chain=True)
+    folder, launcher = RunFolder(Path(argv[0])), int(argv[1])
+    _follow(launcher)
+    try:
+        place = environment.place()
+        if place is None:
+            raise InvariantError("a launched rank found no RANK in its environment")
+        job = Job.reopen(folder, Path(argv[2]) if argv[2:] else None)
+        # Not SIGTERM: with it the launcher ends ranks that may hang in a collective for good.
+        status = run_rank(place, job, create=False, signals=[signal.SIGINT])
+    except Exception:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Past the interpreter's shutdown: after an error the process group would wait there for
+    # ranks that are gone, and its threads crash now and then when they outlive the interpreter.
+    os._exit(status)
+
+
+def _created(job: Job, num_ranks: int) -> Job:
+    job.create(num_ranks=num_ranks)
+    return job
+
+
+def _follow(launcher: int) -> None:
+    """End this process when the launcher is gone, however it went."""
+
+    def watch() -> None:
+        while os.getppid() == launcher:
+            time.sleep(_PARENT_CHECK_S)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+
+
+def _use_threads(config: ParallelConfig, place: Place) -> None:
+    """Share the cores of this machine out to its ranks."""
+    if config.threads is not None:
+        torch.set_num_threads(config.threads)
+    elif not environment.threads_are_set():
+        torch.set_num_threads(max(1, _num_cores() // place.local_world_size))
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

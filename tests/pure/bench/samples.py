@@ -1,0 +1,56 @@
+"""Results made by hand, for tests of what is done with them."""
+
+from __future__ import annotations
+
+from shoal.bench.figures import Built, Collectives, ComputeRound, Memory, OptimizerRound, summarise
+from shoal.bench.host import Host
+from shoal.bench.results import Record, Results, Source, Status
+from shoal.bench.run import Mode
+
+HOST = Host(
+    torch="2.13.0",
+    python="3.11.7",
+    system="Linux x86_64",
+    cpu="a CPU",
+    num_cores=2,
+    memory_gib=23.0,
+    gpu="a GPU",
+    cuda="13.0",
+)
+ON_GPU = Memory(allocated_gib=11.3, reserved_gib=17.1, resident_gib=None)
+
+
+def make_record(engine: str, ms: float, *, case: str = "B4", device: str = "a GPU") -> Record:
+    compute = ComputeRound(
+        forward_backward_ms=(ms, ms), wall_ms=(ms + 1, ms + 1), host_ms=(ms / 2,), memory=ON_GPU
+    )
+    optimizer = OptimizerRound(optimizer_ms=(0.25,), memory=ON_GPU)
+    collectives = Collectives(num_calls=74, num_bytes=1_500_000)
+    built = Built(num_parameters=10, collectives=collectives if engine != "plain" else None)
+    return Record(
+        case=case,
+        engine=engine,
+        mode=Mode.EAGER,
+        device=device,
+        status=Status.OK,
+        figures=summarise("cuda", built, [compute], [optimizer]),
+        compute_rounds=(compute,),
+        optimizer_rounds=(optimizer,),
+    )
+
+
+def make_missing(engine: str, status: Status, reason: str, mode: Mode = Mode.EAGER) -> Record:
+    return Record(case="B4", engine=engine, mode=mode, device="a GPU", status=status, reason=reason)
+
+
+def make_results(
+    *records: Record, created: str = "2026-01-01T00:00:00+00:00", quick: bool = False
+) -> Results:
+    source = Source(command="shoal bench", created=created, host=HOST, settings={"quick": quick})
+    names = dict.fromkeys(record.case for record in records)
+    return Results(
+        quick=quick,
+        sources=(source,),
+        cases={name: {"name": name, "title": f"what {name} is"} for name in names},
+        records=records,
+    )

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import pytest
+
+from pure.bench.samples import HOST, ON_GPU
+from shoal.bench.cases import CASES
+from shoal.bench.figures import Built, ComputeRound, OptimizerRound
+from shoal.bench.job import JobError
+from shoal.bench.measure import measure
+from shoal.bench.results import Record, Status
+from shoal.bench.run import DeviceType, Mode, Run
+
+CASE = CASES[0].quickly()  # 2 rounds
+
+
+class FakeJob:
+    """Notes what it is asked for; the engine in `fails` fails in its first round."""
+
+    log: list[str]
+    fails = ""
+
+    def __init__(self, run: Run, timeout_s: float) -> None:
+        self.run = run
+        self.log.append(f"start {run.engine} {timeout_s:g}")
+
+    def __enter__(self) -> FakeJob:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.log.append(f"left {self.run.engine}")
+
+    def build(self) -> Built:
+        self.log.append(f"build {self.run.engine}")
+        return Built(num_parameters=1, collectives=None)
+
+    def compute(self) -> ComputeRound:
+        self.log.append(f"compute {self.run.engine}")
+        if self.run.engine == self.fails:
+            raise JobError("out of memory")
+        return ComputeRound(
+            forward_backward_ms=(1.0,), wall_ms=(1.0,), host_ms=(1.0,), memory=ON_GPU
+        )
+
+    def optimize(self) -> OptimizerRound:
+        self.log.append(f"optimize {self.run.engine}")
+        return OptimizerRound(optimizer_ms=(1.0,), memory=ON_GPU)
+
+    def close(self) -> None:
+        self.log.append(f"close {self.run.engine}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    asked: list[str] = []
+    monkeypatch.setattr(FakeJob, "log", asked, raising=False)
+    monkeypatch.setattr("shoal.bench.measure.Job", FakeJob)
+    return asked
+
+
+def measured(device_type: DeviceType, mode: Mode = Mode.EAGER) -> list[Record]:
+    runs = [
+        Run(case=CASE, engine=engine, mode=mode, device_type=device_type)
+        for engine in ("plain", "shoal")
+    ]
+    return list(measure(runs, HOST, timeout_s=None, on_stage=lambda run, stage: None))
+
+
+def test_on_cpu_engines_take_turns(log: list[str]) -> None:
+    records = measured("cpu")
+    assert log[2:8] == [
+        "build plain",
+        "build shoal",
+        "compute plain",
+        "compute shoal",
+        "compute plain",
+        "compute shoal",
+    ]
+    assert [len(record.compute_rounds) for record in records] == [2, 2]
+    assert {record.device for record in records} == {"a CPU"}
+
+
+def test_on_cuda_engines_follow_each_other(log: list[str]) -> None:
+    records = measured("cuda")
+    assert log.index("close plain") < log.index("build shoal")
+    assert log[:2] == ["start plain 180", "start shoal 180"]
+    assert {record.device for record in records} == {"a GPU"}
+
+
+def test_compiling_may_take_longer(log: list[str]) -> None:
+    measured("cuda", Mode.COMPILED)
+    assert log[:2] == ["start plain 600", "start shoal 600"]
+
+
+@pytest.mark.parametrize("device_type", ["cpu", "cuda"])
+def test_one_failure_stops_one_engine(
+    log: list[str], monkeypatch: pytest.MonkeyPatch, device_type: DeviceType
+) -> None:
+    monkeypatch.setattr(FakeJob, "fails", "plain")
+    plain, shoal = measured(device_type)
+    assert (plain.status, plain.reason) == (Status.FAILED, "out of memory")
+    assert shoal.status is Status.OK
+    assert log.count("compute plain") == 1
+    assert "close plain" in log
+    assert "optimize plain" not in log
+    assert log[-2:] == ["left shoal", "left plain"]
+
+
+def test_refused_runs_start_nothing(log: list[str]) -> None:
+    records = measured("cpu", Mode.CUDAGRAPHS)
+    assert log == []
+    assert {record.status for record in records} == {Status.UNSUPPORTED}

@@ -1,0 +1,185 @@
+"""Jobs are checked before any rank is started."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.checkpoint import save_training, step_folder
+from shoal.errors import CheckpointError, UsageError
+from shoal.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
+from shoal.train.folder import RunFolder
+from shoal.train.job import Job, check_devices, count_parameters, new_job, resumed_job
+
+PROGRESS = {"step": 7, "tokens": 700, "data_digest": "x"}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> TrainConfig:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "a.txt").write_text("some text " * 50)
+    return TrainConfig(
+        model=ModelConfig(dim=8, layers=1, heads=2, context=16),
+        data=DataConfig(folder=tmp_path / "data"),
+        parallel=ParallelConfig(device="cpu"),
+        run=RunConfig(out=tmp_path / "runs", name="x", steps=10),
+    )
+
+
+@pytest.fixture
+def finished(config: TrainConfig) -> RunFolder:
+    """A run folder with a checkpoint at step 7 of 10."""
+    job = new_job(config, overwrite=False)
+    job.create(num_ranks=2)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_training(step_folder(job.folder.checkpoints, 7), model, optimizer, PROGRESS)
+    return job.folder
+
+
+def test_what_is_left_open_is_chosen(config):
+    job = new_job(config, overwrite=False)
+    parallel = job.config.parallel
+    assert (parallel.device, parallel.precision, job.num_ranks) == ("cpu", "fp32", 2)
+    assert job.checkpoint is None
+    assert not job.folder.path.exists(), "checking writes nothing"
+
+
+def test_a_run_without_a_name_is_called_after_its_time(tmp_path, config):
+    run = RunConfig(out=tmp_path / "runs")
+    job = new_job(TrainConfig(model=config.model, data=config.data, run=run), overwrite=False)
+    assert len(job.folder.path.name) == len("2026-01-31-235959")
+
+
+def test_a_rank_reads_back_the_job_that_was_created(config):
+    job = new_job(config, overwrite=False)
+    job.create(num_ranks=2)
+    assert Job.reopen(job.folder, None) == job
+    facts = json.loads(job.folder.config.read_text())["facts"]
+    assert facts["num_parameters"] == count_parameters(config)
+    assert facts["num_ranks"] == 2
+
+
+def test_an_existing_run_is_not_replaced_by_accident(finished, config):
+    with pytest.raises(UsageError, match="exists already: continue it with --resume"):
+        new_job(config, overwrite=False)
+    job = new_job(config, overwrite=True)
+    finished.sample.write_text("old")
+    (finished.path / "notes.txt").write_text("mine")
+    job.create(num_ranks=2)
+    assert not finished.sample.exists()
+    assert not finished.checkpoints.exists()
+    assert (finished.path / "notes.txt").read_text() == "mine"
+
+
+def test_overwrite_does_not_touch_what_is_no_run(tmp_path, config):
+    folder = tmp_path / "runs" / "x"
+    folder.mkdir(parents=True)
+    (folder / "thesis.tex").write_text("years of work")
+    with pytest.raises(UsageError, match=r"not a run folder and stays as it is"):
+        new_job(config, overwrite=True)
+
+
+def test_an_output_folder_that_cannot_be_written_is_named(tmp_path, config):
+    (tmp_path / "file").write_text("")
+    run = RunConfig(out=tmp_path / "file" / "runs", name="x")
+    job = new_job(TrainConfig(model=config.model, data=config.data, run=run), overwrite=False)
+    with pytest.raises(UsageError, match=r"cannot write into .*file/runs/x: Not a directory"):
+        job.create(num_ranks=2)
+
+
+def test_tensorboard_must_be_there(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    run = RunConfig(out=config.run.out, tensorboard=True)
+    with pytest.raises(UsageError, match="pip install tensorboard"):
+        new_job(TrainConfig(model=config.model, data=config.data, run=run), overwrite=False)
+
+
+def test_a_resume_goes_on_from_the_newest_checkpoint(finished):
+    job = resumed_job(finished.path, {}, more_steps=None)
+    assert job.checkpoint == step_folder(finished.checkpoints, 7)
+    assert job.config.run.steps == 10
+    assert resumed_job(finished.path, {}, more_steps=5).config.run.steps == 12
+    changed = resumed_job(finished.path, {("optim", "lr"): 0.5}, more_steps=None)
+    assert changed.config.optim.lr == 0.5
+
+
+def test_a_moved_run_can_be_resumed(finished, tmp_path):
+    moved = finished.path.rename(tmp_path / "elsewhere")
+    job = resumed_job(moved, {}, more_steps=None)
+    assert job.folder.path == moved
+    assert (job.config.run.name, job.config.run.out) == ("elsewhere", tmp_path)
+
+
+def test_a_finished_run_asks_for_more_steps(finished):
+    with pytest.raises(UsageError, match=r"is at step 7 of 7 already; .*--steps \+100"):
+        resumed_job(finished.path, {("run", "steps"): 7}, more_steps=None)
+
+
+@pytest.mark.parametrize(
+    ("path", "flag"),
+    [(("model", "dim"), "--dim"), (("run", "name"), "--name"), (("run", "out"), "--out")],
+)
+def test_a_resume_cannot_make_another_run_of_it(finished, path, flag):
+    with pytest.raises(UsageError, match=f"{flag} cannot change with --resume"):
+        resumed_job(finished.path, {path: 1}, more_steps=None)
+
+
+def test_what_cannot_be_resumed_is_named(finished, tmp_path):
+    with pytest.raises(UsageError, match="there is no run folder"):
+        resumed_job(tmp_path / "nothing", {}, more_steps=None)
+    with pytest.raises(UsageError, match="takes the run folder"):
+        resumed_job(step_folder(finished.checkpoints, 7), {}, more_steps=None)
+    with pytest.raises(UsageError, match="is not a run folder: cannot read"):
+        resumed_job(tmp_path, {}, more_steps=None)
+    finished.config.write_text("{")
+    with pytest.raises(UsageError, match=r"config.json is not JSON"):
+        resumed_job(finished.path, {}, more_steps=None)
+
+
+def test_a_broken_checkpoint_is_named(finished):
+    manifest = step_folder(finished.checkpoints, 7) / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+    with pytest.raises(CheckpointError, match="manifest"):
+        resumed_job(finished.path, {}, more_steps=None)
+    manifest.unlink()
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        resumed_job(finished.path, {}, more_steps=None)
+
+
+def test_a_checkpoint_of_something_else_is_refused(finished):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_training(step_folder(finished.checkpoints, 8), model, optimizer, {"epoch": 1})
+    with pytest.raises(CheckpointError, match="not a checkpoint of `shoal train`"):
+        resumed_job(finished.path, {}, more_steps=None)
+
+
+def test_more_ranks_than_devices_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    config = TrainConfig(parallel=ParallelConfig(device="cuda"))
+    check_devices(config, 2)
+    with pytest.raises(UsageError, match=r"4 ranks .* but it has 2. Start at most 2 with --nproc"):
+        check_devices(config, 4)
+    check_devices(TrainConfig(parallel=ParallelConfig(device="cpu")), 4)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_is_refused_where_there_is_none(config):
+    cuda = TrainConfig(model=config.model, data=config.data, parallel=ParallelConfig(device="cuda"))
+    with pytest.raises(UsageError, match="this machine has no CUDA device; use --device cpu"):
+        new_job(cuda, overwrite=False)
+
+
+@pytest.mark.parametrize(
+    ("devices", "batch_size", "expected"), [(8, 16, 8), (6, 16, 4), (1, 16, 1)]
+)
+def test_on_cuda_as_many_ranks_as_devices_that_share_the_batch(
+    config, monkeypatch, devices, batch_size, expected
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+    run = RunConfig(out=config.run.out, batch_size=batch_size)
+    job = new_job(TrainConfig(model=config.model, data=config.data, run=run), overwrite=False)
+    assert (job.num_ranks, job.config.parallel.precision) == (expected, "bf16")

@@ -1,0 +1,60 @@
+"""The files that listeners write."""
+
+import json
+
+from shoal.report.metrics import StepRecord, ValidationRecord, read_metrics
+from shoal.report.timeline import read_timeline
+from shoal.runtime.events import Event, EventKind
+from shoal.train.metrics import MetricsFile
+from shoal.train.timeline import TimelineFile
+
+
+def write(path, steps, *, start_step=0):
+    metrics = MetricsFile(path, start_step=start_step)
+    for step in steps:
+        metrics.on_step(StepRecord(step=step, loss=1 / step, memory_bytes=(1, 2)), ())
+    metrics.on_validation(ValidationRecord(step=steps[-1], loss=9.0))
+    metrics.close()
+
+
+def test_what_is_written_is_what_the_report_reads(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2])
+    first = json.loads(path.read_text().splitlines()[0])
+    assert (first["kind"], first["step"], first["loss"]) == ("step", 1, 1.0)
+    metrics = read_metrics(path)
+    assert [record.loss for record in metrics.steps] == [1.0, 0.5]
+    assert metrics.steps[0].memory_bytes == (1, 2)
+    assert metrics.validations == (ValidationRecord(step=2, loss=9.0),)
+    assert metrics.problems == ()
+
+
+def test_a_resume_drops_what_came_after_its_checkpoint(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3, 4])
+    with path.open("a") as file:
+        file.write('{"kind": "step", "st')  # cut off by a crash
+    write(path, [3], start_step=2)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["kind"], line["step"]) for line in lines] == [
+        ("step", 1),
+        ("step", 2),
+        ("step", 3),
+        ("validation", 3),
+    ]
+
+
+def test_the_timeline_is_of_the_median_of_the_last_steps(tmp_path):
+    path = tmp_path / "timeline.json"
+    timeline = TimelineFile(path)
+    timeline.close()
+    assert not path.exists()
+    slow = {1: 900.0, 2: 800.0, 16: 700.0}  # of the last nine steps, 12 to 20, only one
+    for step in range(1, 21):
+        event = Event(kind=EventKind.FORWARD, unit=f"unit of {step}", start_us=0, end_us=5)
+        record = StepRecord(step=step, loss=1.0, step_ms=slow.get(step, 100.0 + step))
+        timeline.on_step(record, (event,))
+    timeline.close()
+    found, problems = read_timeline(path)
+    assert (found.step, found.rank, problems) == (17, 0, [])
+    assert found.events[0].unit == "unit of 17"

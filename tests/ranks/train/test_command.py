@@ -1,0 +1,184 @@
+"""`shoal train` as a command: it launches ranks, and survives or reports what happens to them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[3] / "src"
+TINY = [
+    *("--dim", "16", "--layers", "1", "--heads", "2", "--context", "16", "--batch-size", "4"),
+    *("--device", "cpu", "--validate-every", "0", "--sample-tokens", "8", "--max-bytes", "50000"),
+]
+FOREVER = ["--steps", "1000000", "--save-every", "0"]
+
+pytestmark = pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="finds the ranks of a command in /proc"
+)
+
+
+class Command:
+    """A running `shoal train`, in a process group of its own like a shell's foreground job."""
+
+    def __init__(self, folder: Path, *arguments: str, launcher: tuple[str, ...] = ()) -> None:
+        words = [sys.executable, *launcher, "-m", "shoal", "train", *arguments]
+        environment = {**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            words,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def finish(self, timeout_s: float = 60) -> tuple[int, str, str]:
+        """Wait for the end; return status, stdout and stderr."""
+        out, err = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, out, err
+
+    def ranks(self) -> list[int]:
+        """Return the pids of the launched ranks, in order."""
+        found = []
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            except OSError:
+                continue
+            if parent == self.process.pid:
+                found.append(int(stat.parent.name))
+        return sorted(found)
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Command]]:
+    commands: list[Command] = []
+
+    def start_command(*arguments: str, **options) -> Command:
+        commands.append(Command(tmp_path, *arguments, **options))
+        return commands[-1]
+
+    yield start_command
+    for command in commands:
+        if command.process.poll() is None:
+            command.process.kill()
+            command.process.communicate()
+
+
+def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.05)
+
+
+def wait_for_steps(folder: Path, num: int = 3) -> None:
+    metrics = folder / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text().count('"step"') >= num)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; one that has ended and was not waited for does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def steps_in(folder: Path) -> list[int]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line["step"] for line in lines if line["kind"] == "step"]
+
+
+def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path, start):
+    folder = tmp_path / "runs" / "a"
+    command = start("--name", "a", *FOREVER, *TINY)
+    wait_for_steps(folder)
+    # A terminal sends one to each process of the group; `timeout` and others send a second.
+    os.killpg(command.process.pid, signal.SIGINT)
+    command.process.send_signal(signal.SIGINT)
+    status, out, err = command.finish()
+    assert status == 130
+    assert err == "stopping after this step, then saving; Ctrl-C again quits at once\n"
+    done = steps_in(folder)[-1]
+    assert f"stopped as asked  step {done} of 1000000" in out
+    assert "shoal train --resume runs/a\n" in out
+    assert (folder / "checkpoints" / f"step-{done:08d}").is_dir()
+    assert (folder / "report.html").exists()
+
+    status, out, err = start("--resume", "runs/a", "--steps", "+3", "--nproc", "1").finish()
+    assert (status, err) == (0, "")
+    assert f"resumed from runs/a/checkpoints/step-{done:08d} at step {done}" in out
+    assert "resume      shoal train --resume runs/a --steps +100" in out
+    assert steps_in(folder) == list(range(1, done + 4))
+    assert (folder / "sample.txt").exists()
+
+    # A bit flipped in the checkpoint is found by the ranks and told once.
+    (shard,) = (folder / "checkpoints" / f"step-{done + 3:08d}").glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    status, _, err = start("--resume", "runs/a", "--steps", "+3").finish()
+    assert status == 1
+    assert err.count("shoal: error:") == 1
+    assert shard.name in err
+    assert "Traceback" not in err
+    assert "Traceback" in (folder / "logs" / "rank-0.err").read_text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path, start, number):
+    command = start("--name", "a", *FOREVER, *TINY)
+    wait_for_steps(tmp_path / "runs" / "a")
+    ranks = command.ranks()
+    assert len(ranks) == 2
+    os.kill(ranks[1], number)
+    began_at = time.monotonic()
+    status, _, err = command.finish(timeout_s=30)
+    assert time.monotonic() - began_at < 30
+    assert status == 1
+    who = f"rank 1 (local rank 1, pid {ranks[1]})"
+    assert err.startswith(f"shoal: error: {who} died with {number.name}.")
+    assert err.count("\n") == 2
+    assert not any(alive(pid) for pid in ranks)
+
+
+def test_ranks_do_not_outlive_their_launcher(tmp_path, start):
+    command = start("--name", "a", *FOREVER, *TINY)
+    wait_for_steps(tmp_path / "runs" / "a")
+    ranks = command.ranks()
+    assert len(ranks) == 2
+    command.process.kill()
+    command.finish()
+    wait_until(lambda: not any(alive(pid) for pid in ranks), timeout_s=10)
+
+
+def test_insisting_ends_the_run_at_once(tmp_path, start):
+    command = start("--name", "a", *FOREVER, *TINY)
+    wait_for_steps(tmp_path / "runs" / "a")
+    ranks = command.ranks()
+    os.kill(ranks[0], signal.SIGSTOP)  # a step that never ends
+    command.process.send_signal(signal.SIGINT)
+    time.sleep(2.2)
+    command.process.send_signal(signal.SIGINT)
+    os.kill(ranks[0], signal.SIGCONT)  # a stopped process keeps even SIGTERM waiting
+    status, _, err = command.finish(timeout_s=30)
+    assert status == 130
+    assert "stopped at once. There is no checkpoint yet." in err
+    assert not any(alive(pid) for pid in ranks)
+
+
+def test_torchrun_starts_the_same_command(tmp_path, start):
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    status, out, _ = start("--name", "a", "--steps", "4", *TINY, launcher=torchrun).finish()
+    assert status == 0
+    assert "2 ranks on cpu in fp32" in out
+    assert out.count("finished    step 4 of 4") == 1
+    assert steps_in(tmp_path / "runs" / "a") == [1, 2, 3, 4]

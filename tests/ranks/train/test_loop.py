@@ -1,0 +1,136 @@
+"""What the loop does beside training: stop together, validate, agree, leave things behind."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness import on_ranks, ranks
+from shoal.errors import UsageError
+from shoal.train.build import build_model
+from shoal.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from shoal.train.data import load_corpus, spread_offsets, windows
+from shoal.train.environment import Place
+from shoal.train.job import Job, new_job
+from shoal.train.loop import train
+from shoal.train.model import next_byte_loss
+from shoal.train.world import SilentExit, World
+
+
+def make_world() -> World:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = Place(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+    return World(place=place, device=torch.device("cpu"), mesh=mesh)
+
+
+def make_job(folder: Path, *, num_ranks: int = 2, **run) -> Job:
+    config = TrainConfig(
+        model=ModelConfig(dim=16, layers=2, heads=2, context=16),
+        data=DataConfig(max_bytes=50_000),
+        # So small a rate that the weights stay where they were.
+        optim=OptimConfig(lr=1e-30, weight_decay=0),
+        parallel=ParallelConfig(device="cpu"),
+        run=RunConfig(batch_size=4, out=folder, name="run", **run),
+    )
+    job = new_job(config, overwrite=False)
+    job.create(num_ranks=num_ranks)
+    return job
+
+
+def lines_of(job: Job, kind: str) -> list[dict]:
+    lines = [json.loads(line) for line in job.folder.metrics.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == kind]
+
+
+def run_until_one_asks(job: Job) -> bool:
+    """Only rank 1 is asked to stop, in its third step."""
+    world, steps = make_world(), iter(range(1, 100))
+    return train(job, world, lambda: next(steps) == 3 and world.rank == 1)
+
+
+def test_all_ranks_stop_after_the_step_in_which_one_was_asked_to(tmp_path):
+    job = make_job(tmp_path, steps=50, validate_every=100)
+    assert on_ranks(2, run_until_one_asks, job) == [False, False]
+    assert [line["step"] for line in lines_of(job, "step")] == [1, 2, 3]
+    assert lines_of(job, "validation") == []
+    assert [path.name for path in job.folder.checkpoints.iterdir()] == ["step-00000003"]
+    assert job.folder.report.exists()
+    assert not job.folder.sample.exists()
+
+
+def run_to_the_end(job: Job) -> bool:
+    return train(job, make_world(), lambda: False)
+
+
+def test_a_run_leaves_behind_what_it_promises(tmp_path):
+    job = make_job(tmp_path, steps=7, save_every=2, keep=2, validate_every=3, sample_tokens=5)
+    assert on_ranks(2, run_to_the_end, job) == [True, True]
+    folder = job.folder
+    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
+        "step-00000006",
+        "step-00000007",
+    ]
+    assert [line["step"] for line in lines_of(job, "validation")] == [3, 6, 7]
+    assert len(folder.sample.read_text(encoding="utf-8")) > 0
+    timeline = json.loads(folder.timeline.read_text())
+    kinds = {event["kind"] for event in timeline["events"]}
+    assert {"forward", "backward", "gather", "reduce", "optimizer"} <= kinds
+    assert 1 <= timeline["step"] <= 7
+    page = folder.report.read_text(encoding="utf-8")
+    assert "Validation loss" in page
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_validation_loss_is_that_of_one_process(tmp_path, world_size):
+    job = make_job(tmp_path, num_ranks=world_size, steps=1, validation_batches=3, sample_tokens=0)
+    on_ranks(world_size, run_to_the_end, job)
+    (line,) = lines_of(job, "validation")
+    corpus = load_corpus(job.config.data, 16)
+    offsets = spread_offsets(num=12, num_bytes=len(corpus.validation), context=16)
+    sequences = windows(corpus.validation, offsets, 16)
+    with torch.no_grad():
+        loss = next_byte_loss(build_model(job.config)(sequences[:, :-1]), sequences[:, 1:])
+    assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+@ranks(2)
+def test_ranks_that_read_different_texts_all_hear_of_it():
+    world = make_world()
+    world.agree("the text", "same")
+    with pytest.raises(UsageError, match="rank 1 and rank 0 differ in the text: b against a"):
+        world.agree("the text", "ab"[world.rank])
+
+
+@ranks(2)
+def test_what_rank_0_makes_is_everyones_and_so_is_its_failure():
+    world = make_world()
+    assert world.share(lambda: f"made by {world.rank}") == "made by 0"
+
+    def fail() -> None:
+        raise UsageError("no such folder")
+
+    if world.leads:
+        with pytest.raises(UsageError, match="no such folder"):
+            world.share(fail)
+    else:
+        with pytest.raises(SilentExit) as caught:
+            world.share(fail)
+        assert caught.value.code == 2
+
+
+@ranks(2)
+def test_gathered_numbers_come_in_the_order_of_ranks():
+    world = make_world()
+    told = world.gather([world.rank, 0.5])
+    assert told.tolist() == [[0, 0.5], [1, 0.5]]
