@@ -3,7 +3,7 @@
     ShoalError
     ├── UsageError (ValueError)        wrong input: the command line answers it with exit code 2
     │   └── MeshError                  a mesh or group that cannot do what is asked of it
-    ├── InvariantError (RuntimeError)  the engine was used out of order, or found itself inconsistent
+    ├── InvariantError (RuntimeError)  the engine was used out of order, or is inconsistent
     │   └── TransitionError            a unit was asked for a phase that it cannot reach from here
     ├── CheckpointError (RuntimeError) a checkpoint that cannot be written, or not trusted
     └── RankError (RuntimeError)       another rank failed or stayed away

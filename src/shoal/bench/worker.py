@@ -117,6 +117,7 @@ class _Worker:
         workbench.warm_up(warmup)
         if run.device_type == "cuda":
             pin_to_one_core()  # after warming up, because Inductor compiles on all cores
+            workbench.warm_up(warmup)
         self._workbench = workbench
         return Built(
             num_parameters=num_parameters,

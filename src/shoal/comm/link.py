@@ -17,7 +17,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -79,8 +78,9 @@ class CudaLink:
     """A link whose clock is the device's."""
 
     def __init__(self, device: torch.device, is_free: bool) -> None:
-        self._device = device
+        self._device_index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
+        self._reached = torch.cuda.Event()
         self._cycles_per_us = 0.0 if is_free else cycles_per_us(device)
         self._last: _Launch | None = None
         self._unwaited: deque[CudaWork] = deque()
@@ -93,21 +93,26 @@ class CudaLink:
         asynchronous: bool,
     ) -> PythonWork:
         """Queue the copies, then the spin, behind what the link already carries."""
-        current = torch.cuda.current_stream(self._device)
+        current = _torch.current_stream(self._device_index)
         stream = self._stream if asynchronous else current
         captured = torch.cuda.is_current_stream_capturing()
         if asynchronous:
-            stream.wait_stream(current)
+            # One event serves all launches: a wait is for what was recorded when it was queued.
+            self._reached.record(current)
+            stream.wait_event(self._reached)
         last = self._last
         # What was queued outside a graph capture cannot be waited for inside it, nor the reverse.
         if last is not None and last.stream != stream and last.captured == captured:
             stream.wait_event(last.event)
         event = torch.cuda.Event()
-        with torch.cuda.stream(stream) if asynchronous else nullcontext():
+        _torch.make_current(stream)
+        try:
             move()
             if duration_us > 0:
                 _torch.spin(int(duration_us * self._cycles_per_us))
             event.record(stream)
+        finally:
+            _torch.make_current(current)
         self._last = _Launch(stream, event, captured)
         if not asynchronous:
             return CudaWork(calls, None, stream)
@@ -146,7 +151,7 @@ class CudaWork(PythonWork):
 
     def finish(self) -> None:
         """Make the current stream wait; a barrier makes the host wait too."""
-        current = torch.cuda.current_stream(self._stream.device)
+        current = _torch.current_stream(self._stream.device_index)
         if self._event is not None:
             current.wait_event(self._event)
         if not self.waited and self._calls[0].kind == Kind.BARRIER:

@@ -89,7 +89,6 @@ class _Session:
         self.world_size = world_size
         self.baton = Baton(world_size)
         self.keys: dict[str, bytes] = {}
-        self.stores: list[LocalStore] = []
         self._meetings: dict[tuple[str, tuple[int, ...], int], _Meeting] = defaultdict(_Meeting)
         self._num_made: dict[tuple[str, int], int] = defaultdict(int)
 
@@ -279,8 +278,8 @@ def _default_group(session: _Session, rank: int) -> Iterator[None]:
     def wait_until(ready: Callable[[], bool], where: Callable[[], str]) -> None:
         session.baton.wait_until(rank, ready, where)
 
+    # c10d refers to the C++ half of the store only: this frame keeps the Python half alive.
     store = LocalStore(session.keys, wait_until)
-    session.stores.append(store)  # c10d refers to its C++ half only
     dist.init_process_group(BACKEND, rank=rank, world_size=session.world_size, store=store)
     try:
         yield

@@ -40,7 +40,8 @@ class HangingPytest:
         file.write_text(HANGING.format(folder=str(folder)))
         self.process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-p", "conftest", "-p", "no:cacheprovider", str(file)],
-            env={**os.environ, MARK: self.mark, "PYTHONPATH": str(TESTS)},
+            # A killed process cannot tidy up: what it leaves on disk goes with the test's folder.
+            env={**os.environ, MARK: self.mark, "PYTHONPATH": str(TESTS), "TMPDIR": str(folder)},
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
