@@ -35,11 +35,14 @@ def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> 
 
 
 def reduce_scatter_flat(
-    output: Tensor, input: Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+    output: Tensor,
+    input: Tensor,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup,
 ) -> dist.Work | None:
     """Start a reduce-scatter of one tensor; torch 2.13 renamed the function."""
     start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return start(output, input, op=op, group=group, async_op=True)
+    return start(output, input, op=cast(Any, op), group=group, async_op=True)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

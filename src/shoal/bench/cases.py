@@ -78,8 +78,8 @@ class Case:
         )
 
 
-_PACE = Pace(warmup=6, steps=20, rounds=1, optimizer_steps=6)
-_LONG_STEPS = replace(_PACE, steps=10)
+_PACE = Pace(warmup=6, steps=6, rounds=6, optimizer_steps=2)
+_LONG_STEPS = replace(_PACE, steps=4, rounds=4)
 _CPU_PACE = Pace(warmup=5, steps=5, rounds=8, optimizer_steps=2)
 
 _LARGE = ModelShape(dim=2048, num_layers=16, num_heads=16, vocab_size=32_000)

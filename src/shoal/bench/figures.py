@@ -103,12 +103,14 @@ def summarise(
     compute: list[ComputeRound],
     optimizer: list[OptimizerRound],
 ) -> Figures:
-    """Medians on CUDA; on CPU minima, since what disturbs a CPU only ever makes it slower."""
-    statistic = min if device_type == "cpu" else statistics.median
+    """Take each round's median on CUDA and its minimum on CPU, and of these the quietest round's.
+
+    What else a machine does only ever makes a step slower, and comes and goes in seconds.
+    """
+    of_round = min if device_type == "cpu" else statistics.median
 
     def over(rounds: Iterable[tuple[float, ...]]) -> float | None:
-        samples = [sample for one in rounds for sample in one]
-        return float(statistic(samples)) if samples else None
+        return min((float(of_round(one)) for one in rounds if one), default=None)
 
     def known(value: float | None, name: str) -> float:
         if value is None:

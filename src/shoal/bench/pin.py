@@ -3,7 +3,8 @@
 Forward runs in one thread and backward in another, never at the same time. On two cores each finds
 the other's Python objects in a cold cache: on an H200's host FSDP2's step was seen to take 20 to
 50 % longer then, and to vary as much from step to step. Cores also differ, where a neighbour on the
-same machine keeps one busy; the fastest at the moment is taken. All engines are pinned alike.
+same machine keeps one busy; the fastest is looked for before each round. All engines are treated
+alike.
 """
 
 from __future__ import annotations
@@ -15,14 +16,20 @@ from pathlib import Path
 from time import perf_counter
 
 
-def pin_to_one_core() -> None:
-    """Move all threads of this process, and those to come, to the fastest core it may use."""
-    if sys.platform != "linux":
-        return
-    core = min(os.sched_getaffinity(0), key=_probe_s)
-    for task in Path("/proc/self/task").iterdir():
-        with suppress(ProcessLookupError):  # a thread may end while we look
-            os.sched_setaffinity(int(task.name), {core})
+class Pin:
+    """Where this process runs; `renew` moves it."""
+
+    def __init__(self) -> None:
+        self._cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
+
+    def renew(self) -> None:
+        """Move all threads, and those to come, to the core that is the fastest at the moment."""
+        if not self._cores:
+            return
+        core = min(self._cores, key=_probe_s)
+        for task in Path("/proc/self/task").iterdir():
+            with suppress(ProcessLookupError):  # a thread may end while we look
+                os.sched_setaffinity(int(task.name), {core})
 
 
 def _probe_s(core: int) -> float:

@@ -19,7 +19,7 @@ import torch
 from shoal.bench.engines import ENGINES
 from shoal.bench.figures import Built, ComputeRound, OptimizerRound
 from shoal.bench.group import join
-from shoal.bench.pin import pin_to_one_core
+from shoal.bench.pin import Pin
 from shoal.bench.run import Run
 from shoal.bench.workbench import Workbench, build_model
 
@@ -94,12 +94,17 @@ class _Worker:
         self._run = run
         self._seat = seat
         self._workbench: Workbench | None = None
+        self._pin = Pin()
 
     def answer(self, request: Request) -> Reply:
         if request.verb is Verb.BUILD:
             return self._build(warmup=request.steps)
         if self._workbench is None:
             raise RuntimeError(f"{request.verb} was asked for before {Verb.BUILD}")
+        if self._run.device_type == "cuda":
+            # Not before the first round, because Inductor compiles on all cores.
+            self._pin.renew()
+            self._workbench.warm_up(steps=2)
         if request.verb is Verb.COMPUTE:
             return self._workbench.time_compute(request.steps)
         return self._workbench.time_optimizer(request.steps)
@@ -115,9 +120,6 @@ class _Worker:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         workbench = Workbench(run, engine.wrap(model, run))
         workbench.warm_up(warmup)
-        if run.device_type == "cuda":
-            pin_to_one_core()  # after warming up, because Inductor compiles on all cores
-            workbench.warm_up(warmup)
         self._workbench = workbench
         return Built(
             num_parameters=num_parameters,

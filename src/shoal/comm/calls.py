@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
@@ -108,6 +109,11 @@ class Slots:
         return [self.flat] if self.flat is not None else list(self.pieces)
 
     @property
+    def device(self) -> torch.device:
+        """Where the pieces are."""
+        return (self.flat if self.flat is not None else self.pieces[0]).device
+
+    @property
     def is_even(self) -> bool:
         """Whether these are equal pieces of one tensor."""
         return self.flat is not None and self._offsets is None
@@ -119,6 +125,7 @@ class Slots:
 
 
 Operand = Tensor | Slots | None
+Reduction = ReduceOp | ReduceOp.RedOpType
 
 
 @dataclass(slots=True)
@@ -128,7 +135,7 @@ class Call:
     kind: Kind
     input: Operand = None
     output: Operand = None
-    op: ReduceOp | ReduceOp.RedOpType | None = None
+    op: Reduction | None = None
     root: int = -1
     tag: int = 0
 
@@ -174,7 +181,7 @@ class Call:
         return f"{self.kind}({', '.join(parts)})"
 
 
-def reduction_name(op: ReduceOp | ReduceOp.RedOpType) -> str:
+def reduction_name(op: Reduction) -> str:
     """The bare name of a reduction: `SUM`."""
     return str(getattr(op, "op", op)).rpartition(".")[2]
 
@@ -189,5 +196,9 @@ def move(target: Tensor, source: Tensor) -> None:
     if target.data_ptr() == source.data_ptr() and target.device == source.device:
         return
     if target.shape != source.shape:
+        if target.numel() != source.numel():
+            raise UsageError(
+                f"a tensor of {target.numel()} elements cannot receive {source.numel()} elements"
+            )
         source = source.reshape(target.shape)
     target.copy_(source)

@@ -65,11 +65,9 @@ def _scatter(calls: Sequence[Call]) -> None:
 
 
 def _all_to_all(calls: Sequence[Call]) -> None:
-    # A copy of everything sent first: outputs may overlap inputs.
-    sent = [[_slots(call.input)[target].clone() for target in range(len(calls))] for call in calls]
     for target, call in enumerate(calls):
-        for source, pieces in enumerate(sent):
-            received, piece = _slots(call.output)[source], pieces[target]
+        for source, other in enumerate(calls):
+            received, piece = _slots(call.output)[source], _slots(other.input)[target]
             if received.numel() != piece.numel() or received.dtype != piece.dtype:
                 raise UsageError(
                     f"all_to_all: rank {source} sends {piece.numel()} of {piece.dtype} to rank "

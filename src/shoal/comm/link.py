@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
 from torch.futures import Future
 
 from shoal import _torch
@@ -191,8 +190,6 @@ def device_of(calls: Sequence[Call]) -> torch.device | None:
     """Where the tensors of a launch are; None for a launch without any."""
     for call in calls:
         for operand in (call.input, call.output):
-            if isinstance(operand, Tensor):
-                return operand.device
             if operand is not None:
-                return operand[0].device
+                return operand.device
     return None

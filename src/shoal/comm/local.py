@@ -21,65 +21,19 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from shoal import _torch
 from shoal.comm.baton import Aborted, Baton
-from shoal.comm.calls import Call, Kind, move
-from shoal.comm.exchange import exchange
+from shoal.comm.calls import Call, Kind
 from shoal.comm.local_store import LocalStore
+from shoal.comm.meeting import Meeting
 from shoal.comm.python_group import PythonGroup, PythonWork
 from shoal.comm.random_state import RandomState
-from shoal.errors import InvariantError, UsageError
+from shoal.errors import UsageError
 
 BACKEND = "shoal-local"
 
 Result = TypeVar("Result")
-
-
-class _Round:
-    """One collective of one group: the calls that came so far."""
-
-    def __init__(self, number: int, group: str, ranks: Sequence[int]) -> None:
-        self.number = number
-        self.group = group
-        self.ranks = ranks
-        self.calls: dict[int, Sequence[Call]] = {}
-        self.done = False
-
-    def join(self, rank: int, calls: Sequence[Call]) -> None:
-        """Add a rank's calls; the last one to come carries them out for all."""
-        if self.calls:
-            first = next(iter(self.calls))
-            theirs, ours = _signature(self.calls[first]), _signature(calls)
-            if theirs != ours:
-                raise InvariantError(
-                    f"collective {self.number} of group {self.group!r} differs between ranks: "
-                    f"rank {self.ranks[first]} called {theirs}, rank {self.ranks[rank]} {ours}"
-                )
-        self.calls[rank] = calls
-        _synchronize(calls)
-        if len(self.calls) == len(self.ranks):
-            for same in zip(*(self.calls[each] for each in range(len(self.ranks))), strict=True):
-                exchange(same)
-            _synchronize(calls)
-            self.done = True
-
-    def where(self) -> str:
-        """Say what a rank waits for, and for whom."""
-        missing = [str(rank) for index, rank in enumerate(self.ranks) if index not in self.calls]
-        return (
-            f"waits at {_signature(next(iter(self.calls.values())))}, collective {self.number} of "
-            f"group {self.group!r}, for rank {', '.join(missing)}"
-        )
-
-
-class _Meeting:
-    """What the members of one group share."""
-
-    def __init__(self) -> None:
-        self.rounds: dict[int, _Round] = {}
-        self.mail: dict[tuple[int, int, int, int], Tensor] = {}
 
 
 class _Session:
@@ -89,13 +43,14 @@ class _Session:
         self.world_size = world_size
         self.baton = Baton(world_size)
         self.keys: dict[str, bytes] = {}
-        self._meetings: dict[tuple[str, tuple[int, ...], int], _Meeting] = defaultdict(_Meeting)
+        self._meetings: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
         self._num_made: dict[tuple[str, int], int] = defaultdict(int)
 
-    def meeting(self, group: str, ranks: Sequence[int], rank: int) -> _Meeting:
+    def meeting(self, group: str, ranks: Sequence[int], rank: int) -> Meeting:
         """Where this rank meets the others of a group; a group made anew meets anew."""
         self._num_made[group, rank] += 1
-        return self._meetings[group, tuple(ranks), self._num_made[group, rank]]
+        key = (group, tuple(ranks), self._num_made[group, rank])
+        return self._meetings.setdefault(key, Meeting(group, ranks))
 
 
 class _Member(threading.local):
@@ -116,7 +71,6 @@ class LocalGroup(PythonGroup):
     def __init__(self, name: str, rank: int, ranks: Sequence[int], session: _Session) -> None:
         super().__init__(rank, len(ranks))
         self._global_rank = ranks[rank]
-        self._label = name
         self._ranks = ranks
         self._baton = session.baton
         self._meeting = session.meeting(name, ranks, self._global_rank)
@@ -129,43 +83,25 @@ class LocalGroup(PythonGroup):
         if calls[0].kind in (Kind.SEND, Kind.RECEIVE):
             return self._run_message(calls[0])
         number, self._num_rounds = self._num_rounds, self._num_rounds + 1
-        rounds = self._meeting.rounds
-        if number not in rounds:
-            rounds[number] = _Round(number, self._label, self._ranks)
-        round = rounds[number]
-        round.join(self._rank, calls)
-        if round.done:
-            del rounds[number]
+        round = self._meeting.join(number, self._rank, calls)
         return _LocalWork(calls, self._wait_until, lambda: round.done, round.where)
 
     def _run_message(self, call: Call) -> PythonWork:
-        # A message is numbered by both sides, so that they agree which is which. Sending copies
-        # and never waits, as the buffered sends that gloo makes of small messages.
-        key = (call.kind, call.root, call.tag)
-        number, self._num_messages[key] = self._num_messages[key], self._num_messages[key] + 1
-        mail = self._meeting.mail
+        # Both sides number their messages, and so agree which is which. Sending leaves a copy and
+        # never waits, as gloo does with small messages.
+        meeting, other, tag = self._meeting, call.root, call.tag
+        number = self._num_messages[call.kind, other, tag]
+        self._num_messages[call.kind, other, tag] += 1
         if call.kind == Kind.SEND:
-            assert isinstance(call.input, Tensor)
-            mail[self._rank, call.root, call.tag, number] = call.input.data.clone()
+            meeting.post((self._rank, other, tag, number), call)
             return _LocalWork([call], self._wait_until, lambda: True, str)
-        target, address = call.output, (call.root, self._rank, call.tag, number)
-        assert isinstance(target, Tensor)
-
-        def receive() -> None:
-            message = mail.pop(address)
-            if message.numel() != target.numel() or message.dtype != target.dtype:
-                raise UsageError(
-                    f"rank {self._ranks[call.root]} sent {message.numel()} of {message.dtype}, "
-                    f"rank {self._global_rank} expected {target.numel()} of {target.dtype}"
-                )
-            move(target, message)
-
+        address = (other, self._rank, tag, number)
         return _LocalWork(
             [call],
             self._wait_until,
-            lambda: address in mail,
-            lambda: f"waits for message {number} of rank {self._ranks[call.root]}",
-            receive,
+            lambda: meeting.has(address),
+            lambda: f"waits for message {number} of rank {self._ranks[other]}",
+            lambda: meeting.collect(address, call),
         )
 
     def _wait_until(self, ready: Callable[[], bool], where: Callable[[], str]) -> None:
@@ -293,15 +229,3 @@ def _make_group(options: Any, _: Any) -> LocalGroup:
         raise UsageError(f"backend {BACKEND!r} exists only inside run_local")
     ranks = options.global_ranks_in_group or range(options.group_size)
     return LocalGroup(options.group_id, options.group_rank, ranks, _member.session)
-
-
-def _signature(calls: Sequence[Call]) -> str:
-    return " + ".join(call.signature() for call in calls)
-
-
-def _synchronize(calls: Sequence[Call]) -> None:
-    # Ranks run on streams of their own, and copies between them on whichever rank came last.
-    for call in calls:
-        for tensor in call.tensors():
-            if tensor.is_cuda:
-                torch.cuda.current_stream(tensor.device).synchronize()

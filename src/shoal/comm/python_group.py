@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
 from shoal import _torch
-from shoal.comm.calls import Call, Kind, Slots
+from shoal.comm.calls import Call, Kind, Reduction, Slots
 
 # Works that only C++ refers to: it holds the C++ half of a work, and the Python half, where the
 # waiting is done, would be collected.
@@ -308,7 +308,7 @@ class PythonGroup(ProcessGroup):
         return work
 
 
-def _op(opts: Any) -> ReduceOp | ReduceOp.RedOpType:
+def _op(opts: Any) -> Reduction:
     return ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

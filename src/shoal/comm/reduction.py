@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from shoal import _torch
-from shoal.comm.calls import reduction_name
+from shoal.comm.calls import Reduction, reduction_name
 
 _STEP: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
     ReduceOp.SUM: torch.add,
@@ -32,9 +32,7 @@ _SCALED = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 
 
 @torch.no_grad()
-def reduce_in_order(
-    pieces: Sequence[Tensor], op: ReduceOp | ReduceOp.RedOpType, out: Tensor
-) -> None:
+def reduce_in_order(pieces: Sequence[Tensor], op: Reduction, out: Tensor) -> None:
     """Write `pieces[0] op pieces[1] op …` into `out`, which must not overlap them."""
     kind, factor = _torch.reduction_and_factor(op)
     step = _STEP.get(kind)

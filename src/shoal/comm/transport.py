@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal import _torch
+from shoal.comm.calls import Reduction
 from shoal.comm.reduction import reduce_in_order
-from shoal.errors import MeshError, RankError, UsageError
+from shoal.errors import MeshError, RankError, ShoalError, UsageError
 
 # Every backend carries these as they are; everything else travels as bytes.
 _CARRIED = frozenset(
@@ -85,6 +86,8 @@ class Pending:
             return self.output
         try:
             work.wait()
+        except ShoalError:
+            raise
         except RuntimeError as error:
             raise RankError(
                 f"{self.reason} failed while waiting for the other ranks: {error}"
@@ -131,7 +134,7 @@ class Transport:
         self,
         output: Tensor,
         input: Tensor,
-        op: ReduceOp.RedOpType = ReduceOp.SUM,
+        op: Reduction = ReduceOp.SUM,
         *,
         reason: str = "reduce-scatter",
     ) -> Pending:
@@ -145,7 +148,7 @@ class Transport:
         return Pending(output, work, reason)
 
     def all_reduce(
-        self, tensor: Tensor, op: ReduceOp.RedOpType = ReduceOp.SUM, *, reason: str = "all-reduce"
+        self, tensor: Tensor, op: Reduction = ReduceOp.SUM, *, reason: str = "all-reduce"
     ) -> Pending:
         """Reduce `tensor` over all ranks, in place."""
         self._check(reason, tensor)
@@ -153,7 +156,8 @@ class Transport:
         finish: Callable[[], object] | None = None
         if op == ReduceOp.AVG and self._backends.get(tensor.device.type) == "gloo":
             op, finish = ReduceOp.SUM, partial(tensor.div_, self.size)
-        work = dist.all_reduce(tensor, op=op, group=self.group, async_op=True)
+        carried_op = cast("ReduceOp.RedOpType", op)  # torch's stub forgets PREMUL_SUM
+        work = dist.all_reduce(tensor, op=carried_op, group=self.group, async_op=True)
         return Pending(tensor, work, reason, finish)
 
     def broadcast(self, tensor: Tensor, source: int, *, reason: str = "broadcast") -> Pending:
@@ -192,7 +196,7 @@ class Transport:
         return Pending(output, work, reason)
 
     def _exchange_and_reduce(
-        self, output: Tensor, input: Tensor, op: ReduceOp.RedOpType, reason: str
+        self, output: Tensor, input: Tensor, op: Reduction, reason: str
     ) -> Pending:
         # gloo reduces the whole input on every rank and keeps a piece: twice the bytes, measured
         # 2 × the time at 4 MiB. Exchanging pieces also fixes the order of summation.
@@ -240,7 +244,7 @@ class Transport:
                 f"expected {expected}"
             )
 
-    def _check_reducible(self, reason: str, tensor: Tensor, op: ReduceOp.RedOpType) -> None:
+    def _check_reducible(self, reason: str, tensor: Tensor, op: Reduction) -> None:
         if tensor.dtype not in _CARRIED:
             raise NotImplementedError(
                 f"{reason}: no backend reduces {tensor.dtype}; convert it to a wider type first"

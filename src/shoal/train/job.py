@@ -138,7 +138,11 @@ def _resolve(config: TrainConfig) -> TrainConfig:
             "--tensorboard: TensorBoard is not installed; try: pip install tensorboard"
         )
     load_corpus(config.data, config.model.context)
-    return config
+    if config.data.folder is None:
+        return config
+    # Absolute, so that a resume from another folder finds the same text.
+    data = dataclasses.replace(config.data, folder=config.data.folder.absolute())
+    return dataclasses.replace(config, data=data)
 
 
 def _default_nproc(config: TrainConfig, device: str) -> int:

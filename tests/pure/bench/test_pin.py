@@ -9,11 +9,11 @@ import pytest
 def test_all_threads_end_up_on_one_core() -> None:
     script = (
         "import os, threading\n"
-        "from shoal.bench.pin import pin_to_one_core\n"
+        "from shoal.bench.pin import Pin\n"
         "done = threading.Event(); seen = []\n"
         "look = lambda: (done.wait(), seen.append(os.sched_getaffinity(0)))\n"
         "thread = threading.Thread(target=look); thread.start()\n"
-        "pin_to_one_core(); done.set(); thread.join()\n"
+        "pin = Pin(); pin.renew(); pin.renew(); done.set(); thread.join()\n"
         "assert seen == [os.sched_getaffinity(0)] and len(seen[0]) == 1, seen\n"
     )
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

@@ -125,6 +125,33 @@ def test_a_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:
     assert run_local(2, body) == [True, True]
 
 
+@pytest.mark.parametrize("device", [None, torch.device("cpu")])
+def test_coalesced_collectives_end_together(device: torch.device | None) -> None:
+    def body() -> list[float]:
+        tensors = [torch.full((2,), float(dist.get_rank() + index)) for index in range(3)]
+        with dist._coalescing_manager(device=device, async_ops=True) as manager:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        manager.wait()
+        return [tensor[0].item() for tensor in tensors]
+
+    assert run_local(2, body) == [[1.0, 3.0, 5.0]] * 2
+
+
+def test_batched_messages_may_cross() -> None:
+    def body() -> list[float]:
+        other = 1 - dist.get_rank()
+        received = [torch.zeros(2), torch.zeros(2)]
+        sent = [torch.full((2,), dist.get_rank() + 0.5 * index) for index in range(2)]
+        operations = [dist.P2POp(dist.irecv, tensor, other) for tensor in received]
+        operations += [dist.P2POp(dist.isend, tensor, other) for tensor in sent]
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
+        return [tensor[0].item() for tensor in received]
+
+    assert run_local(2, body) == [[1.0, 1.5], [0.0, 0.5]]
+
+
 def test_waiting_for_a_key_lets_the_others_run() -> None:
     def body() -> bytes:
         store = dist.distributed_c10d._get_default_store()

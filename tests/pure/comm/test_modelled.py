@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 
@@ -125,6 +126,18 @@ def test_collectives_are_hidden_from_autograd(init: Init) -> None:
     dist.all_reduce(buffer)
     product.sum().backward()
     assert buffer._version == version
+
+
+def test_an_input_may_be_freed_once_it_was_waited_for(init: Init) -> None:
+    group = init(2)
+    shard = torch.zeros(2)
+    alive = weakref.ref(shard)
+    work = _torch.all_gather_flat(torch.zeros(4), shard, group)
+    del shard
+    assert work is not None
+    assert alive() is not None, "it is being sent"
+    work.wait()
+    assert alive() is None, "a peak that the real network does not have"
 
 
 def test_rooted_collectives_and_messages(init: Init) -> None:

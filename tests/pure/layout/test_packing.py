@@ -201,6 +201,8 @@ def test_wrong_questions_are_refused(layout) -> None:
 
 
 def test_wrong_parameters_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"twice: \['w'\]"):
+        Flat().pack([spec("w", 4), spec("v", 4), spec("w", 3)], 2)
     with pytest.raises(UsageError):
         spec("w", -1)
     with pytest.raises(UsageError):

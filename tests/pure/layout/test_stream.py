@@ -174,6 +174,10 @@ def test_a_block_has_elements(numel) -> None:
         Block(numel)
 
 
+def test_blocks_of_one_element_are_flat() -> None:
+    assert Block(1).pack(transformer_block(), 8) == Flat().pack(transformer_block(), 8)
+
+
 RUN = Run(rank=0, offset_bytes=0, first=32, later=32)
 
 

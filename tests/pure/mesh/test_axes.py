@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import pytest
+import torch.distributed.fsdp
 
 import shoal.mesh
 from shoal.errors import MeshError
@@ -68,6 +69,11 @@ def test_names_need_a_mesh_that_has_them() -> None:
         Axes(sizes=(2, 2)).check_data_parallel(DataParallelMeshDims(shard="a"))
 
 
+def test_torchs_own_mesh_dims_are_used_where_it_has_them() -> None:
+    theirs = getattr(torch.distributed.fsdp, "DataParallelMeshDims", _DataParallelMeshDims)
+    assert DataParallelMeshDims is theirs
+
+
 @pytest.mark.parametrize("cls", [DataParallelMeshDims, _DataParallelMeshDims])
 def test_our_mesh_dims_are_torchs(cls: type) -> None:
     """Ours stands in where torch has none, so it must be alike."""
@@ -90,7 +96,7 @@ def test_reshard_size(asked: bool | int | None, size: int) -> None:
 
 def test_one_rank_as_a_number_is_probably_a_mistake() -> None:
     with pytest.warns(UserWarning, match="as False does"):
-        assert reshard_size(1, 8) == 1
+        assert reshard_size(1, 2) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert reshard_size(1, 1) == 1

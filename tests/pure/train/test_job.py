@@ -52,6 +52,13 @@ def test_a_run_without_a_name_is_called_after_its_time(tmp_path, config):
     assert len(job.folder.path.name) == len("2026-01-31-235959")
 
 
+def test_the_data_folder_is_remembered_whole(config, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = DataConfig(folder=Path("data"))
+    job = new_job(TrainConfig(model=config.model, data=data, run=config.run), overwrite=False)
+    assert job.config.data.folder == tmp_path / "data"
+
+
 def test_a_rank_reads_back_the_job_that_was_created(config):
     job = new_job(config, overwrite=False)
     job.create(num_ranks=2)

@@ -1,0 +1,110 @@
+"""Where the ranks of a group bring their calls, and the last one to come carries them out.
+
+All of it happens in one process, by one thread at a time (`baton`), so nothing here is locked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from shoal.comm.calls import Call, move
+from shoal.comm.exchange import exchange
+from shoal.errors import InvariantError, UsageError
+
+Address = tuple[int, int, int, int]
+"""Sender, receiver, tag, and which of the messages between them."""
+
+
+class Round:
+    """One collective of one group: the calls that came so far."""
+
+    def __init__(self, number: int, group: str, ranks: Sequence[int]) -> None:
+        self.number = number
+        self.group = group
+        self.ranks = ranks
+        self.calls: dict[int, Sequence[Call]] = {}
+        self.done = False
+
+    def join(self, rank: int, calls: Sequence[Call]) -> None:
+        """Add a rank's calls; the last one to come carries them out for all."""
+        if self.calls:
+            first = next(iter(self.calls))
+            theirs, ours = _signature(self.calls[first]), _signature(calls)
+            if theirs != ours:
+                raise InvariantError(
+                    f"collective {self.number} of group {self.group!r} differs between ranks: "
+                    f"rank {self.ranks[first]} called {theirs}, rank {self.ranks[rank]} {ours}"
+                )
+        self.calls[rank] = calls
+        _synchronize(calls)
+        if len(self.calls) == len(self.ranks):
+            for same in zip(*(self.calls[each] for each in range(len(self.ranks))), strict=True):
+                exchange(same)
+            _synchronize(calls)
+            self.done = True
+
+    def where(self) -> str:
+        """Say what a rank waits for, and for whom."""
+        missing = [str(rank) for index, rank in enumerate(self.ranks) if index not in self.calls]
+        return (
+            f"waits at {_signature(next(iter(self.calls.values())))}, collective {self.number} of "
+            f"group {self.group!r}, for rank {', '.join(missing)}"
+        )
+
+
+class Meeting:
+    """What the members of one group share: rounds that are not over, messages not yet read."""
+
+    def __init__(self, group: str, ranks: Sequence[int]) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._rounds: dict[int, Round] = {}
+        self._mail: dict[Address, Tensor] = {}
+
+    def join(self, number: int, rank: int, calls: Sequence[Call]) -> Round:
+        """Bring a rank's calls to round `number`."""
+        if number not in self._rounds:
+            self._rounds[number] = Round(number, self._group, self._ranks)
+        round = self._rounds[number]
+        round.join(rank, calls)
+        if round.done:
+            del self._rounds[number]
+        return round
+
+    def post(self, address: Address, call: Call) -> None:
+        """Leave a copy of a message."""
+        assert isinstance(call.input, Tensor)
+        self._mail[address] = call.input.data.clone()
+        _synchronize([call])
+
+    def has(self, address: Address) -> bool:
+        """Whether a message is there."""
+        return address in self._mail
+
+    def collect(self, address: Address, call: Call) -> None:
+        """Take a message that is there."""
+        message, target = self._mail.pop(address), call.output
+        assert isinstance(target, Tensor)
+        if message.numel() != target.numel() or message.dtype != target.dtype:
+            sender, receiver = (self._ranks[rank] for rank in address[:2])
+            raise UsageError(
+                f"rank {sender} sent {message.numel()} of {message.dtype}, "
+                f"rank {receiver} expected {target.numel()} of {target.dtype}"
+            )
+        move(target, message)
+        _synchronize([call])
+
+
+def _signature(calls: Sequence[Call]) -> str:
+    return " + ".join(call.signature() for call in calls)
+
+
+def _synchronize(calls: Sequence[Call]) -> None:
+    # Ranks run on streams of their own, and copies between them on whichever rank came last.
+    for call in calls:
+        for tensor in call.tensors():
+            if tensor.is_cuda:
+                torch.cuda.current_stream(tensor.device).synchronize()
