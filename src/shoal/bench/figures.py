@@ -69,6 +69,9 @@ class ComputeRound:
     host_ms: tuple[float, ...]
     """From an idle device until Python has the control back. CUDA only: on CPU it is `wall_ms`."""
     memory: Memory
+    probe_ms: float | None = None
+    """What a little fixed Python took on the chosen core before the round: the host's speed then.
+    CUDA only."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

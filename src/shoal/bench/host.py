@@ -21,6 +21,7 @@ class Host:
     num_cores: int
     memory_gib: float | None
     gpu: str | None
+    gpu_memory_gib: float | None
     cuda: str | None
     """The CUDA version torch was built for."""
 
@@ -38,6 +39,9 @@ def describe_host() -> Host:
         else os.cpu_count() or 1,
         memory_gib=_memory_gib(),
         gpu=torch.cuda.get_device_name(0) if cuda else None,
+        gpu_memory_gib=round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1)
+        if cuda
+        else None,
         cuda=torch.version.cuda if cuda else None,
     )
 

@@ -1,7 +1,7 @@
 """The order of a measurement: which job is asked for what, and when.
 
-On CPU the engines of a case take turns, round by round, so that whatever else the machine does hits
-them alike. On CUDA they follow each other, because together they may not fit in memory.
+The engines of a case take turns, round by round, so that whatever else the machine does hits them
+alike. Where they do not fit on a GPU together, they follow each other.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def _measure_together(
             for run in runs
         ]
         stages = _stages(runs[0].case.pace)
-        if runs[0].device_type == "cpu":
+        if _fit_together(runs[0], host):
             for stage in stages:
                 for sitting in sittings:
                     sitting.enter(stage)
@@ -83,6 +83,12 @@ def _measure_together(
                 for stage in stages:
                     sitting.enter(stage)
                 yield sitting.finish()
+
+
+def _fit_together(run: Run, host: Host) -> bool:
+    if run.device_type == "cpu" or run.case.quick:
+        return True
+    return host.gpu_memory_gib is not None and host.gpu_memory_gib >= run.case.gib_together
 
 
 def _default_timeout_s(run: Run) -> float:

@@ -22,22 +22,27 @@ class Pin:
     def __init__(self) -> None:
         self._cores = os.sched_getaffinity(0) if sys.platform == "linux" else set()
 
-    def renew(self) -> None:
-        """Move all threads, and those to come, to the core that is the fastest at the moment."""
+    def renew(self) -> float | None:
+        """Move all threads, and those to come, to the core that is the fastest at the moment.
+
+        Return how long a little Python took there, in ms.
+        """
         if not self._cores:
-            return
-        core = min(self._cores, key=_probe_s)
+            return None
+        probes_ms = {core: _probe_ms(core) for core in self._cores}
+        core = min(probes_ms, key=probes_ms.__getitem__)
         for task in Path("/proc/self/task").iterdir():
             with suppress(ProcessLookupError):  # a thread may end while we look
                 os.sched_setaffinity(int(task.name), {core})
+        return probes_ms[core]
 
 
-def _probe_s(core: int) -> float:
+def _probe_ms(core: int) -> float:
     """How long a little Python takes on a core; the calling thread stays there."""
     os.sched_setaffinity(0, {core})
-    times_s: list[float] = []
+    times_ms: list[float] = []
     for _ in range(3):
         start = perf_counter()
         sum(number * number for number in range(20_000))
-        times_s.append(perf_counter() - start)
-    return min(times_s)
+        times_ms.append((perf_counter() - start) * 1e3)
+    return min(times_ms)

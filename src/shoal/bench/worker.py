@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -101,12 +101,13 @@ class _Worker:
             return self._build(warmup=request.steps)
         if self._workbench is None:
             raise RuntimeError(f"{request.verb} was asked for before {Verb.BUILD}")
+        probe_ms = None
         if self._run.device_type == "cuda":
             # Not before the first round, because Inductor compiles on all cores.
-            self._pin.renew()
+            probe_ms = self._pin.renew()
             self._workbench.warm_up(steps=2)
         if request.verb is Verb.COMPUTE:
-            return self._workbench.time_compute(request.steps)
+            return replace(self._workbench.time_compute(request.steps), probe_ms=probe_ms)
         return self._workbench.time_optimizer(request.steps)
 
     def _build(self, warmup: int) -> Built:

@@ -73,12 +73,12 @@ def make_parser() -> Parser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; return the exit status."""
+    """Run the command; return the exit status, or end the process as a rank of torchrun."""
     arguments = make_parser().parse(argv)
     # Imported late, so that --help and a mistyped flag need no torch.
     from shoal.train.job import check_devices
     from shoal.train.launch import launch
-    from shoal.train.rank import run_rank
+    from shoal.train.rank import leave, run_rank
 
     place = environment.place()
     job = _make_job(arguments)
@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     if place is None:
         job.create(num_ranks=num_ranks)
         return launch(job)
-    return run_rank(place, job, create=True, signals=[signal.SIGINT, signal.SIGTERM])
+    leave(run_rank(place, job, create=True, signals=[signal.SIGINT, signal.SIGTERM]))
 
 
 def _make_job(arguments: argparse.Namespace) -> Job:

@@ -89,9 +89,7 @@ def train(job: Job, world: World, stop_requested: Callable[[], bool]) -> bool:
     if world.leads:
         assert saved is not None
         conclude(job, saved, step=progress.step, finished=finished)
-    # No rank leaves while another still writes. Also the last collective must carry no tensors:
-    # gloo's threads give those back under the interpreter's lock, and crash if it is shut down.
-    world.barrier()
+    world.barrier()  # no rank leaves while another still writes
     return finished
 
 

@@ -15,6 +15,7 @@ HOST = Host(
     num_cores=2,
     memory_gib=23.0,
     gpu="a GPU",
+    gpu_memory_gib=50.0,
     cuda="13.0",
 )
 ON_GPU = Memory(allocated_gib=11.3, reserved_gib=17.1, resident_gib=None)

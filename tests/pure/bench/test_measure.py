@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from pure.bench.samples import HOST, ON_GPU
@@ -57,16 +59,22 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def measured(device_type: DeviceType, mode: Mode = Mode.EAGER) -> list[Record]:
+def measured(
+    device_type: DeviceType, mode: Mode = Mode.EAGER, gib_together: float = 60
+) -> list[Record]:
+    case = replace(CASE, quick=False, gib_together=gib_together, network=None)
     runs = [
-        Run(case=CASE, engine=engine, mode=mode, device_type=device_type)
+        Run(case=case, engine=engine, mode=mode, device_type=device_type)
         for engine in ("plain", "shoal")
     ]
     return list(measure(runs, HOST, timeout_s=None, on_stage=lambda run, stage: None))
 
 
-def test_on_cpu_engines_take_turns(log: list[str]) -> None:
-    records = measured("cpu")
+@pytest.mark.parametrize(("device_type", "gib_together"), [("cpu", 60), ("cuda", 50)])
+def test_engines_take_turns_where_they_fit(
+    log: list[str], device_type: DeviceType, gib_together: float
+) -> None:
+    records = measured(device_type, gib_together=gib_together)
     assert log[2:8] == [
         "build plain",
         "build shoal",
@@ -76,10 +84,10 @@ def test_on_cpu_engines_take_turns(log: list[str]) -> None:
         "compute shoal",
     ]
     assert [len(record.compute_rounds) for record in records] == [2, 2]
-    assert {record.device for record in records} == {"a CPU"}
+    assert {record.device for record in records} == {{"cpu": "a CPU", "cuda": "a GPU"}[device_type]}
 
 
-def test_on_cuda_engines_follow_each_other(log: list[str]) -> None:
+def test_engines_that_do_not_fit_follow_each_other(log: list[str]) -> None:
     records = measured("cuda")
     assert log.index("close plain") < log.index("build shoal")
     assert log[:2] == ["start plain 180", "start shoal 180"]
