@@ -3,6 +3,7 @@
     ShoalError
     ├── UsageError (ValueError)        wrong input: the command line answers it with exit code 2
     │   └── MeshError                  a mesh or group that cannot do what is asked of it
+    │       └── MissingAxisError       an axis is needed and not given (an AssertionError too)
     ├── InvariantError (RuntimeError)  the engine was used out of order, or is inconsistent
     │   └── TransitionError            a unit was asked for a phase that it cannot reach from here
     ├── CheckpointError (RuntimeError) a checkpoint that cannot be written, or not trusted
@@ -22,6 +23,13 @@ class UsageError(ShoalError, ValueError):
 
 class MeshError(UsageError):
     """A mesh or process group that cannot do what is asked of it."""
+
+
+class MissingAxisError(MeshError, AssertionError):
+    """An axis, or its name, is needed and not given.
+
+    An AssertionError too, because torch answers these mistakes with one.
+    """
 
 
 class InvariantError(ShoalError, RuntimeError):

@@ -21,9 +21,9 @@ class Host:
     num_cores: int
     memory_gib: float | None
     gpu: str | None
-    gpu_memory_gib: float | None
     cuda: str | None
     """The CUDA version torch was built for."""
+    gpu_memory_gib: float | None = None
 
 
 def describe_host() -> Host:

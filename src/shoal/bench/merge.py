@@ -58,8 +58,9 @@ def merge(named: Sequence[tuple[str, Results]], command: str) -> Results:
 
 
 def _work(case: Mapping[str, object]) -> dict[str, object]:
-    """A case without the number of its steps, which files may differ in."""
-    return {field: value for field, value in case.items() if field != "pace"}
+    """A case without how it was measured, which files may differ in."""
+    how = ("pace", "gib_together")
+    return {field: value for field, value in case.items() if field not in how}
 
 
 def _check_alike(results: Results) -> None:

@@ -19,7 +19,7 @@ from shoal.bench.host import Host
 from shoal.bench.run import Mode
 from shoal.errors import UsageError
 
-SCHEMA = 2
+SCHEMA = 1
 
 
 class Status(StrEnum):
@@ -160,7 +160,7 @@ def _read_record(fields: dict[str, Any]) -> Record:
                     wall_ms=tuple(one["wall_ms"]),
                     host_ms=tuple(one["host_ms"]),
                     memory=Memory(**one["memory"]),
-                    probe_ms=one["probe_ms"],
+                    probe_ms=one.get("probe_ms"),
                 )
                 for one in fields["compute_rounds"]
             ),

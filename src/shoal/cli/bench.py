@@ -42,13 +42,24 @@ _WIDTH = 132
 def main(argv: Sequence[str]) -> int:
     """Measure or merge; 1 if a run failed."""
     options = _make_parser().parse(argv)
-    command = shlex.join(["shoal", "bench", *argv])
+    command = shlex.join(["shoal", "bench", *_without_out(argv)])
     console = Console()
     if not console.is_terminal:
         console = Console(width=_WIDTH)
     if options.merge is not None:
         return _merge(options, command, console)
     return _measure(options, command, console)
+
+
+def _without_out(argv: Sequence[str]) -> list[str]:
+    """Where the file goes says nothing about how it was measured, but much about a machine."""
+    kept: list[str] = []
+    skip = False
+    for word in argv:
+        if not skip and word != "--out" and not word.startswith("--out="):
+            kept.append(word)
+        skip = word == "--out"
+    return kept
 
 
 def _make_parser() -> Parser:

@@ -13,14 +13,7 @@ from typing import TYPE_CHECKING, Self
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal import _torch
-from shoal.errors import MeshError
-
-
-class MissingAxisError(MeshError, AssertionError):
-    """An axis, or its name, is needed and not given.
-
-    An AssertionError too, because torch answers these mistakes with one and tests expect it.
-    """
+from shoal.errors import MeshError, MissingAxisError
 
 
 @dataclass(frozen=True)

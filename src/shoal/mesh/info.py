@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal.errors import MeshError
-from shoal.mesh.axes import Axes, DataParallelMeshDims, MissingAxisError
+from shoal.errors import MeshError, MissingAxisError
+from shoal.mesh.axes import Axes, DataParallelMeshDims
 
 
 @dataclass(frozen=True)

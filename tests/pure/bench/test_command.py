@@ -50,7 +50,7 @@ def test_merge_writes_and_prints_one_table(
     both = read_results(Path(paths[2]))
     assert [record.engine for record in both.records] == ["plain", "fsdp2"]
     assert both.merged_by is not None
-    assert both.merged_by.startswith("shoal bench --merge")
+    assert both.merged_by == f"shoal bench --merge {paths[0]} {paths[1]}", "and no --out"
 
 
 def test_a_failed_run_makes_the_command_fail(

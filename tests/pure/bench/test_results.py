@@ -32,9 +32,9 @@ def test_cases_can_be_described_in_json() -> None:
     ("content", "message"),
     [
         ("not JSON", "is not JSON"),
-        ('{"schema": 7}', "has schema 7, this version of shoal reads 2"),
+        ('{"schema": 7}', "has schema 7, this version of shoal reads 1"),
         ("[1]", "has schema None"),
-        ('{"schema": 2, "quick": false}', "is not a results file"),
+        ('{"schema": 1, "quick": false}', "is not a results file"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, content: str, message: str) -> None:

@@ -8,11 +8,10 @@ import pytest
 import torch.distributed.fsdp
 
 import shoal.mesh
-from shoal.errors import MeshError
+from shoal.errors import MeshError, MissingAxisError
 from shoal.mesh.axes import (
     Axes,
     DataParallelMeshDims,
-    MissingAxisError,
     _DataParallelMeshDims,
     reshard_size,
 )
