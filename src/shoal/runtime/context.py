@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+from torch.utils.hooks import RemovableHandle
+
 from shoal import _torch
 from shoal.errors import InvariantError
 from shoal.runtime.events import EventKind, Mark, Recorder
 from shoal.runtime.phase import Phase
 from shoal.runtime.schedule import Order
-from shoal.runtime.unit import Reduction, Unit
+from shoal.runtime.unit import Pass, Reduction, Unit
 
 _MAX_REDUCTIONS = 2
 """Reductions in flight: one runs while the next one's gradients are computed."""
@@ -33,6 +35,8 @@ class Context:
         self._launched: dict[str, Mark] = {}
         self._began: dict[str, Mark | None] = {}
         self._in_backward = False
+        self.leaf_hooks: list[RemovableHandle] = []
+        """On inputs that outlive a step, where hooks would pile up; gone with the next forward."""
 
     def begin_forward(self) -> None:
         """The model's forward starts: clear what a step that raised has left behind."""
@@ -40,6 +44,9 @@ class Context:
             return
         if self._in_backward:
             self._abandon_backward()
+        for handle in self.leaf_hooks:
+            handle.remove()
+        self.leaf_hooks.clear()
         self._seen = []
 
     def end_forward(self, *, expects_backward: bool) -> None:
@@ -52,7 +59,10 @@ class Context:
                 unit.reshard()
 
     def enter_forward(self, unit: Unit) -> None:
-        """Give a unit its full parameters; start the gather of the one that comes next."""
+        """Give a unit its full parameters; start the gather of the one that comes next.
+
+        In BACKWARD this is a recomputation, and everything is there.
+        """
         if unit.phase is Phase.BACKWARD:
             return
         if unit.phase is Phase.FORWARD:
@@ -68,18 +78,17 @@ class Context:
 
     def leave_forward(self, unit: Unit, *, reshard: bool) -> None:
         """Free the unit, or hold it for its backward."""
-        if unit.phase is Phase.BACKWARD:
-            return
         self._record(EventKind.FORWARD, unit, self._began.pop(unit.name, None))
         unit.phase = Phase.HELD
         if reshard and not _torch.inside_backward():
             unit.reshard()
 
-    def enter_backward(self, unit: Unit) -> None:
+    def enter_backward(self, unit: Unit, run: Pass) -> None:
         """Give a unit its full parameters again; start the gather of the one before it."""
         if not self._in_backward:
             self._in_backward = True
             _torch.call_after_backward(self._end_backward)
+        unit.open_passes.add(run)
         if unit.phase is Phase.BACKWARD:
             return
         if unit.is_stale:
@@ -97,30 +106,44 @@ class Context:
     def gradient_arrived(self, unit: Unit) -> None:
         """Count a gradient; with the last one the unit is reduced."""
         unit.num_missing_grads -= 1
-        if unit.num_missing_grads == 0 and unit.phase is Phase.BACKWARD:
-            self._leave_backward(unit)
+        if unit.num_missing_grads == 0:
+            self._reduce(unit)
+            unit.open_passes = {run for run in unit.open_passes if run.reaches_inputs}
+            self._free_if_left(unit)
 
-    def _leave_backward(self, unit: Unit) -> None:
-        self._record(EventKind.BACKWARD, unit, self._began.pop(unit.name, None))
-        if unit.has_grads:
-            while len(self._reductions) >= _MAX_REDUCTIONS:
-                self._finish_reduction()
-            self._reductions.append((unit.launch_reduce(), self._mark()))
-        unit.reshard()
+    def leave_backward(self, unit: Unit, run: Pass) -> None:
+        """One pass has reached its inputs; after the last one the unit is freed.
+
+        Gradients alone do not tell: a frozen layer may come after all that is trained.
+        """
+        unit.open_passes.discard(run)
+        self._free_if_left(unit)
+
+    def _free_if_left(self, unit: Unit) -> None:
+        if unit.phase is Phase.BACKWARD and not unit.open_passes:
+            self._record(EventKind.BACKWARD, unit, self._began.pop(unit.name, None))
+            unit.reshard()
+
+    def _reduce(self, unit: Unit) -> None:
+        while len(self._reductions) >= _MAX_REDUCTIONS:
+            self._finish_reduction()
+        self._reductions.append((unit.launch_reduce(), self._mark()))
 
     def _end_backward(self) -> None:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
         for unit in self.units:
-            if unit.phase is Phase.BACKWARD:
-                self._leave_backward(unit)
-            else:
-                unit.reshard()
+            unit.open_passes.clear()
+            self._free_if_left(unit)
+            if unit.has_grads:
+                self._reduce(unit)
+            unit.reshard()
         while self._reductions:
             self._finish_reduction()
         self._in_backward = False
 
     def _abandon_backward(self) -> None:
         for unit in self.units:
+            unit.open_passes.clear()
             unit.reshard()
             for member in unit.members:
                 member.full.grad = None

@@ -14,11 +14,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+from torch.utils.hooks import RemovableHandle
 
 from shoal import _torch
 from shoal.runtime.context import Context
+from shoal.runtime.phase import Phase
 from shoal.runtime.policy import MixedPrecisionPolicy
-from shoal.runtime.unit import Unit
+from shoal.runtime.unit import Pass, Unit
 
 _STATE = "_shoal_state"
 
@@ -37,6 +40,7 @@ class ModuleState:
         self.policy = policy
         self.context: Context | None = None
         self.is_root = False
+        self.run = Pass(reaches_inputs=False)
         self._reshard_after_forward = reshard_after_forward
         setattr(module, _STATE, self)
 
@@ -83,20 +87,30 @@ def register_hooks(module: nn.Module, state: ModuleState) -> None:
         context = context_of(module, state)
         if state.is_root:
             context.begin_forward()
-        if state.unit is not None:
-            context.enter_forward(state.unit)
-        dtype = state.policy.param_dtype if state.policy.cast_forward_inputs else None
-        return _cast((args, kwargs), dtype)
+        if state.policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), state.policy.param_dtype)
+        unit = state.unit
+        if unit is not None:
+            context.enter_forward(unit)
+            if unit.phase is Phase.FORWARD:
+                inputs = _differentiable((args, kwargs))
+                state.run = run = Pass(reaches_inputs=bool(inputs))
+                handle = _on_grads(inputs, lambda: context.leave_backward(unit, run))
+                if handle is not None and any(tensor.is_leaf for tensor in inputs):
+                    context.leaf_hooks.append(handle)
+        return args, kwargs
 
     def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         context = context_of(module, state)
-        expects_backward = torch.is_grad_enabled()
-        if state.unit is not None:
-            unit = state.unit
-            expects_backward = _hook_outputs(output, lambda _: context.enter_backward(unit))
-            context.leave_forward(unit, reshard=state.reshard_after_forward or not expects_backward)
+        outputs = _differentiable(output)
+        unit = state.unit
+        if unit is not None and unit.phase is Phase.FORWARD:
+            run = state.run
+            for tensor in outputs:
+                tensor.register_hook(lambda _: context.enter_backward(unit, run))
+            context.leave_forward(unit, reshard=state.reshard_after_forward or not outputs)
         if state.is_root:
-            context.end_forward(expects_backward=expects_backward)
+            context.end_forward(expects_backward=bool(outputs))
         return _cast(output, state.policy.output_dtype)
 
     def pre_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -110,16 +124,24 @@ def register_hooks(module: nn.Module, state: ModuleState) -> None:
         state.unit.on_grad(lambda unit: context_of(module, state).gradient_arrived(unit))
 
 
-def _hook_outputs(output: Any, hook: Callable[[torch.Tensor], None]) -> bool:
-    """Hook every output that a backward can reach; return whether there is one."""
-    tensors = [
+def _differentiable(values: Any) -> list[torch.Tensor]:
+    """The tensors of nested containers that a backward can reach."""
+    if not torch.is_grad_enabled():
+        return []
+    return [
         leaf
-        for leaf in _torch.tree_leaves(output)
+        for leaf in _torch.tree_leaves(values)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
     ]
-    for tensor in tensors:
-        tensor.register_hook(hook)
-    return bool(tensors)
+
+
+def _on_grads(tensors: list[torch.Tensor], hook: Callable[[], None]) -> RemovableHandle | None:
+    """Call `hook` when a backward has computed the gradients of all these tensors."""
+    if not tensors:
+        return None
+    if len(tensors) == 1:
+        return tensors[0].register_hook(lambda _: hook())
+    return register_multi_grad_hook(tensors, lambda _: hook())
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

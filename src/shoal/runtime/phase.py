@@ -6,10 +6,10 @@
 | GATHERING | shards                   | being written   | the gather is waited for           |
 | HELD      | full                     | valid           | a computation or a reshard begins  |
 | FORWARD   | full                     | valid           | the module's forward returns       |
-| BACKWARD  | full                     | valid           | the unit's gradients are reduced   |
+| BACKWARD  | full                     | valid           | backward has left the module       |
 
 Recomputation of activations enters a unit's forward while it is in BACKWARD; the unit stays
-there, because its parameters are needed until its gradients are reduced.
+there, because its parameters are needed until backward has left it.
 """
 
 from __future__ import annotations

@@ -60,6 +60,14 @@ class Member:
     stripes: tuple[Stripe, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Pass:
+    """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
+
+    reaches_inputs: bool
+    """Whether autograd will tell that it has reached them: some of them need gradients."""
+
+
 class Unit:
     """The parameters communicated together."""
 
@@ -98,6 +106,7 @@ class Unit:
         self.num_updates = 0
         count_updates(self)
         self.num_missing_grads = 0
+        self.open_passes: set[Pass] = set()
 
     def _adopt(
         self, index: int, source: Source, full_offset: int, mesh_info: FSDPMeshInfo

@@ -88,6 +88,52 @@ def test_frozen_parameters_and_unused_ones_get_no_gradient() -> None:
             torch.testing.assert_close(full(q.grad), p.grad)
 
 
+class FrozenFirst(nn.Module):
+    """Backward needs the frozen layer after the last trained parameter has its gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Linear(6, 6).requires_grad_(False)
+        self.trained = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        return self.trained(torch.relu(self.frozen(x))) + sum(others)
+
+
+def frozen_first() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList([nn.Linear(6, 6), FrozenFirst(), FrozenFirst()])
+
+
+@ranks(2)
+@pytest.mark.parametrize("how", ["in a row", "twice", "two inputs", "leaf input", "retained"])
+def test_units_are_freed_when_backward_has_left_them(how: str) -> None:
+    plain, sharded = frozen_first(), frozen_first()
+    for block in sharded:
+        fully_shard(block)
+    x = torch.randn(3, 6, requires_grad=how == "leaf input")
+    grads = []
+    for blocks in (plain, sharded):
+        first, second, third = blocks
+        for _ in range(3):
+            y = x if how == "leaf input" else first(x)
+            y = second(y, y) if how == "two inputs" else second(y)
+            y = third(second(y)) if how == "twice" else third(y)
+            if how == "retained":
+                y.sum().backward(retain_graph=True)
+            y.sum().backward()
+        grads.append([p.grad for p in blocks.parameters()])
+        if how == "leaf input":
+            grads[-1].append(x.grad)
+            x.grad = None
+    for p, q in zip(*grads, strict=True):
+        assert (p is None) == (q is None)
+        if p is not None:
+            torch.testing.assert_close(full(q), p)
+    assert all(isinstance(p, DTensor) for p in sharded.parameters())
+    assert len(x._backward_hooks or ()) <= 1
+
+
 @ranks(2)
 def test_evaluation_between_steps_sees_the_new_weights() -> None:
     plain, sharded = build(), shard(build())
