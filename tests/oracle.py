@@ -4,7 +4,7 @@ The truth is the unsharded model in one process, and torch's own `fully_shard`.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,20 +17,24 @@ from torch.utils.checkpoint import checkpoint
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
 
+Checkpoint = Literal["none", "inside", "outside", "reentrant"]
+CHECKPOINTS = get_args(Checkpoint)
+"""How a block recomputes: within the unit, around it, around it by a backward inside backward."""
+
 
 class Block(nn.Module):
     """Rows that divide no world size, a bias shorter than the world, a buffer."""
 
-    def __init__(self, dim: int, checkpointed: bool) -> None:
+    def __init__(self, dim: int, checkpoint: Checkpoint) -> None:
         super().__init__()
         self.up = nn.Linear(dim, 2 * dim + 1)
         self.down = nn.Linear(2 * dim + 1, dim)
         self.scale = nn.Parameter(torch.ones(1))
-        self.checkpointed = checkpointed
+        self.checkpoint = checkpoint
         self.register_buffer("seen", torch.zeros(()))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.checkpointed:
+        if self.checkpoint == "inside":
             return checkpoint(self._compute, x, use_reentrant=False)
         return self._compute(x)
 
@@ -41,24 +45,27 @@ class Block(nn.Module):
 class Model(nn.Module):
     """Blocks between an embedding and a head that share one weight."""
 
-    def __init__(self, dim: int = 7, checkpointed: bool = False) -> None:
+    def __init__(self, dim: int = 7, checkpoint: Checkpoint = "none") -> None:
         super().__init__()
         self.embedding = nn.Embedding(11, dim)
-        self.blocks = nn.ModuleList(Block(dim, checkpointed) for _ in range(3))
+        self.blocks = nn.ModuleList(Block(dim, checkpoint) for _ in range(3))
         self.head = nn.Linear(dim, 11, bias=False)
         self.head.weight = self.embedding.weight
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = block(x)
+            if block.checkpoint in ("outside", "reentrant"):
+                x = checkpoint(block, x, use_reentrant=block.checkpoint == "reentrant")
+            else:
+                x = block(x)
         return self.head(x)
 
 
-def build(checkpointed: bool = False, device: str = "cpu") -> Model:
+def build(checkpoint: Checkpoint = "none", device: str = "cpu") -> Model:
     """The same weights on every call and every device."""
     torch.manual_seed(0)
-    return Model(checkpointed=checkpointed).to(device)
+    return Model(checkpoint=checkpoint).to(device)
 
 
 def shard(model: Model, shard_with: Callable[..., Any] = fully_shard, **options: Any) -> Model:
@@ -92,10 +99,10 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def check_training_equals_unsharded(device: str, checkpointed: bool) -> None:
+def check_training_equals_unsharded(device: str, checkpoint: Checkpoint) -> None:
     """Losses, gradients, parameters, buffers and optimizer state, step by step."""
-    plain = build(checkpointed, device)
-    sharded = shard(build(checkpointed, device))
+    plain = build(checkpoint, device)
+    sharded = shard(build(checkpoint, device))
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, sharded)]
     for whole, part in batches(5, dist.get_rank(), dist.get_world_size(), device):
         expected, loss = loss_of(plain, whole), loss_of(sharded, part)

@@ -52,6 +52,13 @@ class FSDPModule(TorchFSDPModule):
             "reshard()"
         )
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        # An AssertionError, because torch's class answers with one.
+        raise AssertionError(
+            "a sharded module cannot be deep-copied: copy it before fully_shard, or build another "
+            "one and load_state_dict() this one's state_dict()"
+        )
+
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self.reshard()
         # Past torch's class, which would look for its own state.

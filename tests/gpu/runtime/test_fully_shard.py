@@ -6,6 +6,8 @@ import torch.distributed as dist
 
 from harness import nccl_ranks
 from oracle import (
+    CHECKPOINTS,
+    Checkpoint,
     batches,
     build,
     check_bitwise_equal_to_torch,
@@ -18,9 +20,9 @@ from shoal.runtime.fully_shard import watch
 
 
 @nccl_ranks(2, 4)
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_training_equals_the_unsharded_model(checkpointed: bool) -> None:
-    check_training_equals_unsharded("cuda", checkpointed)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_training_equals_the_unsharded_model(checkpoint: Checkpoint) -> None:
+    check_training_equals_unsharded("cuda", checkpoint)
 
 
 @nccl_ranks(2)

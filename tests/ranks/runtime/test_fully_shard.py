@@ -11,6 +11,8 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_dev
 
 from harness import ranks
 from oracle import (
+    CHECKPOINTS,
+    Checkpoint,
     Model,
     batches,
     build,
@@ -27,9 +29,9 @@ from shoal.runtime.policy import MixedPrecisionPolicy
 
 
 @ranks(1, 2, 4)
-@pytest.mark.parametrize("checkpointed", [False, True])
-def test_training_equals_the_unsharded_model(checkpointed: bool) -> None:
-    check_training_equals_unsharded("cpu", checkpointed)
+@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
+def test_training_equals_the_unsharded_model(checkpoint: Checkpoint) -> None:
+    check_training_equals_unsharded("cpu", checkpoint)
 
 
 @ranks(2)
@@ -293,6 +295,7 @@ def test_refusals_name_what_they_refuse() -> None:
             "not support this FSDPModule",
             lambda: twice.set_is_last_backward(True),
         ),
+        (AssertionError, "cannot be deep-copied", lambda: copy.deepcopy(twice)),
         (UsageError, "'gain' is a scalar", lambda: fully_shard(scalar)),
         (UsageError, "'weight' is not contiguous", lambda: fully_shard(strided)),
         (UsageError, "each of its children", lambda: fully_shard(nn.ModuleList([linear()]))),
