@@ -57,6 +57,18 @@ def dtensor_like(example: Tensor, local: Tensor) -> DTensor:
     return DTensor(local, example._spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
 
 
+def run_post_accumulate_hooks(parameter: Tensor) -> None:
+    """Do for a gradient that was put there by hand what autograd does for its own."""
+    hooks = parameter._post_accumulate_grad_hooks  # pyright: ignore[reportAttributeAccessIssue]
+    for hook in tuple(hooks.values()) if hooks else ():
+        hook(parameter)
+
+
+def storage_pointer(tensor: Tensor) -> int:
+    """Where a tensor's storage is; 0 for none, and for a tensor without one of its own."""
+    return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else 0
+
+
 def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, casting where dtypes differ, in few kernels."""
     torch._foreach_copy_(targets, sources)

@@ -12,6 +12,9 @@
 A message says what was expected, what was found, where (parameter, unit, rank), and what to do.
 """
 
+EXIT_INTERRUPTED = 130
+"""Exit status of a process that stopped because it was asked to: 128 + SIGINT, as in shells."""
+
 
 class ShoalError(Exception):
     """The root of the tree."""

@@ -22,7 +22,7 @@ class Pace:
     steps: int
     """Timed forward+backward steps per round."""
     rounds: int
-    """How often the timed steps are repeated; on CPU, engines take turns round by round."""
+    """How often the timed steps are repeated; engines take turns round by round."""
     optimizer_steps: int
     """Timed optimizer steps per round."""
 

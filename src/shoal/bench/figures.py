@@ -54,7 +54,7 @@ class Built:
 
     num_parameters: int
     collectives: Collectives | None
-    """None where the group does not count: real ranks."""
+    """None for an engine that does not communicate."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,10 +12,12 @@ from shoal.checkpoint.optimizer import (
     prepare_optimizer,
     restore_hyper_parameters,
 )
+from shoal.checkpoint.publish import drop_unfinished
 from shoal.checkpoint.save import save
 from shoal.checkpoint.training import load_training, save_training
 
 __all__ = [
+    "drop_unfinished",
     "latest",
     "load",
     "load_training",

@@ -72,7 +72,7 @@ class Ranks:
             self._raise({0: failure}, attempt.error if attempt else None)
         return result  # pyright: ignore[reportReturnType]
 
-    def _raise(self, failures: dict[int, str], own: Exception | None) -> None:
+    def _raise(self, failures: dict[int, str], own: BaseException | None) -> None:
         """Raise the first rank's failure; a mistake in the code keeps its own type and trace."""
         if own is not None and (self.size == 1 or not isinstance(own, CheckpointError)):
             raise own
@@ -86,10 +86,11 @@ class _Attempt(Generic[T]):
 
     def __init__(self, action: Callable[[], T]) -> None:
         self.result: T | None = None
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
         try:
             self.result = action()
-        except Exception as error:
+        except BaseException as error:
+            # An interrupt too: the other ranks are waiting to hear of it.
             self.error = error
 
     @property

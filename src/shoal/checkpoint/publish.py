@@ -37,6 +37,12 @@ def discard(staging: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
+def drop_unfinished(checkpoints: Path) -> None:
+    """Remove what saves that died have left in a folder of checkpoints; nobody may be saving."""
+    for staging in checkpoints.glob(".*.saving-*"):
+        discard(staging)
+
+
 def check_absent(folder: Path) -> None:
     """Raise CheckpointError if something has the checkpoint's name already."""
     if folder.exists() or folder.is_symlink():

@@ -45,9 +45,16 @@ def load_training(
     folder = Path(folder)
     ranks = Ranks(group)
     manifest = ranks.together(lambda: _checked(folder, model, optimizer))
-    ranks.together(lambda: prepare_optimizer(model, optimizer, manifest.tensors))
-    tensors, _ = ranks.together(lambda: _state(model, optimizer))
-    extra: dict[str, Any] = load(folder, tensors, group=group)
+    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    try:
+        ranks.together(lambda: prepare_optimizer(model, optimizer, manifest.tensors))
+        tensors, _ = ranks.together(lambda: _state(model, optimizer))
+        extra: dict[str, Any] = load(folder, tensors, group=group)
+    except BaseException:
+        # A checkpoint that is refused leaves the optimizer as it was, like everything else.
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        raise
     restore_hyper_parameters(model, optimizer, extra["optimizer"])
     return extra["training"]
 

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from shoal.cli.suggest import did_you_mean
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import EXIT_INTERRUPTED, ShoalError, UsageError
 from shoal.train import environment
 from shoal.version import __version__
 
@@ -24,8 +24,6 @@ COMMANDS = {
     "bench": "measure shoal against plain, DDP, FSDP1 and FSDP2",
     "report": "draw the report of a run folder again",
 }
-
-_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if traceback_wanted:
             raise
         print("shoal: interrupted", file=sys.stderr)
-        return _INTERRUPTED
+        return EXIT_INTERRUPTED
 
 
 def _dispatch(words: list[str]) -> int:

@@ -19,6 +19,7 @@ from shoal.runtime.events import Recorder
 from shoal.runtime.hooks import ModuleState, context_of, register_hooks, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.unit import Home, Source, Unit
+from shoal.runtime.updates import replaced_name
 
 
 class FSDPModule(TorchFSDPModule):
@@ -38,6 +39,7 @@ class FSDPModule(TorchFSDPModule):
         unit = _own_state(self).unit
         if unit is not None:
             unit.hold()
+            unit.is_kept = True
 
     def reshard(self) -> None:
         """Free this module's gathered parameters."""
@@ -109,6 +111,8 @@ def fully_shard(
 def watch(module: nn.Module) -> Iterator[Recorder]:
     """Record the events of what the model does inside the `with` block."""
     context = context_of(module, _own_state(module))
+    if not context.units:
+        raise UsageError(f"this {type(module).__name__} has no parameters, so nothing to watch")
     if context.recorder is not None:
         raise InvariantError("this model is being watched already; leave the other watch first")
     context.recorder = recorder = Recorder(context.units[0].device)
@@ -186,6 +190,13 @@ def _validate(sources: list[Source], mesh_info: FSDPMeshInfo) -> None:
     device_type = mesh_info.mesh.device_type
     for source in sources:
         name, parameter = source.spec.name, source.parameter
+        elsewhere = replaced_name(parameter)
+        if elsewhere is not None:
+            raise UsageError(
+                f"parameter {name!r} is also {elsewhere!r} of another unit, which has sharded it. "
+                "Shared parameters must be in one unit: call fully_shard on a module that contains "
+                "all uses, and not on the ones inside"
+            )
         if isinstance(parameter, DTensor):
             raise NotImplementedError(
                 f"shoal: parameter {name!r} is a DTensor already (tensor parallelism, or shared "

@@ -9,18 +9,18 @@ state-dict pre-hook → shards
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils.hooks import RemovableHandle
 
 from shoal import _torch
+from shoal.errors import InvariantError
 from shoal.runtime.context import Context
 from shoal.runtime.phase import Phase
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.runtime.reach import Reach
 from shoal.runtime.unit import Pass, Unit
 
 _STATE = "_shoal_state"
@@ -40,7 +40,7 @@ class ModuleState:
         self.policy = policy
         self.context: Context | None = None
         self.is_root = False
-        self.run = Pass(reaches_inputs=False)
+        self.run: Pass = Pass(reaches_inputs=False, version=())
         self._reshard_after_forward = reshard_after_forward
         setattr(module, _STATE, self)
 
@@ -60,20 +60,16 @@ def state_of(module: nn.Module) -> ModuleState | None:
 def context_of(module: nn.Module, state: ModuleState) -> Context:
     """The context of the model that a module belongs to; the first to run becomes its root."""
     if state.context is None:
-        units: list[Unit] = []
-        for name, child in module.named_modules():
-            below = state_of(child)
-            if below is None:
-                continue
+        states = [(name, state_of(child)) for name, child in module.named_modules()]
+        found = [(name, below) for name, below in states if below is not None]
+        for name, below in found:
             below.is_root = below is state
             if below.unit is not None:
                 below.unit.name = name or "root"
-                units.append(below.unit)
-        context = Context(units)
-        for child in module.modules():
-            below = state_of(child)
-            if below is not None:
-                below.context = context
+        units = [below.unit for _, below in found if below.unit is not None]
+        context = Context(units, root=state.unit)
+        for _, below in found:
+            below.context = context
     assert state.context is not None
     return state.context
 
@@ -89,59 +85,82 @@ def register_hooks(module: nn.Module, state: ModuleState) -> None:
             context.begin_forward()
         if state.policy.cast_forward_inputs:
             args, kwargs = _cast((args, kwargs), state.policy.param_dtype)
-        unit = state.unit
-        if unit is not None:
-            context.enter_forward(unit)
-            if unit.phase is Phase.FORWARD:
-                inputs = _differentiable((args, kwargs))
-                state.run = run = Pass(reaches_inputs=bool(inputs))
-                handle = _on_grads(inputs, lambda: context.leave_backward(unit, run))
-                if handle is not None and any(tensor.is_leaf for tensor in inputs):
-                    context.leaf_hooks.append(handle)
+        if state.unit is not None:
+            context.enter_forward(state.unit)
+            if state.unit.phase is Phase.FORWARD:
+                state.run = _begin_pass(state, state.unit, Reach.of((args, kwargs)))
         return args, kwargs
 
     def post_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         context = context_of(module, state)
-        outputs = _differentiable(output)
+        reach = Reach.of(output)
+        # What cannot be looked into may hold a loss: better to hold the unit in vain.
+        is_expected = bool(reach.differentiable) or (reach.is_opaque and torch.is_grad_enabled())
         unit = state.unit
         if unit is not None and unit.phase is Phase.FORWARD:
-            run = state.run
-            for tensor in outputs:
-                tensor.register_hook(lambda _: context.enter_backward(unit, run))
-            context.leave_forward(unit, reshard=state.reshard_after_forward or not outputs)
+            _hook_outputs(state, unit, reach)
+            reshard = state.reshard_after_forward and bool(reach.differentiable)
+            context.leave_forward(unit, reshard=reshard or not is_expected)
         if state.is_root:
-            context.end_forward(expects_backward=bool(outputs))
+            context.end_forward(expects_backward=is_expected)
         return _cast(output, state.policy.output_dtype)
-
-    def pre_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-        if state.unit is not None:
-            state.unit.reshard()
 
     module.register_forward_pre_hook(pre_forward, prepend=True, with_kwargs=True)
     module.register_forward_hook(post_forward)
-    module.register_state_dict_pre_hook(pre_state_dict)
     if state.unit is not None:
-        state.unit.on_grad(lambda unit: context_of(module, state).gradient_arrived(unit))
+        _register_parameter_hooks(state, state.unit)
 
 
-def _differentiable(values: Any) -> list[torch.Tensor]:
-    """The tensors of nested containers that a backward can reach."""
-    if not torch.is_grad_enabled():
-        return []
-    return [
-        leaf
-        for leaf in _torch.tree_leaves(values)
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-    ]
+def _begin_pass(state: ModuleState, unit: Unit, inputs: Reach) -> Pass:
+    """Arrange to be told when backward has left the module."""
+    tensors = inputs.differentiable
+    # With leaves alone a pass counts as open until the end of backward: a leaf's own hook would
+    # come before nodes that do not depend on it, and pile up on a tensor that outlives the step.
+    run = Pass(reaches_inputs=bool(tensors) or inputs.has_leaf, version=unit.version)
 
+    def leave(_: object) -> None:
+        if state.context is not None:
+            state.context.leave_backward(unit, run)
 
-def _on_grads(tensors: list[torch.Tensor], hook: Callable[[], None]) -> RemovableHandle | None:
-    """Call `hook` when a backward has computed the gradients of all these tensors."""
-    if not tensors:
-        return None
     if len(tensors) == 1:
-        return tensors[0].register_hook(lambda _: hook())
-    return register_multi_grad_hook(tensors, lambda _: hook())
+        tensors[0].register_hook(leave)
+    elif tensors:
+        register_multi_grad_hook(tensors, leave)
+    return run
+
+
+def _hook_outputs(state: ModuleState, unit: Unit, outputs: Reach) -> None:
+    """Arrange to be told when backward reaches the module."""
+    run = state.run
+
+    def enter(_: object) -> None:
+        if state.context is not None:
+            state.context.enter_backward(unit, run)
+
+    for tensor in outputs.tensors:
+        if unit.holds(tensor):
+            raise InvariantError(
+                f"unit {unit.name!r} returned one of its parameters or a view of one, whose memory "
+                "is freed with the unit. Return a copy (.clone()), or use the parameter inside."
+            )
+    for tensor in outputs.differentiable:
+        tensor.register_hook(enter)
+
+
+def _register_parameter_hooks(state: ModuleState, unit: Unit) -> None:
+    """Count gradients, and show state dicts the shards, never gathered parameters."""
+
+    def count(unit: Unit) -> None:
+        if state.context is not None:
+            state.context.gradient_arrived(unit)
+
+    def reshard(*_: object) -> None:
+        unit.reshard()
+
+    unit.on_grad(count)
+    for module in {home.module for member in unit.members for home in member.homes}:
+        module.register_state_dict_pre_hook(reshard)
+        module.register_load_state_dict_pre_hook(reshard)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:

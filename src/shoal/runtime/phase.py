@@ -29,9 +29,6 @@ class Phase(StrEnum):
     BACKWARD = "backward"
 
 
-FULL = frozenset({Phase.HELD, Phase.FORWARD, Phase.BACKWARD})
-"""The phases in which the full parameters are valid."""
-
 _ALLOWED = frozenset(
     {
         (Phase.SHARDED, Phase.GATHERING),

@@ -25,7 +25,7 @@ from shoal.layout.stripe import Stripe
 from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.phase import Phase, check_transition
 from shoal.runtime.policy import MixedPrecisionPolicy
-from shoal.runtime.updates import count_updates
+from shoal.runtime.updates import count_updates, mark_replaced
 
 _ALIGNMENT_BYTES = 16
 
@@ -65,7 +65,9 @@ class Pass:
     """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
 
     reaches_inputs: bool
-    """Whether autograd will tell that it has reached them: some of them need gradients."""
+    """Whether some inputs need gradients, so that backward goes on below the parameters."""
+    version: tuple[int, ...]
+    """The parameters' version in forward."""
 
 
 class Unit:
@@ -102,7 +104,11 @@ class Unit:
         self._phase = Phase.SHARDED
         self._pending: Pending | None = None
         self._gathered: torch.Tensor | None = None
-        self._gathered_version = (-1, -1)
+        self._gathered_version: tuple[int, ...] = ()
+        self._counted: set[int] = set()
+        self._on_grad: Callable[[Unit], None] | None = None
+        self.is_kept = False
+        """Whether the user asked for the full parameters, and has not given them back."""
         self.num_updates = 0
         count_updates(self)
         self.num_missing_grads = 0
@@ -141,6 +147,7 @@ class Unit:
         )
         for form in (member.sharded, member.full):
             vars(form).update(vars(parameter))
+        mark_replaced(parameter, source.spec.name)
         return member
 
     @property
@@ -156,11 +163,18 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether the shards were changed since they were last gathered."""
-        return self._version() != self._gathered_version
+        return self.version != self._gathered_version
 
-    def _version(self) -> tuple[int, int]:
+    @property
+    def version(self) -> tuple[int, ...]:
         """Changes with optimizer steps, and with in-place operations on the shards."""
-        return self.num_updates, sum(member.sharded._version for member in self.members)
+        in_place = sum(member.sharded._version for member in self.members)
+        return self.num_updates, in_place, self.shard._version
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies in the memory of the full parameters."""
+        pointer = _torch.storage_pointer(tensor)
+        return pointer != 0 and pointer == _torch.storage_pointer(self._full)
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
@@ -170,7 +184,7 @@ class Unit:
         """SHARDED → GATHERING: start the all-gather of this unit's shards."""
         self._check_homes()
         self.phase = Phase.GATHERING
-        self._gathered_version = self._version()
+        self._gathered_version = self.version
         self._gathered = torch.empty(
             self.transport.size * self.shard_numel, dtype=self.compute_dtype, device=self.device
         )
@@ -198,6 +212,7 @@ class Unit:
         ]
         _copy_pairs(pairs)
         self._pending = self._gathered = None
+        self._follow_requires_grad()
         self._register([member.full for member in self.members])
         self.phase = Phase.HELD
 
@@ -210,6 +225,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Let go of the full parameters, from whatever phase this is."""
+        self.is_kept = False
         if self.phase is Phase.GATHERING:
             self.finish_gather()
         if self.phase in (Phase.FORWARD, Phase.BACKWARD):
@@ -235,6 +251,11 @@ class Unit:
                 for stripe in member.stripes:
                     stripe.of_rows(rows).zero_()
                 continue
+            if member.full.grad.is_sparse:
+                raise NotImplementedError(
+                    f"parameter {member.spec.name!r} of unit {self.name!r} has a sparse gradient, "
+                    "which shoal does not support; make it dense (Embedding(sparse=False))"
+                )
             reached.append(member)
             grad = member.full.grad.reshape(-1)
             pairs.extend((stripe.of_rows(rows), stripe.of_full(grad)) for stripe in member.stripes)
@@ -251,9 +272,18 @@ class Unit:
 
     def on_grad(self, hook: Callable[[Unit], None]) -> None:
         """Call `hook` each time autograd has accumulated a gradient of this unit."""
-        for member in self.members:
-            if member.full.requires_grad:
-                member.full.register_post_accumulate_grad_hook(lambda _: hook(self))
+        self._on_grad = hook
+        self._follow_requires_grad()
+
+    def _follow_requires_grad(self) -> None:
+        """Freeze and unfreeze as the sharded parameters were; count gradients where there are."""
+        for index, member in enumerate(self.members):
+            if member.full.requires_grad != member.sharded.requires_grad:
+                member.full.requires_grad_(member.sharded.requires_grad)
+            hook = self._on_grad
+            if hook is not None and member.full.requires_grad and index not in self._counted:
+                self._counted.add(index)
+                member.full.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(self))
 
     def _register(self, parameters: Sequence[nn.Parameter]) -> None:
         # Straight into the dictionary: `setattr` on a module costs ten times as much.
@@ -300,6 +330,7 @@ class Reduction:
                 member.sharded.grad = _torch.dtensor_like(member.sharded, grad)
             else:
                 _torch.local_tensor(member.sharded.grad).add_(grad)
+            _torch.run_post_accumulate_hooks(member.sharded)
 
 
 def _aligned_offsets(numels: Iterable[int], alignment: int) -> list[int]:

@@ -1,4 +1,5 @@
-"""Notices optimizer steps, so that parameters gathered before one are never taken for current.
+"""Notices optimizer steps, so that parameters gathered before one are never taken for current,
+nor an optimizer for one that trains the model when it holds the parameters from before sharding.
 
 Version counters do not tell: the multi-tensor and fused optimizers change the local tensors of
 DTensors below autograd, where nothing is counted. So every optimizer's step is seen through
@@ -15,6 +16,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from shoal.errors import InvariantError
+
 
 class Updatable(Protocol):
     """Something that counts the updates of its parameters."""
@@ -26,6 +29,19 @@ class Updatable(Protocol):
         ...
 
 
+_REPLACED = "_shoal_replaced"
+
+
+def mark_replaced(parameter: nn.Parameter, name: str) -> None:
+    """Note on an original parameter that shards have taken its place."""
+    setattr(parameter, _REPLACED, name)
+
+
+def replaced_name(parameter: nn.Parameter) -> str | None:
+    """The name under which a parameter was sharded, if it was."""
+    return getattr(parameter, _REPLACED, None)
+
+
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 _owners_in: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 
@@ -35,7 +51,15 @@ class _Known:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.size = _size(optimizer)
-        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        replaced = [name for p in parameters if (name := replaced_name(p)) is not None]
+        if replaced:
+            raise InvariantError(
+                f"the optimizer holds {len(replaced)} parameters from before fully_shard (the "
+                f"first is {replaced[0]!r}), so its steps do not reach the model. Build the "
+                "optimizer after fully_shard, from model.parameters()."
+            )
+        held = {id(p) for p in parameters}
         # Weak references to parameters themselves would forbid torch to swap them.
         self.owners: weakref.WeakSet[Updatable] = weakref.WeakSet(
             owner for owner in _owners if any(id(p) in held for p in owner.sharded_parameters())

@@ -19,11 +19,8 @@ from typing import Any
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shoal import errors
-from shoal.errors import CheckpointError, RankError, ShoalError, UsageError
+from shoal.errors import EXIT_INTERRUPTED, CheckpointError, RankError, ShoalError, UsageError
 from shoal.train import environment
-
-INTERRUPTED = 130
-"""Exit status of a process that stopped because it was asked to: 128 + SIGINT, as in shells."""
 
 SHARED = (UsageError, CheckpointError)
 """Errors that every rank meets alike, from what all share: one message says it for all."""
@@ -71,7 +68,7 @@ def was_interrupted(failures: Mapping[int, ProcessFailure]) -> bool:
     The agent ends the others when the first rank exits; those did not fail either.
     """
     statuses = {failure.exitcode for failure in failures.values()}
-    return INTERRUPTED in statuses and statuses <= {INTERRUPTED, -signal.SIGTERM}
+    return EXIT_INTERRUPTED in statuses and statuses <= {EXIT_INTERRUPTED, -signal.SIGTERM}
 
 
 def as_error(failures: Mapping[int, ProcessFailure], logs: Path) -> ShoalError:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shoal.checkpoint import drop_unfinished
 from shoal.errors import UsageError
 from shoal.train.config import TrainConfig
 from shoal.train.options import from_json, to_json
@@ -114,6 +115,7 @@ class RunFolder:
         with _writing_into(self.path):
             self.logs.mkdir(exist_ok=True)
             self.stop_request.unlink(missing_ok=True)
+            drop_unfinished(self.checkpoints)
 
     def write_config(self, config: TrainConfig, facts: dict[str, Any]) -> None:
         """Write the config, and facts for whoever reads it; all at once or not at all."""

@@ -17,7 +17,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.checkpoint import latest
-from shoal.train.failure import INTERRUPTED, as_error, log_of, was_interrupted
+from shoal.errors import EXIT_INTERRUPTED
+from shoal.train.failure import as_error, log_of, was_interrupted
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
 from shoal.train.signals import stop_signals
@@ -83,11 +84,11 @@ def launch(job: Job) -> int:
             elastic_launch(config, sys.executable)(*arguments)
         except ChildFailedError as error:
             if was_interrupted(error.failures):
-                return INTERRUPTED
+                return EXIT_INTERRUPTED
             raise as_error(error.failures, folder.logs) from None
         except SignalException:
             print(f"stopped at once. {_last_words(folder)}", file=sys.stderr)
-            return INTERRUPTED
+            return EXIT_INTERRUPTED
         finally:
             folder.stop_request.unlink(missing_ok=True)
     return 0

@@ -22,11 +22,11 @@ from typing import NoReturn
 
 import torch
 
-from shoal.errors import InvariantError
+from shoal.errors import EXIT_INTERRUPTED, InvariantError
 from shoal.train import environment
 from shoal.train.config import ParallelConfig
 from shoal.train.environment import Place
-from shoal.train.failure import INTERRUPTED, reporting_failure
+from shoal.train.failure import reporting_failure
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
 from shoal.train.loop import train
@@ -53,7 +53,7 @@ def run_rank(place: Place, job: Job, *, create: bool, signals: Sequence[signal.S
             job = world.share(partial(_created, job, world.size))
         stop_request = job.folder.stop_request
         finished = train(job, world, lambda: asked.is_set() or stop_request.exists())
-    return 0 if finished else INTERRUPTED
+    return 0 if finished else EXIT_INTERRUPTED
 
 
 def main(argv: Sequence[str]) -> NoReturn:

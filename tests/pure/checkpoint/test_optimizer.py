@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from shoal.checkpoint import (
+    drop_unfinished,
     load,
     load_training,
     optimizer_tensors,
@@ -132,6 +133,29 @@ def test_groups_that_differ_are_refused_before_anything_changes(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"group 0 .*'0.weight' .* where .* '2.weight'"):
         load_training(tmp_path / "c", other, torch.optim.AdamW(turned))
     assert all(torch.equal(other.state_dict()[name], value) for name, value in before.items())
+
+
+def test_a_damaged_checkpoint_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
+    model = make_model(0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    steps(model, optimizer, range(2))
+    save_training(tmp_path / "c", model, optimizer, {})
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    other = make_model(1)
+    fresh = torch.optim.AdamW(other.parameters())
+    with pytest.raises(CheckpointError):
+        load_training(tmp_path / "c", other, fresh)
+    assert not fresh.state
+
+
+def test_what_a_dead_save_left_can_be_dropped(tmp_path: Path) -> None:
+    save(tmp_path / "step-00000001", {"a": torch.ones(2)}, {})
+    (tmp_path / ".step-00000002.saving-abc").mkdir()
+    drop_unfinished(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
 def test_a_checkpoint_of_tensors_alone_is_refused(tmp_path: Path) -> None:

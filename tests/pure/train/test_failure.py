@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shoal.errors import CheckpointError, RankError, UsageError
+from shoal.errors import EXIT_INTERRUPTED, CheckpointError, RankError, UsageError
 from shoal.train.failure import (
-    INTERRUPTED,
     as_error,
     reporting_failure,
     was_interrupted,
@@ -83,8 +82,8 @@ def test_an_exit_without_a_word_is_told_with_its_status():
 
 
 def test_being_asked_to_stop_is_no_failure():
-    asked = ended(0, INTERRUPTED)
-    assert was_interrupted({0: asked, 1: ended(1, INTERRUPTED)})
+    asked = ended(0, EXIT_INTERRUPTED)
+    assert was_interrupted({0: asked, 1: ended(1, EXIT_INTERRUPTED)})
     assert was_interrupted({0: asked, 1: ended(1, -signal.SIGTERM)})
     assert not was_interrupted({0: asked, 1: ended(1, 1)})
     assert not was_interrupted({1: ended(1, -signal.SIGTERM)})
