@@ -2,9 +2,8 @@
 
 A unit owns two flat buffers. `shard` is this rank's part, in the dtype the module had; the
 sharded parameters are DTensors whose local tensors are views of it, so a gather reads it with
-no copy-in (or one cast). `full` holds the gathered parameters in the compute dtype; its storage
-has bytes only in the phases in which the parameters are full, and always is the same storage
-object, so that tensors which autograd saved see the bytes of the next gather.
+no copy-in (or one cast). `full` holds the gathered parameters in the compute dtype; it has memory
+only in the phases in which the parameters are full.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from shoal.errors import InvariantError
 from shoal.layout import Even, ParamSpec
 from shoal.layout.stripe import Stripe
 from shoal.mesh import FSDPMeshInfo
+from shoal.runtime.buffer import Buffer
 from shoal.runtime.phase import Phase, check_transition
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.updates import count_updates, mark_replaced
@@ -93,17 +93,25 @@ class Unit:
             (source.spec.numel for source in sources),
             max(1, _ALIGNMENT_BYTES // self.compute_dtype.itemsize),
         )
-        self._full = torch.empty(offsets[-1], dtype=self.compute_dtype, device=self.device)
-        self._full_bytes = self._full.untyped_storage().nbytes()
+        self._full = Buffer(offsets[-1], self.compute_dtype, self.device)
+        self._gathered = Buffer(
+            self.transport.size * self.shard_numel, self.compute_dtype, self.device
+        )
         self.members = tuple(
             self._adopt(index, source, offsets[index], mesh_info)
             for index, source in enumerate(sources)
         )
-        self._full.untyped_storage().resize_(0)
+        rows = self._gathered.tensor.view(self.transport.size, self.shard_numel)
+        self._layout = _Copies(
+            (stripe.of_full(member.flat), stripe.of_rows(rows))
+            for member in self.members
+            for stripe in member.stripes
+        )
+        self._full.empty()
+        self._gathered.empty()
         self._register(self.sharded_parameters())
         self._phase = Phase.SHARDED
         self._pending: Pending | None = None
-        self._gathered: torch.Tensor | None = None
         self._gathered_version: tuple[int, ...] = ()
         self._counted: set[int] = set()
         self._on_grad: Callable[[Unit], None] | None = None
@@ -133,7 +141,7 @@ class Unit:
                 shape=torch.Size(shape),
                 stride=parameter.stride(),
             )
-        flat = self._full[full_offset : full_offset + source.spec.numel]
+        flat = self._full.tensor[full_offset : full_offset + source.spec.numel]
         member = Member(
             spec=source.spec,
             homes=source.homes,
@@ -174,7 +182,7 @@ class Unit:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the full parameters."""
         pointer = _torch.storage_pointer(tensor)
-        return pointer != 0 and pointer == _torch.storage_pointer(self._full)
+        return pointer != 0 and pointer == _torch.storage_pointer(self._full.tensor)
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
@@ -185,11 +193,9 @@ class Unit:
         self._check_homes()
         self.phase = Phase.GATHERING
         self._gathered_version = self.version
-        self._gathered = torch.empty(
-            self.transport.size * self.shard_numel, dtype=self.compute_dtype, device=self.device
-        )
+        self._gathered.fill()
         self._pending = self.transport.all_gather(
-            self._gathered,
+            self._gathered.tensor,
             self.shard.to(self.compute_dtype),
             reason=f"the gather of unit {self.name!r}",
         )
@@ -202,16 +208,10 @@ class Unit:
     def finish_gather(self) -> None:
         """GATHERING → HELD: wait, lay the parameters out, register them on the modules."""
         self.wait_gather()
-        assert self._gathered is not None
-        self._full.untyped_storage().resize_(self._full_bytes)
-        rows = self._gathered.view(self.transport.size, self.shard_numel)
-        pairs = [
-            (stripe.of_full(member.flat), stripe.of_rows(rows))
-            for member in self.members
-            for stripe in member.stripes
-        ]
-        _copy_pairs(pairs)
-        self._pending = self._gathered = None
+        self._full.fill()
+        self._layout.run()
+        self._pending = None
+        self._gathered.empty()
         self._follow_requires_grad()
         self._register([member.full for member in self.members])
         self.phase = Phase.HELD
@@ -233,7 +233,7 @@ class Unit:
         if self.phase is Phase.HELD:
             self.phase = Phase.SHARDED
             self._register(self.sharded_parameters())
-            self._full.untyped_storage().resize_(0)
+            self._full.empty()
 
     @property
     def has_grads(self) -> bool:
@@ -260,7 +260,7 @@ class Unit:
             grad = member.full.grad.reshape(-1)
             pairs.extend((stripe.of_rows(rows), stripe.of_full(grad)) for stripe in member.stripes)
             member.full.grad = None
-        _copy_pairs(pairs)
+        _Copies(pairs).run()
         output = torch.empty(self.shard_numel, dtype=dtype, device=self.device)
         pending = self.transport.reduce_scatter(
             output,
@@ -341,8 +341,15 @@ def _aligned_offsets(numels: Iterable[int], alignment: int) -> list[int]:
     return offsets
 
 
-def _copy_pairs(pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy every source into its target, as one call."""
-    if pairs:
-        with torch.no_grad():
-            _torch.foreach_copy([target for target, _ in pairs], [source for _, source in pairs])
+class _Copies:
+    """Copies from many tensors into as many others, made as one call."""
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        both = list(pairs)
+        self._targets = [target for target, _ in both]
+        self._sources = [source for _, source in both]
+
+    def run(self) -> None:
+        if self._targets:
+            with torch.no_grad():
+                _torch.foreach_copy(self._targets, self._sources)
