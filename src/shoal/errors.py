@@ -7,6 +7,7 @@
     ├── InvariantError (RuntimeError)  the engine was used out of order, or is inconsistent
     │   └── TransitionError            a unit was asked for a phase that it cannot reach from here
     ├── CheckpointError (RuntimeError) a checkpoint that cannot be written, or not trusted
+    ├── DivergedError (ArithmeticError) a loss or a gradient that is no number any more
     └── RankError (RuntimeError)       another rank failed or stayed away
 
 A message says what was expected, what was found, where (parameter, unit, rank), and what to do.
@@ -45,6 +46,10 @@ class TransitionError(InvariantError):
 
 class CheckpointError(ShoalError, RuntimeError):
     """A checkpoint that cannot be written, or not trusted."""
+
+
+class DivergedError(ShoalError, ArithmeticError):
+    """A loss or a gradient that is no finite number any more."""
 
 
 class RankError(ShoalError, RuntimeError):

@@ -5,7 +5,7 @@
 | 0 | done |
 | 1 | something failed while it ran |
 | 2 | wrong input: a flag, a config, a folder |
-| 130 | stopped by Ctrl-C or SIGTERM |
+| 130 | stopped by Ctrl-C, SIGTERM or SIGHUP |
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from shoal.cli.suggest import did_you_mean
 from shoal.errors import EXIT_INTERRUPTED, ShoalError, UsageError
 from shoal.train import environment
+from shoal.train.outlet import say
 from shoal.version import __version__
 
 COMMANDS = {
@@ -37,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if traceback_wanted:
             raise
         if _speaks(error):
-            print(f"shoal: error: {error}", file=sys.stderr)
+            say(f"shoal: error: {error}", stream=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         if traceback_wanted:
             raise
-        print("shoal: interrupted", file=sys.stderr)
+        say("shoal: interrupted", stream=sys.stderr)
         return EXIT_INTERRUPTED
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,10 +55,13 @@ def make_parser() -> Parser:
         "--resume",
         type=Path,
         metavar="RUN",
-        help="go on from the newest checkpoint of a run folder",
+        help="go on from the newest checkpoint of a run folder, or from RUN/checkpoints/step-N",
     )
     start.add_argument(
-        "--overwrite", action="store_true", help="replace the run folder if there is one"
+        "--overwrite",
+        action="store_true",
+        help="replace the run folder if there is one; "
+        "with --resume RUN/checkpoints/step-N, the checkpoints after it",
     )
     start.add_argument(
         "--dry-run",
@@ -76,23 +78,33 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status, or end the process as a rank of torchrun."""
     arguments = make_parser().parse(argv)
     # Imported late, so that --help and a mistyped flag need no torch.
-    from shoal.train.job import check_devices
+    from shoal.train.fit import check_memory
+    from shoal.train.job import check_devices, count_parameters
     from shoal.train.launch import launch
     from shoal.train.rank import leave, run_rank
+    from shoal.train.signals import STOP_SIGNALS
 
     place = environment.place()
     job = _make_job(arguments)
     num_ranks = place.world_size if place else job.num_ranks
-    check_devices(job.config, place.local_world_size if place else num_ranks)
+    num_local_ranks = place.local_world_size if place else num_ranks
+    check_devices(job.config, num_local_ranks)
     job.config.check_ranks(num_ranks)
+    check_memory(
+        job.config,
+        count_parameters(job.config),
+        num_ranks=num_ranks,
+        num_local_ranks=num_local_ranks,
+    )
     if arguments.dry_run:
         if place is None or place.rank == 0:
             print(json.dumps(to_json(job.config), indent=2))
         return 0
     if place is None:
-        job.create(num_ranks=num_ranks)
-        return launch(job)
-    leave(run_rank(place, job, create=True, signals=[signal.SIGINT, signal.SIGTERM]))
+        with job.folder.locked():
+            job.create(num_ranks=num_ranks)
+            return launch(job)
+    leave(run_rank(place, job, create=True, signals=STOP_SIGNALS))
 
 
 def _make_job(arguments: argparse.Namespace) -> Job:
@@ -105,12 +117,13 @@ def _make_job(arguments: argparse.Namespace) -> Job:
         more_steps = steps.count
         del changes[STEPS]
     if arguments.resume is not None:
-        for flag, given in (("--recipe", arguments.recipe), ("--overwrite", arguments.overwrite)):
-            if given:
-                raise UsageError(
-                    f"{flag} does not go with --resume, which continues a run as it was configured"
-                )
-        return resumed_job(arguments.resume, changes, more_steps=more_steps)
+        if arguments.recipe:
+            raise UsageError(
+                "--recipe does not go with --resume, which continues a run as it was configured"
+            )
+        return resumed_job(
+            arguments.resume, changes, more_steps=more_steps, overwrite=arguments.overwrite
+        )
     if more_steps is not None:
         raise UsageError(f"--steps +{more_steps} needs --resume RUN: more than what?")
     config = load_recipe(arguments.recipe) if arguments.recipe else TrainConfig()

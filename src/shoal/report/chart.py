@@ -3,7 +3,7 @@
 The SVG holds only shapes and stretches with the page; strokes keep their width because they do
 not scale, and all text is HTML placed by percentage, so it stays readable at any page width.
 
-    .y-name   what the y axis measures
+    .y-name   what the y axis measures, where the card's title does not say it
     .frame    .y-ticks | .plot (svg, and what hover adds)
                        | .x-ticks
                        | .x-name
@@ -26,6 +26,9 @@ SCALE = 1000
 
 MOST_POINTS = 900
 """Points drawn per line: more would be finer than the pixels of a wide screen."""
+
+FLAG_WIDTH = 0.18
+"""The share of the plot's width kept free for a flag's word: one short word on a phone."""
 
 WIDEST_BAR = 0.08
 """The most of the plot's width that one bar takes."""
@@ -58,14 +61,25 @@ class Bar:
     values: tuple[float, ...]
 
 
-def line_chart(lines: Sequence[Line], *, y: Axis, y_name: str, summary: str) -> str:
-    """Draw lines and dots over the steps; NaN is a gap."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flag:
+    """Something that happened to the run at a step: a dashed line, with a word beside it."""
+
+    step: int
+    text: str
+
+
+def line_chart(
+    lines: Sequence[Line], *, y: Axis, y_name: str = "", summary: str, flags: Sequence[Flag] = ()
+) -> str:
+    """Draw lines and dots over the steps, flags behind them; NaN is a gap."""
     steps = [point.step for line in lines for point in line.points]
     x = step_axis(min(steps), max(steps))
-    shapes = "".join(_shape(line, x, y) for line in lines)
+    shapes = _flag_lines(flags, x) + "".join(_shape(line, x, y) for line in lines)
     names = [Part(name=line.name, css=line.css) for line in lines]
     hover = _hover(names, _line_marks(lines, x))
-    return _figure(names, shapes, hover, x=x, y=y, y_name=y_name, summary=summary)
+    words = _flag_words(flags, x)
+    return _figure(names, shapes, hover, x=x, y=y, y_name=y_name, summary=summary, words=words)
 
 
 def bar_chart(
@@ -121,6 +135,28 @@ def _shape(line: Line, x: Axis, y: Axis) -> str:
     lines = f'<path class="line {line.css}" d="{"".join(joined)}"/>' if joined else ""
     dots = f'<path class="dots {line.css}" d="{"".join(alone)}"/>' if alone else ""
     return lines + dots
+
+
+def _flag_lines(flags: Sequence[Flag], x: Axis) -> str:
+    lines = "".join(f"M{_place(x.at(flag.step))} 0V{SCALE}" for flag in flags)
+    return f'<path class="flag" d="{lines}"/>' if lines else ""
+
+
+def _flag_words(flags: Sequence[Flag], x: Axis) -> str:
+    """Place the words right of their lines, or left where the plot ends; none over another."""
+    words: list[str] = []
+    free = 0.0
+    for flag in sorted(flags, key=lambda flag: flag.step):
+        at = x.at(flag.step)
+        left = at if at + FLAG_WIDTH <= 1 else at - FLAG_WIDTH
+        if left < free:
+            continue
+        free = left + FLAG_WIDTH
+        side = "" if left == at else " before"
+        words.append(
+            f'<span class="flag-word{side}" style="left:{at * 100:.2f}%">{escape(flag.text)}</span>'
+        )
+    return "".join(words)
 
 
 def _bar(bar: Bar, parts: Sequence[Part], x: Axis, y: Axis) -> str:
@@ -197,7 +233,15 @@ def _hover(parts: Sequence[Part], marks: list[Mark]) -> str:
 
 
 def _figure(
-    parts: Sequence[Part], shapes: str, hover: str, *, x: Axis, y: Axis, y_name: str, summary: str
+    parts: Sequence[Part],
+    shapes: str,
+    hover: str,
+    *,
+    x: Axis,
+    y: Axis,
+    y_name: str,
+    summary: str,
+    words: str = "",
 ) -> str:
     y_ticks = y.ticks(7)
     grid = "".join(f"M0 {_place(1 - tick.at)}H{SCALE}" for tick in y_ticks)
@@ -211,12 +255,12 @@ def _figure(
     )
     return (
         f'<figure class="chart">{legend(parts) if len(parts) > 1 else ""}'
-        f'<div class="y-name">{escape(y_name)}</div>'
-        '<div class="frame">'
+        + (f'<div class="y-name">{escape(y_name)}</div>' if y_name else "")
+        + '<div class="frame">'
         f'<div class="y-ticks"><span class="sizer">{widest}</span>{beside}</div>'
         f'<div class="plot"><svg viewBox="0 0 {SCALE} {SCALE}" preserveAspectRatio="none" '
         f'role="img" aria-label="{escape(summary)}">'
-        f'<path class="grid" d="{grid}"/>{shapes}</svg></div>'
+        f'<path class="grid" d="{grid}"/>{shapes}</svg>{words}</div>'
         f'<div class="x-ticks">{below}</div><div class="x-name">step</div>'
         f"</div>{hover}</figure>"
     )

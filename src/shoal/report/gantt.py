@@ -1,7 +1,8 @@
 """The timeline of a step, drawn: one lane per sort of work, time to the right.
 
-Spans stretch with the page; labels are HTML over them. A label is there only when it fits at the
-narrowest width the drawing can have (a narrower page scrolls), so labels never meet.
+Spans stretch with the page; labels are HTML over them, as wide as their spans. A label is a unit's
+whole name. Where it does not fit, the browser wraps it to a second line, which the style sheet
+hides: so a label is seen whole or not at all, at any width and without a script.
 """
 
 from __future__ import annotations
@@ -14,13 +15,12 @@ from shoal.report.timeline import Lane, Timeline, lanes
 from shoal.report.units import duration
 from shoal.runtime.events import Event, EventKind
 
-MIN_WIDTH_PX = 880
-"""Below this page width the drawing scrolls; the style sheet is told this number."""
+WIDEST_PX = 1200
+"""The widest that the style sheet lets the page be."""
 
-_CHARACTER_PX = 6.3
-"""A generous width of one character of a label."""
+_CHARACTER_PX = 4
+"""A small width of one character: a label for which even that is too much can never be seen."""
 
-_LABEL_PADDING_PX = 6
 _ROW_PX = 20
 _LANE_PX = 150
 _GAP_PX = 10
@@ -65,17 +65,6 @@ def gantt(timeline: Timeline) -> str:
     )
 
 
-def fitting_label(unit: str, width_px: float) -> str:
-    """Give the longest tail of a unit's name that fits, or nothing: layers.3.mlp, 3.mlp, mlp."""
-    name = unit or "root"
-    while True:
-        if max(len(name), 2) * _CHARACTER_PX + _LABEL_PADDING_PX <= width_px:
-            return name
-        if "." not in name:
-            return ""
-        name = name.split(".", 1)[1]
-
-
 class _Drawing:
     """Collects shapes and labels from top to bottom."""
 
@@ -109,13 +98,12 @@ class _Drawing:
         )
         return (
             f'<div class="gantt"><div class="lanes">{"".join(self._names)}</div>'
-            f'<div class="scroll"><div class="track" style="min-width:{MIN_WIDTH_PX}px">'
-            f'<div class="spans" style="height:{self._height_px:.1f}px">'
+            f'<div class="track"><div class="spans" style="height:{self._height_px:.1f}px">'
             f'<svg viewBox="0 0 1000 {self._height_px:.1f}" preserveAspectRatio="none" role="img" '
             f'aria-label="{escape(summary)}"><path class="grid" d="{grid}"/>'
             f"{''.join(self._shapes)}</svg>{''.join(self._labels)}</div>"
             f'<div class="x-ticks">{marks}</div><div class="x-name">time in the step, ms</div>'
-            "</div></div></div>"
+            "</div></div>"
         )
 
     def _span(self, event: Event, top: float, height: float) -> None:
@@ -123,18 +111,18 @@ class _Drawing:
         width = self._time.at((event.end_us - self._start_us) / 1e3) - left
         tone = "even" if self._units[event.unit] % 2 == 0 else "odd"
         said = _SAID.get(event.kind, event.kind.value)
-        text = f"{event.unit or 'root'}\n{said}\n{duration(event.duration_us / 1e6)}"
+        name = event.unit or "root"
+        text = f"{name}\n{said}\n{duration(event.duration_us / 1e6)}"
         # A span shorter than a pixel is still drawn as a hairline: a wait that is there is seen.
         self._shapes.append(
             f'<rect class="{_CSS[event.kind]} {tone}" x="{left * 1000:.2f}" y="{top + 1:.1f}" '
             f'width="{max(width * 1000, 0.6):.2f}" height="{max(height - 2, 1.5):.1f}" '
             f'data-said="{escape(text)}"/>'
         )
-        label = fitting_label(event.unit, width * MIN_WIDTH_PX) if height >= 14 else ""
-        if label:
+        if height >= 14 and len(name) * _CHARACTER_PX <= width * WIDEST_PX:
             self._labels.append(
                 f'<span class="label on-{_CSS[event.kind]}" style="left:{left * 100:.3f}%;'
-                f'width:{width * 100:.3f}%;top:{top:.1f}px">{escape(label)}</span>'
+                f'width:{width * 100:.3f}%;top:{top:.1f}px"><b>{escape(name)}</b></span>'
             )
 
 

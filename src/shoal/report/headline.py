@@ -33,7 +33,10 @@ def _final_loss(metrics: Metrics) -> Tile | None:
         return None
     first, last = metrics.steps[0], metrics.steps[-1]
     remark = f"step {last.step:,}"
-    if len(metrics.steps) > 1:
+    finite = [record for record in metrics.steps if math.isfinite(record.loss)]
+    if finite and finite[-1] is not last:
+        remark += f"; last finite {digits(finite[-1].loss, 4)} at {finite[-1].step:,}"
+    elif len(metrics.steps) > 1:
         remark += f", from {digits(first.loss, 4)}"
     return Tile(name="Final loss", value=digits(last.loss, 4), remark=remark)
 
@@ -70,10 +73,19 @@ def _parameters(run: Run) -> Tile | None:
 
 
 def _ranks(run: Run, metrics: Metrics) -> Tile | None:
-    number = metrics.num_ranks or run.setting("world_size", "num_ranks", "ranks")
-    if not isinstance(number, int) or isinstance(number, bool):
-        return None
-    return Tile(name="Ranks", value=f"{number:,}")
+    counts = metrics.rank_counts
+    if not counts:
+        number = run.setting("world_size", "num_ranks", "ranks")
+        if not isinstance(number, int) or isinstance(number, bool):
+            return None
+        counts = (number,)
+    resumed = len(metrics.resumes)
+    times = "once" if resumed == 1 else f"{resumed:,} times"
+    return Tile(
+        name="Ranks",
+        value=", then ".join(f"{number:,}" for number in counts),
+        remark=f"resumed {times}" if resumed else "",
+    )
 
 
 def _device(run: Run) -> Tile | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 NAN = math.nan
@@ -39,17 +40,35 @@ class ValidationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRecord:
+    """The run went on from a checkpoint of `step`, on so many ranks; 0 where that is unknown."""
+
+    step: int
+    num_ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Metrics:
     """Everything that was recorded, in the order of the steps, and what could not be read."""
 
     steps: tuple[StepRecord, ...] = ()
     validations: tuple[ValidationRecord, ...] = ()
+    resumes: tuple[ResumeRecord, ...] = ()
     problems: tuple[str, ...] = ()
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks reported their memory."""
+        """The most ranks that reported their memory in one step."""
         return max((len(record.memory_bytes) for record in self.steps), default=0)
+
+    @property
+    def rank_counts(self) -> tuple[int, ...]:
+        """How many ranks the run had, one after the other: (2, 4) when it went on with 4."""
+        told = [(record.step, len(record.memory_bytes)) for record in self.steps]
+        # A resume from a step comes after that step.
+        told += [(record.step + 0.5, record.num_ranks) for record in self.resumes]
+        counts = [number for _, number in sorted(told) if number]
+        return tuple(number for number, _ in groupby(counts))
 
 
 _NUMBERS = (
@@ -65,9 +84,13 @@ _NUMBERS = (
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read the file; a step that was run again after a resume counts as it ran last."""
+    """Read the file; a step that was run again after a resume counts as it ran last.
+
+    A resume after which no step was taken changed nothing, and is left out.
+    """
     steps: dict[int, StepRecord] = {}
     validations: dict[int, ValidationRecord] = {}
+    resumes: dict[int, ResumeRecord] = {}
     problems: list[str] = []
     with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, start=1):
@@ -80,16 +103,20 @@ def read_metrics(path: Path) -> Metrics:
                 continue
             if isinstance(record, StepRecord):
                 steps[record.step] = record
+            elif isinstance(record, ResumeRecord):
+                resumes[record.step] = record
             else:
                 validations[record.step] = record
+    last = max(steps, default=0)
     return Metrics(
         steps=tuple(steps[step] for step in sorted(steps)),
         validations=tuple(validations[step] for step in sorted(validations)),
+        resumes=tuple(resumes[step] for step in sorted(resumes) if step < last),
         problems=tuple(problems),
     )
 
 
-def _parse(line: str) -> StepRecord | ValidationRecord:
+def _parse(line: str) -> StepRecord | ValidationRecord | ResumeRecord:
     try:
         fields = json.loads(line)
     except json.JSONDecodeError as error:
@@ -97,11 +124,13 @@ def _parse(line: str) -> StepRecord | ValidationRecord:
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, got {type(fields).__name__}")
     kind = fields.get("kind")
-    if kind not in ("step", "validation"):
-        raise ValueError(f"expected kind 'step' or 'validation', got {kind!r}")
+    if kind not in ("step", "validation", "resume"):
+        raise ValueError(f"expected kind 'step', 'validation' or 'resume', got {kind!r}")
     step = fields.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"expected a step number, got {step!r}")
+    if kind == "resume":
+        return ResumeRecord(step=step, num_ranks=_num_ranks(fields))
     if "loss" not in fields:
         raise ValueError("it has no loss")
     loss = _number(fields, "loss")
@@ -116,6 +145,15 @@ def _number(fields: dict[str, object], name: str) -> float:
     if value is None:
         return NAN
     return _float(value, name)
+
+
+def _num_ranks(fields: dict[str, object]) -> int:
+    value = fields.get("num_ranks")
+    if value is None:
+        return 0
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"num_ranks should be a whole number above 0, got {value!r}")
+    return value
 
 
 def _memory(fields: dict[str, object]) -> tuple[float, ...]:

@@ -50,10 +50,16 @@ for (const figure of document.querySelectorAll(".chart")) {
 }
 
 for (const spans of document.querySelectorAll(".spans")) {
-  spans.addEventListener("pointermove", (event) => {
+  const tell = (event) => {
     const said = event.target.dataset.said;
     if (said) show(event, [said]);
     else tip.hidden = true;
+  };
+  spans.addEventListener("pointermove", tell);
+  spans.addEventListener("pointerdown", tell);
+  // A finger leaves as soon as it is lifted: what it asked for stays until the next tap.
+  spans.addEventListener("pointerleave", (event) => {
+    if (event.pointerType !== "touch") tip.hidden = true;
   });
-  spans.addEventListener("pointerleave", () => { tip.hidden = true; });
 }
+document.addEventListener("pointerdown", () => { tip.hidden = true; }, true);

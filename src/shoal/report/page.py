@@ -10,6 +10,7 @@ from shoal.errors import UsageError
 from shoal.report.headline import headline
 from shoal.report.run import Run, read_run
 from shoal.report.sections import sections
+from shoal.report.status import status
 from shoal.version import __version__
 
 MOST_PROBLEMS = 12
@@ -47,6 +48,7 @@ def render(run: Run) -> str:
         problems.append(f"… and {len(run.problems) - MOST_PROBLEMS:,} more like these")
     return environment.from_string(_asset("page.html.jinja")).render(
         run=run,
+        status=status(run),
         tiles=headline(run),
         sections=sections(run),
         problems=problems,

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from shoal.report.chart import Bar, Line, Part, bar_chart, line_chart, share_bar
+from shoal.report.chart import Bar, Flag, Line, Part, bar_chart, line_chart, share_bar
 from shoal.report.gantt import gantt
-from shoal.report.metrics import Metrics, StepRecord
+from shoal.report.metrics import Metrics, ResumeRecord, StepRecord
 from shoal.report.run import Run
 from shoal.report.series import Point, mean, smooth, stretches
 from shoal.report.ticks import Axis, axis_over
@@ -21,6 +21,9 @@ MOST_BARS = 60
 
 FEW_STEPS = 40
 """Fewer steps than this are drawn as they are, without a smoothed line."""
+
+FEW_STEADY = 4
+"""With fewer steady steps than this, the mean is that of all steps."""
 
 MOST_RANKS = 16
 """Ranks drawn in the memory section."""
@@ -83,7 +86,13 @@ def _loss(metrics: Metrics) -> Section:
     summary = f"Loss over {len(training):,} steps, {digits(last.value, 4)} at step {last.step:,}"
     return Section(
         title=title,
-        html=line_chart(lines, y=y, y_name="loss, nats per token", summary=summary),
+        html=line_chart(
+            lines,
+            y=y,
+            y_name="nats per token",
+            summary=summary,
+            flags=[Flag(step=record.step, text="resumed") for record in metrics.resumes],
+        ),
         notes=notes,
     )
 
@@ -114,7 +123,7 @@ def _small(
         html=line_chart(
             [Line(name=name, css="smoothed", points=points)],
             y=axis_over(finite, from_zero=True, log=wide),
-            y_name=f"{name}, logarithmic" if wide else name,
+            y_name="logarithmic" if wide else "",
             summary=f"{title} over {len(points):,} steps, "
             f"between {digits(min(finite))} and {digits(max(finite))}",
         ),
@@ -131,8 +140,7 @@ def _step_time(metrics: Metrics) -> Section:
         Bar(first=stretch[0].step, last=stretch[-1].step, values=_split(stretch))
         for stretch in stretches(timed, MOST_BARS)
     ]
-    # The first step allocates, compiles and warms up: it says little about the others.
-    steady = timed[1:] if len(timed) >= 5 else timed
+    steady = _steady(timed, metrics.resumes)
     shares = _split(steady)
     parts = [part for part, value in zip(_PARTS, shares, strict=True) if value > 0] or [_PARTS[0]]
     kept = [_PARTS.index(part) for part in parts]
@@ -149,7 +157,11 @@ def _step_time(metrics: Metrics) -> Section:
     chart = bar_chart(
         bars, parts, y=y, y_name="time of a step, ms", unit="ms", summary="Step time in parts"
     )
-    after = " after the first" if steady is not timed else ""
+    after = ""
+    if len(steady) < len(timed):
+        after = " after the first"
+        if metrics.resumes:
+            after = ", without the first and the first after each resume"
     bar = share_bar(parts, [shares[index] for index in kept], labels) if total else ""
     return Section(
         title=title,
@@ -158,6 +170,17 @@ def _step_time(metrics: Metrics) -> Section:
         html=bar + chart,
         notes=notes,
     )
+
+
+def _steady(timed: Sequence[StepRecord], resumes: Sequence[ResumeRecord]) -> Sequence[StepRecord]:
+    """Leave out the steps that allocate, compile and warm up: the first, also after a resume."""
+    starts = [0, *(record.step + 1 for record in resumes)]
+    warming = {
+        next((record.step for record in timed if record.step >= start), None) for start in starts
+    }
+    steady = [record for record in timed if record.step not in warming]
+    # Of a few steps the mean would be that of one or two.
+    return steady if len(steady) >= FEW_STEADY else timed
 
 
 def _split(records: Sequence[StepRecord]) -> tuple[float, float, float, float]:
@@ -227,7 +250,8 @@ def _schedule(run: Run) -> Section:
     return Section(
         title=title,
         lead=f"Step {run.timeline.step:,} as rank {run.timeline.rank} ran it. "
-        "Communication under compute is hidden; a wait is not.",
+        "Communication under compute is hidden; a wait is not. "
+        "A unit's name stands where it fits; point at a span, or tap it, to read it.",
         html=gantt(run.timeline),
     )
 

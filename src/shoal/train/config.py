@@ -21,13 +21,16 @@ class ModelConfig:
 
     TITLE: ClassVar[str] = "model"
 
-    dim: int = option(256, "width of the residual stream", at_least=2)
-    layers: int = option(4, "number of blocks", at_least=1)
-    heads: int = option(4, "attention heads per block", at_least=1)
+    dim: int = option(256, "width of the residual stream", at_least=2, at_most=2**17)
+    layers: int = option(4, "number of blocks", at_least=1, at_most=10_000)
+    heads: int = option(4, "attention heads per block", at_least=1, at_most=2**16)
     hidden: int | None = option(
-        None, "width inside the feed-forward; 8/3 of --dim unless given", at_least=1
+        None,
+        "width inside the feed-forward; 8/3 of --dim unless given",
+        at_least=1,
+        at_most=2**20,
     )
-    context: int = option(128, "sequence length in bytes", at_least=1)
+    context: int = option(128, "sequence length in bytes", at_least=1, at_most=2**24)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -70,12 +73,12 @@ class OptimConfig:
 
     TITLE: ClassVar[str] = "optimizer"
 
-    lr: float = option(3e-3, "peak learning rate", above=0)
+    lr: float = option(3e-3, "peak learning rate", above=0, at_most=1000)
     warmup: int = option(20, "steps over which the learning rate rises to its peak", at_least=0)
     final_lr: float = option(
         0.1, "learning rate at the last step, as a share of the peak", at_least=0, at_most=1
     )
-    weight_decay: float = option(0.1, "AdamW's weight decay", at_least=0)
+    weight_decay: float = option(0.1, "AdamW's weight decay", at_least=0, at_most=1000)
     beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, at_most=0.99999)
     beta2: float = option(0.95, "AdamW's decay of the second moment", at_least=0, at_most=0.99999)
     clip: float = option(1.0, "clip gradients to this global norm; 0 leaves them", at_least=0)
@@ -95,13 +98,14 @@ class ParallelConfig:
         "ranks to launch on this machine; unless given, 2 on CPU and one per CUDA device. "
         "Under torchrun, torchrun decides",
         at_least=1,
+        at_most=1024,
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
     precision: Literal["auto", "bf16", "fp32"] = option(
         "auto", "precision of compute; auto is bf16 on CUDA, fp32 on CPU. Sums stay in fp32"
     )
     threads: int | None = option(
-        None, "CPU threads per rank; the cores shared out unless given", at_least=1
+        None, "CPU threads per rank; the cores shared out unless given", at_least=1, at_most=1024
     )
     activation_checkpointing: bool = option(
         False, "recompute each block in backward instead of keeping its activations"
@@ -118,18 +122,27 @@ class RunConfig:
     TITLE: ClassVar[str] = "run"
 
     steps: int = option(
-        120, "optimizer steps in all; with --resume, +K means K more than so far", at_least=1
+        120,
+        "optimizer steps in all; with --resume, +K means K more than so far",
+        at_least=1,
+        at_most=10**12,
     )
-    batch_size: int = option(16, "sequences per step, over all ranks", at_least=1)
+    batch_size: int = option(16, "sequences per step, over all ranks", at_least=1, at_most=2**24)
     accumulate: int = option(1, "micro-batches per rank and step", at_least=1)
-    seed: int = option(0, "seed of the weights and of the order of the data", at_least=0)
+    seed: int = option(
+        0, "seed of the weights and of the order of the data", at_least=0, at_most=2**63 - 1
+    )
     validate_every: int = option(20, "steps between validations; 0 for none", at_least=0)
-    validation_batches: int = option(2, "batches of --batch-size per validation", at_least=1)
+    validation_batches: int = option(
+        2, "batches of --batch-size per validation", at_least=1, at_most=10**6
+    )
     save_every: int = option(
         100, "steps between checkpoints; 0 for one at the end only", at_least=0
     )
     keep: int = option(2, "newest checkpoints to keep; 0 for all", at_least=0)
-    sample_tokens: int = option(200, "bytes to generate at the end; 0 for none", at_least=0)
+    sample_tokens: int = option(
+        200, "bytes to generate at the end; 0 for none", at_least=0, at_most=10**6
+    )
     tensorboard: bool = option(False, "also log to TensorBoard, which must be installed")
     name: str | None = option(None, "name of the run; the date and time unless given")
     out: Path = option(Path("runs"), "folder that holds the run folders")  # noqa: RUF009
@@ -170,7 +183,7 @@ class TrainConfig:
         parts = num_ranks * self.run.accumulate
         if self.run.batch_size % parts:
             raise UsageError(
-                f"--batch-size must be a multiple of ranks x --accumulate = "
+                f"--batch-size must be a multiple of ranks (--nproc) x --accumulate = "
                 f"{num_ranks} x {self.run.accumulate} = {parts}; got {self.run.batch_size}. "
                 f"Try --batch-size {_round_up(self.run.batch_size, parts)}."
             )

@@ -34,6 +34,8 @@ class Corpus:
     training: np.ndarray  # 1D, uint8
     validation: np.ndarray  # 1D, uint8
     num_files: int
+    skipped: tuple[str, ...]
+    """Files that could not be read, or held no UTF-8 text."""
     digest: str
 
 
@@ -43,11 +45,13 @@ def load_corpus(config: DataConfig, context: int) -> Corpus:
         root, paths = _standard_library()
     else:
         root, paths = config.folder, _text_files(config.folder)
-    pieces, num_bytes, num_seen = [], 0, 0
+    pieces, skipped, num_bytes, num_seen = [], [], 0, 0
     for path in paths:
         num_seen += 1
         text = _read_text(path, config.max_bytes - num_bytes)
-        if text:
+        if text is None:
+            skipped.append(str(path.relative_to(root)))
+        elif text:
             pieces.append(text)
             num_bytes += len(text)
         if num_bytes >= config.max_bytes:
@@ -58,7 +62,15 @@ def load_corpus(config: DataConfig, context: int) -> Corpus:
         raise UsageError(
             f"--data: none of the {num_seen} files in {root} is readable, non-empty UTF-8 text"
         )
-    return _split(b"".join(pieces), len(pieces), root, config, context)
+    data = b"".join(pieces)
+    training, validation = _split(data, root, config, context)
+    return Corpus(
+        training=training,
+        validation=validation,
+        num_files=len(pieces),
+        skipped=tuple(skipped),
+        digest=hashlib.sha256(data).hexdigest(),
+    )
 
 
 def draw_offsets(
@@ -113,32 +125,35 @@ def _walk(root: Path, *, suffix: str, skip: frozenset[str]) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
-def _read_text(path: Path, max_bytes: int) -> bytes:
-    """Return the beginning of a file, or nothing if it is unreadable or no UTF-8 text."""
+def _read_text(path: Path, max_bytes: int) -> bytes | None:
+    """Return the beginning of a file, or None if it is unreadable or no UTF-8 text."""
     try:
         with path.open("rb") as file:
             data = file.read(max_bytes)
         # Incremental, because `max_bytes` may cut a character in two.
         text = codecs.getincrementaldecoder("utf-8")().decode(data)
     except (OSError, UnicodeDecodeError):
-        return b""
-    return b"" if "\0" in text else data
+        return None
+    return None if "\0" in text else data
 
 
-def _split(data: bytes, num_files: int, root: Path, config: DataConfig, context: int) -> Corpus:
+def _split(
+    data: bytes, root: Path, config: DataConfig, context: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Divide the text into the part to learn and the part held out."""
     text = np.frombuffer(data, dtype=np.uint8)
     num_held_out = max(int(len(text) * config.held_out), context + 1) if config.held_out else 0
     num_training = len(text) - num_held_out
     if num_training < context + 1:
         needed = (context + 1) * (2 if config.held_out else 1)
+        short = (
+            f"--max-bytes {config.max_bytes} leaves"
+            if len(text) == config.max_bytes
+            else f"--data: {root} has"
+        )
         raise UsageError(
-            f"--data: the text in {root} has {len(text)} bytes, but --context {context} needs at "
+            f"{short} {len(text)} bytes, but --context {context} needs at "
             f"least {needed}: one sequence and its next byte"
             + (", to learn and again held out" if config.held_out else "")
         )
-    return Corpus(
-        training=text[:num_training],
-        validation=text[num_training:],
-        num_files=num_files,
-        digest=hashlib.sha256(data).hexdigest(),
-    )
+    return text[:num_training], text[num_training:]

@@ -6,13 +6,31 @@ import time
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn
 
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.report.units import duration, size
 from shoal.runtime.events import Event
+from shoal.train.outlet import stdout
 
 _LINE_EVERY_S = 5.0
+_BAR_WIDTH = 8
+
+
+class _Clock:
+    """Guesses the time that is left from the steps taken so far."""
+
+    def __init__(self, *, start_step: int, num_steps: int) -> None:
+        self._start_step = start_step
+        self._num_steps = num_steps
+        self._began_at = time.monotonic()
+
+    def left(self, step: int) -> str:
+        """Write how long the steps after `step` will take; nothing after the last."""
+        if step == self._num_steps:
+            return ""
+        per_step = (time.monotonic() - self._began_at) / (step - self._start_step)
+        return f"left {duration(per_step * (self._num_steps - step))}"
 
 
 class ProgressBar:
@@ -20,23 +38,29 @@ class ProgressBar:
 
     def __init__(self, console: Console, *, start_step: int, num_steps: int) -> None:
         self._console = console
+        self._clock = _Clock(start_step=start_step, num_steps=num_steps)
+        self._width_of_step = len(f"step {num_steps}/{num_steps}")
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[numbers]}"),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=True),
+            TextColumn("{task.fields[left]}"),
             console=console,
             expand=True,
         )
         self._task = self._progress.add_task(
-            "", total=num_steps, completed=start_step, numbers="starting"
+            "", total=num_steps, completed=start_step, numbers="starting", left=""
         )
         self._progress.start()
 
     def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
         """Move the bar."""
-        self._progress.update(self._task, completed=record.step, numbers=_numbers(record))
+        left = self._clock.left(record.step)
+        num_gaps = 3
+        room = self._console.width - self._width_of_step - _BAR_WIDTH - len(left) - num_gaps
+        self._progress.update(
+            self._task, completed=record.step, numbers=_numbers(record, room), left=left
+        )
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Print the loss above the bar."""
@@ -56,10 +80,10 @@ class PlainLines:
 
     def __init__(self, console: Console, *, start_step: int, num_steps: int) -> None:
         self._console = console
+        self._clock = _Clock(start_step=start_step, num_steps=num_steps)
         self._num_steps = num_steps
         self._first_step = start_step + 1
-        self._began_at = time.monotonic()
-        self._printed_at = self._began_at
+        self._printed_at = time.monotonic()
 
     def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
         """Print the step if it is time to."""
@@ -68,10 +92,8 @@ class PlainLines:
         if not ends and now - self._printed_at < _LINE_EVERY_S:
             return
         self._printed_at = now
-        per_step = (now - self._began_at) / (record.step - self._first_step + 1)
-        num_left = self._num_steps - record.step
-        left = f"  left {duration(per_step * num_left)}" if num_left else ""
-        self.on_note(f"step {record.step}/{self._num_steps}  {_numbers(record)}{left}")
+        line = f"step {record.step}/{self._num_steps}  {_numbers(record)}"
+        self.on_note(f"{line}  {self._clock.left(record.step)}".rstrip())
 
     def on_validation(self, record: ValidationRecord) -> None:
         """Print the loss on held-out text."""
@@ -87,14 +109,21 @@ class PlainLines:
 
 def make_display(*, start_step: int, num_steps: int) -> ProgressBar | PlainLines:
     """Choose what suits stdout."""
-    console = Console()
+    console = Console(file=stdout())
     kind = ProgressBar if console.is_terminal else PlainLines
     return kind(console, start_step=start_step, num_steps=num_steps)
 
 
-def _numbers(record: StepRecord) -> str:
-    speed = f"{record.tokens_per_s:,.0f} tokens/s"
-    return f"loss {record.loss:.4f}  {speed}  {_memory(record.memory_bytes)}"
+def _numbers(record: StepRecord, room: int | None = None) -> str:
+    """Write what fits into so many columns: the loss before the speed before the memory."""
+    parts = [
+        f"loss {record.loss:.4f}",
+        f"{record.tokens_per_s:,.0f} tokens/s",
+        f"memory {_memory(record.memory_bytes)}",
+    ]
+    while room is not None and parts and len("  ".join(parts)) > room:
+        parts.pop()
+    return "  ".join(parts)
 
 
 def _memory(per_rank: Sequence[float]) -> str:

@@ -12,17 +12,27 @@ import signal
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from shoal import errors
-from shoal.errors import EXIT_INTERRUPTED, CheckpointError, RankError, ShoalError, UsageError
+from shoal.checkpoint import latest
+from shoal.errors import (
+    EXIT_INTERRUPTED,
+    CheckpointError,
+    DivergedError,
+    RankError,
+    ShoalError,
+    UsageError,
+)
 from shoal.train import environment
+from shoal.train.checkpoints import step_of
+from shoal.train.folder import RunFolder
 
-SHARED = (UsageError, CheckpointError)
+SHARED = (UsageError, CheckpointError, DivergedError)
 """Errors that every rank meets alike, from what all share: one message says it for all."""
 
 _HINTS: dict[int, str] = {
@@ -40,7 +50,8 @@ def reporting_failure() -> Iterator[None]:
     except Exception as error:
         path = environment.reply_file()
         if path is not None:
-            write_failure(path, error)
+            with suppress(OSError):  # a full disk shall not hide the error
+                write_failure(path, error)
         raise
 
 
@@ -71,8 +82,9 @@ def was_interrupted(failures: Mapping[int, ProcessFailure]) -> bool:
     return EXIT_INTERRUPTED in statuses and statuses <= {EXIT_INTERRUPTED, -signal.SIGTERM}
 
 
-def as_error(failures: Mapping[int, ProcessFailure], logs: Path) -> ShoalError:
+def as_error(failures: Mapping[int, ProcessFailure], folder: RunFolder) -> ShoalError:
     """Turn what the agent saw, by rank, into the one error to show."""
+    logs = folder.logs
     rank, failure = min(failures.items(), key=lambda item: _precedence(*item, logs))
     reply = _reply(failure)
     kind = getattr(errors, reply.get("shoal_error") or "", ShoalError)
@@ -86,7 +98,17 @@ def as_error(failures: Mapping[int, ProcessFailure], logs: Path) -> ShoalError:
         what = f"failed with {reply['message']}"
     else:
         what = f"exited with status {failure.exitcode}"
-    return RankError(f"{who} {what}\nWhat it last wrote is in {log_of(rank, logs)}.")
+    return RankError(
+        f"{who} {what}\nWhat it last wrote is in {log_of(rank, logs)}. {last_words(folder)}"
+    )
+
+
+def last_words(folder: RunFolder) -> str:
+    """Tell how to go on with a run that ended early."""
+    checkpoint = latest(folder.checkpoints)
+    if checkpoint is None:
+        return "There is no checkpoint yet."
+    return f"Resume from step {step_of(checkpoint)} with: {folder.resume_command}"
 
 
 def log_of(rank: int, logs: Path) -> Path:

@@ -7,9 +7,12 @@ from pathlib import Path
 from rich.console import Console
 from torch import nn
 
+from shoal.checkpoint.disk import disk_errors
 from shoal.report import write_report
 from shoal.train.data import Corpus
+from shoal.train.folder import RunFolder
 from shoal.train.job import Job
+from shoal.train.outlet import stdout
 from shoal.train.sample import generate
 from shoal.train.world import World
 
@@ -33,16 +36,23 @@ def write_sample(job: Job, world: World, model: nn.Module, corpus: Corpus) -> No
     )
     if world.leads:
         sample = (prompt + continuation).decode("utf-8", errors="replace")
-        job.folder.sample.write_text(sample, encoding="utf-8")
+        with disk_errors("write", job.folder.sample):
+            job.folder.sample.write_text(sample, encoding="utf-8")
+
+
+def draw_report(folder: RunFolder) -> str:
+    """Write the report and tell where it is, or why there is none."""
+    try:
+        with disk_errors("write", folder.report):
+            return str(write_report(folder.path))
+    except ModuleNotFoundError as error:
+        return f"not written, since {error.name} is not installed"
 
 
 def conclude(job: Job, checkpoint: Path, *, step: int, finished: bool) -> None:
     """Write the report and tell a person where things are; rank 0 does this."""
-    console = Console(highlight=False, soft_wrap=True)
-    try:
-        report = str(write_report(job.folder.path))
-    except ModuleNotFoundError as error:
-        report = f"not written, since {error.name} is not installed"
+    console = Console(file=stdout(), highlight=False, soft_wrap=True)
+    report = draw_report(job.folder)
     steps = job.config.run.steps
     state = "finished" if finished else "stopped as asked"
     more = " --steps +100" if finished else ""
@@ -50,7 +60,7 @@ def conclude(job: Job, checkpoint: Path, *, step: int, finished: bool) -> None:
         state: f"step {step} of {steps}",
         "checkpoint": checkpoint,
         "report": report,
-        "resume": f"shoal train --resume {job.folder.path}{more}",
+        "resume": job.folder.resume_command + more,
     }
     width = max(len(name) for name in lines)
     for name, value in lines.items():

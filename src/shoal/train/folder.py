@@ -8,6 +8,7 @@ runs/demo/
   sample.txt      text that the model generated at the end
   report.html     all of it, drawn
   logs/           what ranks wrote to stderr, and why one failed
+  .lock           held while a run writes here
   tensorboard/    with --tensorboard
 """
 
@@ -15,16 +16,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from shoal.checkpoint import drop_unfinished
 from shoal.errors import UsageError
-from shoal.train.config import TrainConfig
+from shoal.train.config import RunConfig, TrainConfig
+from shoal.train.lock import check_unlocked, hold_lock
 from shoal.train.options import from_json, to_json
 
 
@@ -33,6 +36,18 @@ class RunFolder:
     """Paths inside one run folder, and the rules for making one."""
 
     path: Path
+
+    @property
+    def flags(self) -> str:
+        """The flags that name this folder."""
+        out = self.path.parent
+        where = "" if out == RunConfig().out else f" --out {shlex.quote(str(out))}"
+        return f"--name {shlex.quote(self.path.name)}{where}"
+
+    @property
+    def resume_command(self) -> str:
+        """What a person types to go on."""
+        return f"shoal train --resume {shlex.quote(str(self.path))}"
 
     @property
     def config(self) -> Path:
@@ -79,6 +94,30 @@ class RunFolder:
         """While this file exists, the run stops after the step that it is in."""
         return self.logs / "stop"
 
+    @property
+    def proposed_config(self) -> Path:
+        """What a resume would have as its config, once the ranks have its checkpoint."""
+        return self.logs / "config.json"
+
+    @property
+    def lock(self) -> Path:
+        """Held by the run that writes here."""
+        return self.path / ".lock"
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other runs out, from before the folder is made until the run is over."""
+        with ExitStack() as held:
+            with _writing_into(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                held.enter_context(hold_lock(self.lock))
+            yield
+
+    def check_unused(self) -> None:
+        """Raise a `UsageError` if a run writes here now."""
+        with _writing_into(self.path):
+            check_unlocked(self.lock)
+
     def check_free(self, *, overwrite: bool) -> None:
         """Raise a `UsageError` unless a new run may be made here."""
         with _writing_into(self.path):
@@ -86,7 +125,7 @@ class RunFolder:
                 return
             if not self.path.is_dir():
                 raise UsageError(f"{self.path} is a file; choose another --name or --out")
-            if not any(self.path.iterdir()):
+            if all(path == self.lock for path in self.path.iterdir()):
                 return
         if not overwrite:
             raise UsageError(
@@ -117,27 +156,31 @@ class RunFolder:
             self.stop_request.unlink(missing_ok=True)
             drop_unfinished(self.checkpoints)
 
-    def write_config(self, config: TrainConfig, facts: dict[str, Any]) -> None:
+    def write_config(
+        self, config: TrainConfig, facts: dict[str, Any], *, proposed: bool = False
+    ) -> None:
         """Write the config, and facts for whoever reads it; all at once or not at all."""
+        path = self.proposed_config if proposed else self.config
         text = json.dumps({**to_json(config), "facts": facts}, indent=2)
         with _writing_into(self.path):
-            part = self.config.with_suffix(".json.part")
+            part = path.with_suffix(".json.part")
             part.write_text(text + "\n", encoding="utf-8")
-            os.replace(part, self.config)
+            os.replace(part, path)
 
-    def read_config(self) -> TrainConfig:
-        """Read the config that a run was made with."""
+    def read_config(self, *, proposed: bool = False) -> TrainConfig:
+        """Read the config that a run was made with, or the one it is about to go on with."""
+        path = self.proposed_config if proposed else self.config
         try:
-            tree = json.loads(self.config.read_text(encoding="utf-8"))
+            tree = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise UsageError(
-                f"{self.path} is not a run folder: cannot read {self.config.name}: {error.strerror}"
+                f"{self.path} is not a run folder: cannot read {path.name}: {error.strerror}"
             ) from None
         except ValueError as error:
-            raise UsageError(f"{self.config} is not JSON: {error}") from None
+            raise UsageError(f"{path} is not JSON: {error}") from None
         if isinstance(tree, dict):
             tree.pop("facts", None)
-        return from_json(TrainConfig, tree, where=self.config)
+        return from_json(TrainConfig, tree, where=path)
 
 
 @contextmanager
@@ -145,7 +188,4 @@ def _writing_into(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(
-            f"cannot write into {path}: {error.strerror or error}. "
-            f"Choose another folder with --out."
-        ) from None
+        raise UsageError(f"cannot write into {path}: {error.strerror or error}") from None

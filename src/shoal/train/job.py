@@ -14,6 +14,7 @@ import torch
 
 from shoal.checkpoint import latest
 from shoal.errors import CheckpointError, UsageError
+from shoal.train.checkpoints import clear_way, is_complete, newer_than
 from shoal.train.config import TrainConfig
 from shoal.train.data import load_corpus
 from shoal.train.folder import RunFolder
@@ -42,7 +43,8 @@ class Job:
     @classmethod
     def reopen(cls, folder: RunFolder, checkpoint: Path | None) -> Job:
         """Read back what `create` has written: how a launched rank learns its job."""
-        return cls(config=folder.read_config(), folder=folder, checkpoint=checkpoint)
+        config = folder.read_config(proposed=checkpoint is not None)
+        return cls(config=config, folder=folder, checkpoint=checkpoint)
 
     def create(self, *, num_ranks: int) -> None:
         """Make the run folder, or take over the one that is resumed, and write the config."""
@@ -50,13 +52,23 @@ class Job:
             self.folder.create()
         else:
             self.folder.take_over()
-        facts = {
+        # A resume that fails shall not change how the run is configured.
+        proposed = self.checkpoint is not None
+        self.folder.write_config(self.config, self._facts(num_ranks), proposed=proposed)
+
+    def accept(self, *, num_ranks: int) -> None:
+        """Go on from the checkpoint for good, now that the ranks have loaded it."""
+        assert self.checkpoint is not None, "a new run has its config already"
+        clear_way(self.checkpoint)
+        self.folder.write_config(self.config, self._facts(num_ranks))
+
+    def _facts(self, num_ranks: int) -> dict[str, object]:
+        return {
             "num_parameters": count_parameters(self.config),
             "num_ranks": num_ranks,
             "shoal": __version__,
             "torch": torch.__version__,
         }
-        self.folder.write_config(self.config, facts)
 
 
 def new_job(config: TrainConfig, *, overwrite: bool) -> Job:
@@ -72,17 +84,34 @@ def new_job(config: TrainConfig, *, overwrite: bool) -> Job:
 
 
 def resumed_job(
-    path: Path, changes: Mapping[tuple[str, ...], object], *, more_steps: int | None
+    path: Path,
+    changes: Mapping[tuple[str, ...], object],
+    *,
+    more_steps: int | None,
+    overwrite: bool = False,
 ) -> Job:
-    """Check a run that goes on from its newest checkpoint, with some options changed."""
-    folder = _run_folder(path)
+    """Check a run that goes on, with some options changed.
+
+    `path` is the run folder, for its newest checkpoint, or one of its checkpoints; newer ones
+    than that are given up with `overwrite` only.
+    """
+    folder, checkpoint = _resume_point(path)
+    folder.check_unused()
     _check_changes(changes)
     config = folder.read_config()
-    checkpoint = latest(folder.checkpoints)
+    if checkpoint is None:
+        if overwrite:
+            raise UsageError(
+                "--overwrite with --resume gives up newer checkpoints, so it needs to know from "
+                f"which to go on: --resume {folder.checkpoints}/step-N"
+            )
+        checkpoint = latest(folder.checkpoints)
+    elif not overwrite:
+        _check_newest(checkpoint)
     if checkpoint is None:
         raise CheckpointError(
             f"{path} has no complete checkpoint to resume from in {folder.checkpoints}; "
-            f"start it anew with --name {folder.path.name} --overwrite"
+            f"start it anew with {folder.flags} --overwrite"
         )
     done = read_progress(checkpoint).step
     changes = {
@@ -104,7 +133,14 @@ def resumed_job(
 def count_parameters(config: TrainConfig) -> int:
     """Count the model's parameters without making them."""
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in Transformer(config.model).parameters())
+        # All blocks are alike; thousands of them take long to make, even without memory.
+        one, two = (
+            Transformer(dataclasses.replace(config.model, layers=layers)) for layers in (1, 2)
+        )
+    num_in_one, num_in_two = (
+        sum(parameter.numel() for parameter in model.parameters()) for model in (one, two)
+    )
+    return num_in_one + (config.model.layers - 1) * (num_in_two - num_in_one)
 
 
 def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
@@ -155,14 +191,23 @@ def _default_nproc(config: TrainConfig, device: str) -> int:
     return max(1, num)
 
 
-def _run_folder(path: Path) -> RunFolder:
+def _resume_point(path: Path) -> tuple[RunFolder, Path | None]:
+    """Tell the run folder, and which of its checkpoints was named, if one was."""
     if not os.path.isdir(path):  # unlike Path.is_dir, False where permission is lacking
         raise UsageError(f"--resume: there is no run folder {path}")
-    if path.parent.name == "checkpoints" and (path.parent.parent / "config.json").exists():
+    folder = RunFolder(path.parent.parent)
+    if path.parent == folder.checkpoints and folder.config.exists():
+        return folder, path
+    return RunFolder(path), None
+
+
+def _check_newest(checkpoint: Path) -> None:
+    newer = [path.name for path in newer_than(checkpoint) if is_complete(path)]
+    if newer:
         raise UsageError(
-            f"--resume takes the run folder, {path.parent.parent}, not one of its checkpoints"
+            f"--resume: going on from {checkpoint} would give up the newer {', '.join(newer)}; "
+            f"add --overwrite to do so"
         )
-    return RunFolder(path)
 
 
 def _check_changes(changes: Mapping[tuple[str, ...], object]) -> None:

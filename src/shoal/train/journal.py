@@ -7,9 +7,11 @@ journals of the other ranks have none, so the loop talks to its journal without 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Protocol, Self
 
+from shoal.errors import ShoalError
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.runtime.events import Event
 
@@ -64,5 +66,10 @@ class Journal:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for listener in self._listeners:
-            listener.close()
+        try:
+            with ExitStack() as closing:
+                for listener in self._listeners:
+                    closing.callback(listener.close)
+        except (OSError, ShoalError):
+            if error is None:  # else the first error tells more than its echo
+                raise

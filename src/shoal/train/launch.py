@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,12 +18,13 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, Signa
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-from shoal.checkpoint import latest
+from shoal.checkpoint.disk import disk_errors
 from shoal.errors import EXIT_INTERRUPTED
-from shoal.train.failure import as_error, log_of, was_interrupted
+from shoal.train.failure import as_error, last_words, log_of, was_interrupted
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
-from shoal.train.signals import stop_signals
+from shoal.train.outlet import say
+from shoal.train.signals import STOP_SIGNALS, stop_signals
 
 _LOOPBACK = "127.0.0.1"
 _MONITOR_S = 0.1
@@ -34,9 +37,10 @@ class RankLogs(LogsSpecs):
     same in one message.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, replies: Path) -> None:
         super().__init__(log_dir=str(folder))
         self._folder = folder
+        self._replies = replies
 
     @property
     def root_log_dir(self) -> str:
@@ -45,7 +49,7 @@ class RankLogs(LogsSpecs):
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
         """Name the files of each local rank."""
-        error_files = {rank: str(self._folder / f"rank-{rank}.json") for rank in envs}
+        error_files = {rank: str(self._replies / f"rank-{rank}.json") for rank in envs}
         for rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = error_files[rank]
         return LogsDest(
@@ -57,41 +61,60 @@ class RankLogs(LogsSpecs):
 
 def launch(job: Job) -> int:
     """Run a created job on its own ranks; return the exit status or raise what a rank raised."""
+    plural = "s" if job.num_ranks != 1 else ""
+    say(f"launching {job.num_ranks} rank{plural}; Ctrl-C saves and stops", stream=sys.stdout)
     folder = job.folder
-    for reply in folder.logs.glob("rank-*.json"):
-        reply.unlink()
+    with (
+        _reply_folder() as replies,
+        _elastic_logs_in(folder.logs / "launcher.log"),
+        _stop_requests(folder),
+    ):
+        try:
+            _run_ranks(job, replies)
+        except ChildFailedError as error:
+            if was_interrupted(error.failures):
+                return EXIT_INTERRUPTED
+            raise as_error(error.failures, folder) from None
+        except SignalException:
+            say(f"stopped at once. {last_words(folder)}", stream=sys.stderr)
+            return EXIT_INTERRUPTED
+        finally:
+            folder.stop_request.unlink(missing_ok=True)
+    return 0
+
+
+def _run_ranks(job: Job, replies: Path) -> None:
+    """Start the ranks, and return when all have ended well."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=job.num_ranks,
-        logs_specs=RankLogs(folder.logs),
+        logs_specs=RankLogs(job.folder.logs, replies),
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=f"{_LOOPBACK}:0",
         local_addr=_LOOPBACK,
         max_restarts=0,
         monitor_interval=_MONITOR_S,
-        # SIGINT and SIGTERM are ours: the agent would end the ranks on them.
-        signals_to_handle="SIGHUP,SIGQUIT",
+        # The signals that ask a run to stop are ours: the agent would end the ranks on them.
+        signals_to_handle="SIGQUIT",
     )
-    arguments = ["-u", "-m", "shoal.train.rank", str(folder.path), str(os.getpid())]
+    arguments = ["-u", "-m", "shoal.train.rank", str(job.folder.path), str(os.getpid())]
     if job.checkpoint is not None:
         arguments.append(str(job.checkpoint))
-    plural = "s" if job.num_ranks != 1 else ""
-    print(f"launching {job.num_ranks} rank{plural}; Ctrl-C saves and stops", flush=True)
-    with _elastic_logs_in(folder.logs / "launcher.log"), _stop_requests(folder):
-        try:
-            elastic_launch(config, sys.executable)(*arguments)
-        except ChildFailedError as error:
-            if was_interrupted(error.failures):
-                return EXIT_INTERRUPTED
-            raise as_error(error.failures, folder.logs) from None
-        except SignalException:
-            print(f"stopped at once. {_last_words(folder)}", file=sys.stderr)
-            return EXIT_INTERRUPTED
-        finally:
-            folder.stop_request.unlink(missing_ok=True)
-    return 0
+    elastic_launch(config, sys.executable)(*arguments)
+
+
+@contextmanager
+def _reply_folder() -> Iterator[Path]:
+    """Make a folder for why ranks failed: not in the run's, whose disk may be full."""
+    parent = Path(tempfile.gettempdir())
+    with disk_errors("make a folder in", parent):
+        folder = Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager
@@ -99,23 +122,39 @@ def _stop_requests(folder: RunFolder) -> Iterator[None]:
     """Turn the first signal into a request that the ranks see, a later one into the end."""
 
     def ask() -> None:
-        folder.stop_request.touch()
-        print("stopping after this step, then saving; Ctrl-C again quits at once", file=sys.stderr)
+        try:
+            folder.stop_request.touch()
+        except OSError as error:
+            say(
+                f"cannot ask the ranks to stop through {folder.stop_request}: {error.strerror}; "
+                f"Ctrl-C again quits at once",
+                stream=sys.stderr,
+            )
+            return
+        say("stopping after this step, then saving; Ctrl-C again quits at once", stream=sys.stderr)
 
     def insist(number: signal.Signals) -> NoReturn:
         # The agent takes this for its own handler's, and passes the signal on: SIGTERM, because
         # SIGINT would only ask the ranks once more.
         raise SignalException(f"got {number.name} again", signal.SIGTERM)
 
-    with stop_signals([signal.SIGINT, signal.SIGTERM], ask=ask, insist=insist):
+    with stop_signals(STOP_SIGNALS, ask=ask, insist=insist):
         yield
+
+
+class _LogFile(logging.FileHandler):
+    """A log that can do without what the disk does not take."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Say nothing: what fills the disk will be told by whoever needs it."""
 
 
 @contextmanager
 def _elastic_logs_in(path: Path) -> Iterator[None]:
     """Send what torch's launcher logs to a file instead of the terminal."""
     logger = logging.getLogger("torch.distributed")
-    handler = logging.FileHandler(path, mode="w")
+    with disk_errors("write", path):
+        handler = _LogFile(path, mode="w")
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
     # Torch gives this logger a handler of its own, which writes to stderr.
     handlers, propagate = logger.handlers, logger.propagate
@@ -124,10 +163,5 @@ def _elastic_logs_in(path: Path) -> Iterator[None]:
         yield
     finally:
         logger.handlers, logger.propagate = handlers, propagate
-        handler.close()
-
-
-def _last_words(folder: RunFolder) -> str:
-    if latest(folder.checkpoints) is None:
-        return "There is no checkpoint yet."
-    return f"Resume from the last checkpoint with: shoal train --resume {folder.path}"
+        with suppress(OSError):
+            handler.close()

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from shoal.errors import DivergedError
 from shoal.report.metrics import StepRecord, ValidationRecord
-from shoal.report.units import count, size
 from shoal.train.build import build_model, shard_model
+from shoal.train.checkpoints import drop_old_checkpoints
 from shoal.train.config import TrainConfig
 from shoal.train.data import Corpus, draw_offsets, load_corpus, share_of, windows
 from shoal.train.display import make_display
-from shoal.train.finish import conclude, write_sample
-from shoal.train.job import Job, count_parameters
+from shoal.train.divergence import advice_after, divergence
+from shoal.train.finish import conclude, draw_report, write_sample
+from shoal.train.greeting import greeting, notes_on_data, notes_on_resume
+from shoal.train.job import Job
 from shoal.train.journal import Journal, Listener
 from shoal.train.memory import memory_bytes
 from shoal.train.metrics import MetricsFile
@@ -25,12 +29,7 @@ from shoal.train.optimizer import (
     make_optimizer,
     set_learning_rate,
 )
-from shoal.train.state import (
-    Progress,
-    drop_old_checkpoints,
-    restore_state,
-    save_state,
-)
+from shoal.train.state import Progress, restore_state, save_state
 from shoal.train.step import StepResult, training_step
 from shoal.train.tensorboard import TensorBoard
 from shoal.train.timeline import TimelineFile
@@ -43,20 +42,21 @@ def train(job: Job, world: World, stop_requested: Callable[[], bool]) -> bool:
     config, run = job.config, job.config.run
     corpus = load_corpus(config.data, config.model.context)
     world.agree("the text that they read", corpus.digest)
-
     model = shard_model(build_model(config), config, world)
     optimizer = make_optimizer(model, config.optim)
-    progress, note = Progress(), ""
+    notes = [greeting(job, world, corpus), *notes_on_data(config, corpus)]
+    progress = Progress()
     if job.checkpoint is not None:
         progress = restore_state(job.checkpoint, model, optimizer)
         configure_optimizer(optimizer, config.optim)
-        note = _greeting_after_resume(job, progress, corpus)
+        notes += notes_on_resume(job.checkpoint, progress, corpus)
+        if world.leads:
+            job.accept(num_ranks=world.size)
 
     with _open_journal(job, world, progress) as journal:
-        journal.note(_greeting(job, world, corpus))
-        if note:
+        for note in notes:
             journal.note(note)
-        saved, stopping = job.checkpoint, False
+        saved, stopping, diverged = job.checkpoint, False, ""
         while progress.step < run.steps and not stopping:
             step = progress.step + 1
             lr = learning_rate(step, run.steps, config.optim)
@@ -75,6 +75,9 @@ def train(job: Job, world: World, stop_requested: Callable[[], bool]) -> bool:
             stopping = bool(told[:, 2].any())
             record = _record(progress, lr, result, told)
             journal.step(record, result.events)
+            diverged = divergence(record, told[:, 0].tolist())
+            if diverged:
+                break  # all ranks alike, before anything is saved
 
             last = step == run.steps
             if run.validate_every and (step % run.validate_every == 0 or last):
@@ -82,8 +85,11 @@ def train(job: Job, world: World, stop_requested: Callable[[], bool]) -> bool:
                 journal.validation(ValidationRecord(step=step, loss=loss))
             if last or stopping or (run.save_every and step % run.save_every == 0):
                 saved = _save(job, world, model, optimizer, progress)
+        finished = not diverged and progress.step == run.steps
+        journal.note("writing a sample and the report…" if finished else "writing the report…")
 
-    finished = progress.step == run.steps
+    if diverged:
+        _give_up(job, world, diverged, saved)
     if finished:
         write_sample(job, world, model, corpus)
     if world.leads:
@@ -91,6 +97,13 @@ def train(job: Job, world: World, stop_requested: Callable[[], bool]) -> bool:
         conclude(job, saved, step=progress.step, finished=finished)
     world.barrier()  # no rank leaves while another still writes
     return finished
+
+
+def _give_up(job: Job, world: World, diverged: str, saved: Path | None) -> NoReturn:
+    if world.leads:
+        draw_report(job.folder)
+    world.barrier()  # a rank that left now would take the others with it
+    raise DivergedError(advice_after(diverged, job, saved))
 
 
 def _micro_batches(
@@ -142,27 +155,10 @@ def _open_journal(job: Job, world: World, progress: Progress) -> Journal:
         return Journal([])
     folder = job.folder
     listeners: list[Listener] = [
-        MetricsFile(folder.metrics, start_step=progress.step),
+        MetricsFile(folder.metrics, start_step=progress.step, num_ranks=world.size),
         TimelineFile(folder.timeline),
         make_display(start_step=progress.step, num_steps=job.config.run.steps),
     ]
     if job.config.run.tensorboard:
         listeners.append(TensorBoard(folder.tensorboard))
     return Journal(listeners)
-
-
-def _greeting(job: Job, world: World, corpus: Corpus) -> str:
-    parallel = job.config.parallel
-    plural = "s" if world.size != 1 else ""
-    return (
-        f"{job.folder.path}: {count(count_parameters(job.config))} parameters, "
-        f"{world.size} rank{plural} on {parallel.device} in {parallel.precision}, "
-        f"{size(len(corpus.training))} of text from {corpus.num_files} files"
-    )
-
-
-def _greeting_after_resume(job: Job, progress: Progress, corpus: Corpus) -> str:
-    text = f"resumed from {job.checkpoint} at step {progress.step}"
-    if progress.data_digest != corpus.digest:
-        text += "; the text has changed since, so the data will differ from an unbroken run's"
-    return text

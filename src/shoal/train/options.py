@@ -16,6 +16,7 @@ recipe finds the field by the same name. A class's `TITLE` heads its options in 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,6 +68,8 @@ class Option:
             )
         if self.choices and value not in self.choices:
             raise UsageError(f"{self.flag}: expected one of {', '.join(self.choices)}; got {value}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UsageError(f"{self.flag}: expected a finite number, got {value}")
         for word, bound, holds in (
             ("at least", self.at_least, lambda bound: value >= bound),
             ("more than", self.above, lambda bound: value > bound),
@@ -161,7 +164,10 @@ def from_json(config_type: type[ConfigT], tree: object, *, where: Path) -> Confi
                 f"of shoal, or edited by hand. Remove it to go on."
             )
         changes[path] = known[path].from_json(value)
-    return replace_options(config_type(), changes)
+    try:
+        return replace_options(config_type(), changes)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from None
 
 
 def _leaves(

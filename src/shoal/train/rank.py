@@ -16,6 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -30,6 +31,7 @@ from shoal.train.failure import reporting_failure
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
 from shoal.train.loop import train
+from shoal.train.outlet import Outlet
 from shoal.train.signals import die_of, stop_signals
 from shoal.train.world import join_world
 
@@ -47,10 +49,11 @@ def run_rank(place: Place, job: Job, *, create: bool, signals: Sequence[signal.S
     with (
         reporting_failure(),
         stop_signals(signals, ask=asked.set, insist=die_of),
+        ExitStack() as held,
         join_world(place, job.config.parallel.device) as world,
     ):
         if create:
-            job = world.share(partial(_created, job, world.size))
+            job = world.share(partial(_created, job, world.size, held))
         stop_request = job.folder.stop_request
         finished = train(job, world, lambda: asked.is_set() or stop_request.exists())
     return 0 if finished else EXIT_INTERRUPTED
@@ -69,7 +72,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             raise InvariantError("a launched rank found no RANK in its environment")
         job = Job.reopen(folder, Path(argv[2]) if argv[2:] else None)
         # Not SIGTERM: with it the launcher ends ranks that may hang in a collective for good.
-        status = run_rank(place, job, create=False, signals=[signal.SIGINT])
+        status = run_rank(place, job, create=False, signals=[signal.SIGINT, signal.SIGHUP])
     except Exception:
         traceback.print_exc()
         status = 1
@@ -84,12 +87,13 @@ def leave(status: int) -> NoReturn:
     runs that had gone well. After an error the process group might also wait for ranks that are
     gone.
     """
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        Outlet(stream).flush()
     os._exit(status)
 
 
-def _created(job: Job, num_ranks: int) -> Job:
+def _created(job: Job, num_ranks: int, held: ExitStack) -> Job:
+    held.enter_context(job.folder.locked())
     job.create(num_ranks=num_ranks)
     return job
 

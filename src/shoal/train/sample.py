@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 _TEMPERATURE = 0.7
+_LARGEST = 1e30
 
 
 @torch.no_grad()
@@ -27,6 +28,8 @@ def generate(
     for _ in range(num_bytes):
         window = torch.tensor([tokens[-context:]], device=device)
         logits = model(window)[0, -1].float().cpu()
-        probabilities = torch.softmax(logits / _TEMPERATURE, dim=-1)
+        # A model that has diverged scores with NaN or infinity; it may still babble.
+        logits = torch.nan_to_num(logits, nan=0.0, posinf=_LARGEST, neginf=-_LARGEST)
+        probabilities = torch.softmax(logits.clamp(-_LARGEST, _LARGEST) / _TEMPERATURE, dim=-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=draws)))
     return bytes(tokens[len(prompt) :])

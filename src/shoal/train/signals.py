@@ -14,6 +14,9 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import NoReturn
 
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a run to stop: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
+
 ECHO_S = 2.0
 """Within this time a further signal is an echo of the first."""
 
@@ -36,7 +39,12 @@ def stop_signals(
         elif time.monotonic() - asked_at > ECHO_S:
             insist(signal.Signals(number))
 
-    previous = {number: signal.signal(number, handle) for number in signals}
+    previous = {
+        number: signal.signal(number, handle)
+        for number in signals
+        # `nohup` ignores SIGHUP on behalf of a run that shall outlive its terminal.
+        if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)
+    }
     try:
         yield
     finally:

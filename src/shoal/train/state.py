@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint import load_training, read_manifest, save_training, step_folder
 from shoal.errors import CheckpointError
+from shoal.train.checkpoints import offering_older
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,8 @@ class Progress:
 
 def read_progress(checkpoint: Path) -> Progress:
     """Read how far a checkpoint is, without its tensors; raise if it cannot be trusted."""
-    training = read_manifest(checkpoint).extra.get("training")
+    with offering_older(checkpoint):
+        training = read_manifest(checkpoint).extra.get("training")
     return _progress(checkpoint, training if isinstance(training, Mapping) else {})
 
 
@@ -41,14 +42,8 @@ def save_state(
 
 def restore_state(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
     """Fill model and optimizer from a checkpoint of any number of ranks; every rank calls this."""
-    return _progress(checkpoint, load_training(checkpoint, model, optimizer))
-
-
-def drop_old_checkpoints(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; 0 keeps all. One rank calls this."""
-    if keep:
-        for folder in sorted(checkpoints.glob("step-*"))[:-keep]:
-            shutil.rmtree(folder)
+    with offering_older(checkpoint):
+        return _progress(checkpoint, load_training(checkpoint, model, optimizer))
 
 
 def _progress(checkpoint: Path, values: Mapping[str, Any]) -> Progress:

@@ -65,7 +65,8 @@ def training_step(
             loss += part.detach()
         start = recorder.mark()
         grad_norm = clip_gradients(model, clip)
-        optimizer.step()
+        if torch.isfinite(grad_norm):  # the same on every rank; else the weights stay as they are
+            optimizer.step()
         optimizer.zero_grad()
         recorder.span(EventKind.OPTIMIZER, "optimizer", start, recorder.mark())
     events = tuple(recorder.events())  # waits for the device, so that the time below is whole

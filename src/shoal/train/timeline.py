@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from shoal.checkpoint.disk import disk_errors
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.runtime.events import Event
 
@@ -42,4 +43,5 @@ class TimelineFile:
             "rank": 0,
             "events": [asdict(event) for event in events],
         }
-        self._path.write_text(json.dumps(timeline), encoding="utf-8")
+        with disk_errors("write", self._path):
+            self._path.write_text(json.dumps(timeline), encoding="utf-8")

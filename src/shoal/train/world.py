@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from shoal.train import environment
 from shoal.train.environment import Place
 
 T = TypeVar("T")
+
+_HEAD_START_S = 0.5
 
 
 class SilentExit(SystemExit):
@@ -72,6 +75,8 @@ class World:
             raise failure
         made = message[0]
         if isinstance(made, SilentExit):
+            # torchrun ends all ranks when the first one leaves: rank 0 has to speak before.
+            time.sleep(_HEAD_START_S)
             raise made
         return made  # pyright: ignore[reportReturnType]
 

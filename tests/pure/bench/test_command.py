@@ -13,7 +13,7 @@ from shoal.errors import UsageError
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--cases", "B7"], r"unknown case B7\. Did you mean B\d\? There are B1, B2, .*B6b\."),
+        (["--cases", "B7"], r"unknown case B7\. There are B1, B2, .*B6b\."),
         (["--engines", "plain,fsdp"], r"unknown engine fsdp\. Did you mean fsdp[12]\?"),
         (["--modes", "compile"], r"unknown mode compile\. Did you mean compiled\?"),
         (["--case", "B1"], r"unknown flag --case\. Did you mean --cases\?"),

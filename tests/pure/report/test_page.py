@@ -84,7 +84,7 @@ def test_a_full_run_has_every_section_and_its_numbers(tmp_path: Path) -> None:
         "150 ms · 75 %",
         "30.0 ms · 15 %",
         "310 MiB",
-        "loss, nats per token",
+        "nats per token",
         "time of a step, ms",
         "time in the step, ms",
         "def f():",
@@ -140,6 +140,64 @@ def test_nan_is_a_gap_and_is_mentioned(tmp_path: Path) -> None:
     assert training.count("M") == 2
     assert plots(page)[0]["marks"][9][2][0] == "NaN"
     assert not re.search(r"\b(nan|inf)\b", write_report(tmp_path / "run").read_text())
+
+
+def test_a_null_loss_is_a_gap_as_nan_is(tmp_path: Path) -> None:
+    lines = [step_line(step) for step in range(1, 11)]
+    lines[4] = step_line(5, loss=None, grad_norm=None)
+    page = outline(make_run(tmp_path, lines=lines))
+    assert "The training loss of 1 step is not a finite number (step 5)" in page.text
+    assert "could be read" not in page.text
+
+
+def resumed_run(folder: Path, *, at: list[int], last: int = 40) -> Outline:
+    slow: dict[str, object] = {"compute_ms": 9000.0, "step_ms": 9050.0}
+    lines: list[str] = []
+    for step in range(1, last + 1):
+        slow_now = slow if step == 1 or step - 1 in at else {}
+        ranks = 2 if not at or step <= at[0] else 4
+        lines.append(step_line(step, memory_bytes=[2**20] * ranks, **slow_now))
+        if step in at:
+            lines.append(json.dumps({"kind": "resume", "step": step, "num_ranks": 4}) + "\n")
+    return outline(make_run(folder, lines=lines))
+
+
+def test_resumes_are_marked_and_their_first_steps_left_out_of_the_mean(tmp_path: Path) -> None:
+    page = resumed_run(tmp_path, at=[10, 38])
+    (flags,) = [
+        value
+        for (tag, name, value) in page.attributes
+        if tag == "path" and name == "d" and value is not None and value.endswith("V1000")
+    ]
+    assert flags == f"M{9 / 39 * 1000:.1f} 0V1000M{37 / 39 * 1000:.1f} 0V1000"
+    words = [value for _, name, value in page.attributes if name == "class" and value is not None]
+    assert [word for word in words if word.startswith("flag-word")] == [
+        "flag-word",
+        "flag-word before",
+    ]
+    assert (
+        "Mean of 37 steps, without the first and the first after each resume: 200 ms." in page.text
+    )
+    assert "Ranks2, then 4resumed 2 times" in page.text
+
+
+def test_words_of_resumes_close_together_do_not_lie_on_each_other(tmp_path: Path) -> None:
+    page = resumed_run(tmp_path, at=[10, 11, 12, 13])
+    assert page.text.count("resumed") == 2  # one word in the chart, one in the tile
+    assert "resumed 4 times" in page.text
+
+
+def test_a_run_that_was_never_resumed_has_no_flag(tmp_path: Path) -> None:
+    page = resumed_run(tmp_path, at=[])
+    assert "resume" not in page.text
+    assert "flag" not in {value for _, name, value in page.attributes if name == "class"}
+
+
+def test_a_small_chart_does_not_repeat_the_title_of_its_card(tmp_path: Path) -> None:
+    lines = [step_line(step, grad_norm=10.0**-step) for step in range(1, 9)]
+    page = outline(make_run(tmp_path, lines=lines))
+    assert "learning rate" not in page.text
+    assert "Gradient normlogarithmic" in page.text.replace("\n", "")
 
 
 def test_a_run_without_one_finite_loss(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -6,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.report.gantt import MIN_WIDTH_PX, fitting_label, gantt
+from shoal.report.gantt import gantt
 from shoal.report.timeline import LANES, Lane, Timeline, lanes, pack, read_timeline
 from shoal.runtime.events import Event, EventKind
 
@@ -62,22 +63,24 @@ def test_a_lane_with_overlapping_spans_cannot_be_built() -> None:
         Lane(name="gathers", rows=((first, second),))
 
 
-@pytest.mark.parametrize(
-    ("width", "label"),
-    [(5, ""), (20, ""), (30, "mlp"), (50, "3.mlp"), (100, "layers.3.mlp")],
-)
-def test_the_longest_tail_of_a_name_that_fits(width: float, label: str) -> None:
-    assert fitting_label("layers.3.mlp", width) == label
+def test_a_label_is_the_whole_name_and_stands_only_where_it_could_fit() -> None:
+    lengths = {"layers.3.mlp": 900, "layers.4.mlp": 92, "layers.5.mlp": 8}
+    spans: list[Event] = []
+    for unit, length in lengths.items():
+        start = spans[-1].end_us if spans else 0.0
+        spans.append(
+            Event(kind=EventKind.FORWARD, unit=unit, start_us=start, end_us=start + length)
+        )
+    html = gantt(Timeline(step=1, rank=0, events=tuple(spans)))
+    assert re.findall("<b>(.*?)</b>", html) == ["layers.3.mlp", "layers.4.mlp"]
+    for unit in lengths:
+        assert f'data-said="{unit}\n' in html
 
 
-def test_labels_of_neighbours_never_meet() -> None:
-    spans = [
-        Event(kind=EventKind.FORWARD, unit=f"layers.{i}", start_us=i * 10, end_us=i * 10 + 10)
-        for i in range(100)
-    ]
-    for span in spans:
-        width = span.duration_us / 1000 * MIN_WIDTH_PX
-        assert len(fitting_label(span.unit, width)) * 6 <= width
+def test_a_timeline_is_as_narrow_as_its_page() -> None:
+    span = Event(kind=EventKind.FORWARD, unit="a", start_us=0, end_us=1)
+    html = gantt(Timeline(step=1, rank=0, events=(span,)))
+    assert not re.search(r"min-width|width:[0-9.]+px", html)
 
 
 def test_unreadable_spans_are_named(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.errors import UsageError
-from shoal.train.config import DataConfig
+from shoal.train.config import DataConfig, TrainConfig
 from shoal.train.data import draw_offsets, load_corpus, share_of, spread_offsets, windows
+from shoal.train.greeting import notes_on_data
 
 
 def write(folder, **files):
@@ -33,6 +34,15 @@ def test_what_is_hidden_or_no_text_is_left_out(tmp_path):
     (tmp_path / ".hidden").write_bytes(b"hidden" * 20)
     corpus = load_corpus(DataConfig(folder=tmp_path, held_out=0), context=4)
     assert bytes(corpus.training) == "héllo".encode() * 20
+    assert corpus.skipped == ("binary", "nul")
+    (note,) = notes_on_data(TrainConfig(data=DataConfig(folder=tmp_path)), corpus)
+    assert note == "left out 2 files, unreadable or no UTF-8 text: binary, nul"
+
+
+def test_a_limit_that_leaves_too_little_is_named(tmp_path):
+    write(tmp_path, a=b"a" * 100)
+    with pytest.raises(UsageError, match="--max-bytes 10 leaves 10 bytes, but --context 8 needs"):
+        load_corpus(DataConfig(folder=tmp_path, max_bytes=10), context=8)
 
 
 def test_the_limit_may_cut_a_character(tmp_path):

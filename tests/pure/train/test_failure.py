@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from shoal.errors import EXIT_INTERRUPTED, CheckpointError, RankError, UsageError
+from shoal.errors import EXIT_INTERRUPTED, CheckpointError, DivergedError, RankError, UsageError
 from shoal.train.failure import (
     as_error,
     reporting_failure,
     was_interrupted,
     write_failure,
 )
+from shoal.train.folder import RunFolder
 
-LOGS = Path("runs/x/logs")
+FOLDER = RunFolder(Path("runs/x"))
 
 
 def raised(tmp_path: Path, rank: int, error: Exception) -> ProcessFailure:
@@ -36,48 +37,59 @@ def test_a_killed_rank_comes_before_those_that_miss_it(tmp_path):
         2: ended(2, -signal.SIGTERM),
         3: ended(3, -signal.SIGABRT),
     }
-    error = as_error(failures, LOGS)
+    error = as_error(failures, FOLDER)
     assert isinstance(error, RankError)
     assert str(error).startswith("rank 1 (local rank 1, pid 101) died with SIGKILL.")
     assert "out of memory" in str(error)
-    assert "runs/x/logs/rank-1.err" in str(error)
+    assert "runs/x/logs/rank-1.err. There is no checkpoint yet." in str(error)
+
+
+def test_a_failure_tells_from_where_the_run_can_go_on(tmp_path):
+    folder = RunFolder(tmp_path / "my runs" / "x")
+    for step in (90, 100):
+        (folder.checkpoints / f"step-{step:08d}").mkdir(parents=True)
+        (folder.checkpoints / f"step-{step:08d}" / "manifest.json").touch()
+    text = str(as_error({1: ended(1, -signal.SIGKILL)}, folder))
+    assert text.endswith(f"Resume from step 100 with: shoal train --resume '{folder.path}'")
 
 
 def test_the_first_error_comes_before_its_consequences(tmp_path):
     second = raised(tmp_path, 2, ValueError("the cause"))
     time.sleep(0.001)
     first = raised(tmp_path, 0, RuntimeError("connection closed"))
-    error = as_error({0: first, 1: ended(1, -signal.SIGABRT), 2: second}, LOGS)
+    error = as_error({0: first, 1: ended(1, -signal.SIGABRT), 2: second}, FOLDER)
     assert "rank 2 (local rank 2, pid 102) failed with ValueError: the cause" in str(error)
 
 
 def test_of_a_terminated_rank_and_an_error_the_earlier_is_told(tmp_path):
     """SIGTERM comes from someone, or from the agent after another rank's error."""
-    log = tmp_path / "rank-1.err"
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    log = folder.logs / "rank-1.err"
     log.write_text("stacks, dumped at the signal")
     time.sleep(0.02)
     error = raised(tmp_path, 0, RankError("connection reset"))
     assert "rank 1 (local rank 1, pid 101) died with SIGTERM" in str(
-        as_error({0: error, 1: ended(1, -signal.SIGTERM)}, tmp_path)
+        as_error({0: error, 1: ended(1, -signal.SIGTERM)}, folder)
     )
     time.sleep(0.02)
     log.write_text("stacks, dumped at the signal")
     assert "rank 0 (local rank 0, pid 100) failed with RankError" in str(
-        as_error({0: error, 1: ended(1, -signal.SIGTERM)}, tmp_path)
+        as_error({0: error, 1: ended(1, -signal.SIGTERM)}, folder)
     )
 
 
-@pytest.mark.parametrize("kind", [UsageError, CheckpointError])
+@pytest.mark.parametrize("kind", [UsageError, CheckpointError, DivergedError])
 def test_an_error_that_all_share_is_told_as_it_is(tmp_path, kind):
     failures = {rank: raised(tmp_path, rank, kind("a bad file")) for rank in range(2)}
-    error = as_error(failures, LOGS)
+    error = as_error(failures, FOLDER)
     assert type(error) is kind
     assert str(error) == "a bad file"
 
 
 def test_an_exit_without_a_word_is_told_with_its_status():
     assert "rank 3 (local rank 3, pid 103) exited with status 7" in str(
-        as_error({3: ended(3, 7)}, LOGS)
+        as_error({3: ended(3, 7)}, FOLDER)
     )
 
 

@@ -1,7 +1,10 @@
 """Jobs are checked before any rank is started."""
 
 import json
+import os
+import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +13,10 @@ from shoal.checkpoint import save_training, step_folder
 from shoal.errors import CheckpointError, UsageError
 from shoal.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from shoal.train.folder import RunFolder
+from shoal.train.greeting import notes_on_resume
 from shoal.train.job import Job, check_devices, count_parameters, new_job, resumed_job
+from shoal.train.model import Transformer
+from shoal.train.state import Progress
 
 PROGRESS = {"step": 7, "tokens": 700, "data_digest": "x"}
 
@@ -136,13 +142,102 @@ def test_a_resume_cannot_make_another_run_of_it(finished, path, flag):
 def test_what_cannot_be_resumed_is_named(finished, tmp_path):
     with pytest.raises(UsageError, match="there is no run folder"):
         resumed_job(tmp_path / "nothing", {}, more_steps=None)
-    with pytest.raises(UsageError, match="takes the run folder"):
-        resumed_job(step_folder(finished.checkpoints, 7), {}, more_steps=None)
     with pytest.raises(UsageError, match="is not a run folder: cannot read"):
         resumed_job(tmp_path, {}, more_steps=None)
     finished.config.write_text("{")
     with pytest.raises(UsageError, match=r"config.json is not JSON"):
         resumed_job(finished.path, {}, more_steps=None)
+
+
+def test_the_config_changes_only_once_the_checkpoint_is_loaded(finished):
+    job = resumed_job(finished.path, {("optim", "lr"): 0.5}, more_steps=None)
+    job.create(num_ranks=2)
+    assert finished.read_config().optim.lr != 0.5
+    assert Job.reopen(job.folder, job.checkpoint) == job
+    job.accept(num_ranks=2)
+    assert finished.read_config().optim.lr == 0.5
+
+
+def add_checkpoint(folder: RunFolder, step: int) -> Path:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    path = step_folder(folder.checkpoints, step)
+    save_training(path, model, optimizer, {**PROGRESS, "step": step})
+    return path
+
+
+def test_a_run_goes_on_from_an_older_checkpoint_if_newer_ones_may_go(finished):
+    older, newer = step_folder(finished.checkpoints, 7), add_checkpoint(finished, 8)
+    with pytest.raises(UsageError, match=r"would give up the newer step-00000008; add --overwrite"):
+        resumed_job(older, {}, more_steps=None)
+    with pytest.raises(UsageError, match=r"--resume .*/checkpoints/step-N"):
+        resumed_job(finished.path, {}, more_steps=None, overwrite=True)
+    assert resumed_job(newer, {}, more_steps=None).checkpoint == newer
+    job = resumed_job(older, {}, more_steps=1, overwrite=True)
+    assert (job.checkpoint, job.folder, job.config.run.steps) == (older, finished, 8)
+    job.create(num_ranks=2)
+    assert newer.exists()
+    job.accept(num_ranks=2)
+    assert not newer.exists()
+
+
+def test_a_checkpoint_without_a_manifest_is_put_aside(finished):
+    broken = add_checkpoint(finished, 8)
+    (broken / "manifest.json").unlink()
+    job = resumed_job(finished.path, {}, more_steps=None)
+    assert job.checkpoint == step_folder(finished.checkpoints, 7)
+    notes = notes_on_resume(job.checkpoint, Progress(step=7), SimpleNamespace(digest=""))
+    assert notes[1].startswith("skipped, since it has no manifest: step-00000008")
+    job.create(num_ranks=2)
+    job.accept(num_ranks=2)
+    names = sorted(path.name for path in finished.checkpoints.iterdir())
+    assert names == ["damaged-step-00000008", "step-00000007"]
+
+
+def test_a_damaged_checkpoint_is_answered_with_the_one_before(finished):
+    manifest = add_checkpoint(finished, 8) / "manifest.json"
+    manifest.write_text(manifest.read_text()[:-20])
+    with pytest.raises(
+        CheckpointError, match=r"step-00000008(.|\n)*--resume .*/step-00000007 --ov"
+    ):
+        resumed_job(finished.path, {}, more_steps=None)
+
+
+def test_a_run_in_use_is_left_alone(finished, config):
+    with finished.locked():
+        with pytest.raises(UsageError, match=rf"runs/x is in use by process {os.getpid()} on"):
+            resumed_job(finished.path, {}, more_steps=None)
+        with pytest.raises(UsageError, match="is in use by process"), finished.locked():
+            pass
+    resumed_job(finished.path, {}, more_steps=None)
+
+
+def test_a_folder_that_holds_only_a_lock_is_free(config):
+    job = new_job(config, overwrite=False)
+    with job.folder.locked():
+        new_job(config, overwrite=False)
+
+
+def test_the_way_out_names_the_folder(finished, config):
+    shutil.rmtree(finished.checkpoints)
+    with pytest.raises(CheckpointError, match=rf"--name x --out {config.run.out} --overwrite"):
+        resumed_job(finished.path, {}, more_steps=None)
+    assert RunFolder(Path("runs/x")).flags == "--name x"
+
+
+def test_a_wrong_value_in_a_config_file_is_blamed_on_the_file(finished):
+    tree = json.loads(finished.config.read_text())
+    tree["optim"]["lr"] = -1
+    finished.config.write_text(json.dumps(tree))
+    with pytest.raises(UsageError, match=r"config.json: --lr: expected more than 0, got -1"):
+        finished.read_config()
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_parameters_are_counted_without_being_made(layers):
+    model = ModelConfig(dim=8, layers=layers, heads=2)
+    made = sum(parameter.numel() for parameter in Transformer(model).parameters())
+    assert count_parameters(TrainConfig(model=model)) == made
 
 
 def test_a_broken_checkpoint_is_named(finished):

@@ -1,16 +1,22 @@
 """The files that listeners write."""
 
 import json
+import math
+from pathlib import Path
 
+import pytest
+
+from shoal.errors import CheckpointError
 from shoal.report.metrics import StepRecord, ValidationRecord, read_metrics
 from shoal.report.timeline import read_timeline
 from shoal.runtime.events import Event, EventKind
+from shoal.train.journal import Journal
 from shoal.train.metrics import MetricsFile
 from shoal.train.timeline import TimelineFile
 
 
 def write(path, steps, *, start_step=0):
-    metrics = MetricsFile(path, start_step=start_step)
+    metrics = MetricsFile(path, start_step=start_step, num_ranks=2)
     for step in steps:
         metrics.on_step(StepRecord(step=step, loss=1 / step, memory_bytes=(1, 2)), ())
     metrics.on_validation(ValidationRecord(step=steps[-1], loss=9.0))
@@ -29,6 +35,29 @@ def test_what_is_written_is_what_the_report_reads(tmp_path):
     assert metrics.problems == ()
 
 
+def test_what_json_has_no_word_for_is_a_gap(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path, start_step=0, num_ranks=2)
+    metrics.on_step(StepRecord(step=1, loss=math.nan, grad_norm=math.inf), ())
+    metrics.close()
+    (line,) = path.read_text().splitlines()
+    fields = json.loads(line, parse_constant=lambda name: pytest.fail(name))
+    assert (fields["loss"], fields["grad_norm"]) == (None, None)
+    (record,) = read_metrics(path).steps
+    assert math.isnan(record.loss)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_is_told_with_the_path(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    path.symlink_to("/dev/full")
+    monkeypatch.setattr("shoal.train.metrics._drop_after", lambda path, step: None)
+    message = r"cannot write .*metrics.jsonl: No space left on device"
+    journal = Journal([MetricsFile(path, start_step=0, num_ranks=2)])
+    with pytest.raises(CheckpointError, match=message), journal:
+        journal.step(StepRecord(step=1, loss=1.0), ())
+
+
 def test_a_resume_drops_what_came_after_its_checkpoint(tmp_path):
     path = tmp_path / "metrics.jsonl"
     write(path, [1, 2, 3, 4])
@@ -39,6 +68,7 @@ def test_a_resume_drops_what_came_after_its_checkpoint(tmp_path):
     assert [(line["kind"], line["step"]) for line in lines] == [
         ("step", 1),
         ("step", 2),
+        ("resume", 2),
         ("step", 3),
         ("validation", 3),
     ]

@@ -69,7 +69,7 @@ def test_options_are_listed_with_their_flags_and_groups():
         ({"number": "3"}, r"--number: expected int, got '3' \(str\)"),
         ({"number": True}, "--number: expected int"),
         ({"rate": 0}, "--rate: expected more than 0, got 0"),
-        ({"rate": float("nan")}, "--rate: expected more than 0, got nan"),
+        ({"rate": float("nan")}, "--rate: expected a finite number, got nan"),
         ({"color": "green"}, "--color: expected one of red, blue; got green"),
         ({"place": "x"}, "--where: expected Path, got 'x'"),
     ],

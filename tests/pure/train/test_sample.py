@@ -23,6 +23,20 @@ def run(model: nn.Module, seed: int = 0) -> bytes:
     return generate(model, b"abc", num_bytes=6, context=4, seed=seed, device=torch.device("cpu"))
 
 
+class Lost(nn.Module):
+    """Has diverged."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        scores = torch.full((*tokens.shape, 256), torch.nan)
+        scores[..., ::2] = torch.inf
+        scores[..., 1::4] = -torch.inf
+        return scores
+
+
+def test_a_model_that_has_diverged_still_says_something():
+    assert len(run(Lost())) == 6
+
+
 def test_text_continues_its_prompt():
     assert run(Successor()) == b"defghi"
 

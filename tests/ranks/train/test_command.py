@@ -17,6 +17,7 @@ TINY = [
     *("--device", "cpu", "--validate-every", "0", "--sample-tokens", "8", "--max-bytes", "50000"),
 ]
 FOREVER = ["--steps", "1000000", "--save-every", "0"]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 pytestmark = pytest.mark.skipif(
     not Path("/proc/self/stat").exists(), reason="finds the ranks of a command in /proc"
@@ -125,8 +126,10 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path, start):
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
-    status, _, err = start("--resume", "runs/a", "--steps", "+3").finish()
+    config = (folder / "config.json").read_text()
+    status, _, err = start("--resume", "runs/a", "--steps", "+3", "--lr", "0.5").finish()
     assert status == 1
+    assert (folder / "config.json").read_text() == config, "a failed resume changes nothing"
     assert err.count("shoal: error:") == 1
     assert shard.name in err
     assert "Traceback" not in err
@@ -155,6 +158,12 @@ def test_ranks_do_not_outlive_their_launcher(tmp_path, start):
     wait_for_steps(tmp_path / "runs" / "a")
     ranks = command.ranks()
     assert len(ranks) == 2
+    # Meanwhile nobody else may write there.
+    for arguments in (["--resume", "runs/a"], ["--name", "a", "--overwrite", *TINY]):
+        status, _, err = start(*arguments).finish()
+        assert status == 2
+        assert f"runs/a is in use by process {command.process.pid} on" in err
+    assert all(alive(pid) for pid in ranks)
     command.process.kill()
     command.finish()
     wait_until(lambda: not any(alive(pid) for pid in ranks), timeout_s=10)
@@ -175,9 +184,36 @@ def test_insisting_ends_the_run_at_once(tmp_path, start):
     assert not any(alive(pid) for pid in ranks)
 
 
+def test_a_closed_terminal_stops_the_run_and_a_closed_pipe_does_not(tmp_path, start):
+    folder = tmp_path / "runs" / "a"
+    command = start("--name", "a", *FOREVER, *TINY)
+    wait_for_steps(folder, 1)
+    assert command.process.stdout is not None
+    assert command.process.stderr is not None
+    command.process.stdout.close()
+    command.process.stderr.close()
+    wait_for_steps(folder, len(steps_in(folder)) + 500)
+    command.process.send_signal(signal.SIGHUP)
+    assert command.process.wait(timeout=60) == 130
+    assert (folder / "checkpoints" / f"step-{steps_in(folder)[-1]:08d}").is_dir()
+    assert (folder / "report.html").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP], ids=lambda n: n.name)
+def test_torchrun_saves_when_it_is_asked_to_stop(tmp_path, start, number):
+    folder = tmp_path / "runs" / "a"
+    command = start("--name", "a", *FOREVER, *TINY, launcher=TORCHRUN)
+    wait_for_steps(folder)
+    command.process.send_signal(number)
+    status, out, _ = command.finish()
+    assert status != 0
+    done = steps_in(folder)[-1]
+    assert f"stopped as asked  step {done} of 1000000" in out
+    assert (folder / "checkpoints" / f"step-{done:08d}").is_dir()
+
+
 def test_torchrun_starts_the_same_command(tmp_path, start):
-    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    status, out, _ = start("--name", "a", "--steps", "4", *TINY, launcher=torchrun).finish()
+    status, out, _ = start("--name", "a", "--steps", "4", *TINY, launcher=TORCHRUN).finish()
     assert status == 0
     assert "2 ranks on cpu in fp32" in out
     assert out.count("finished    step 4 of 4") == 1

@@ -1,5 +1,6 @@
 """What the loop does beside training: stop together, validate, agree, leave things behind."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness import on_ranks, ranks
-from shoal.errors import UsageError
+from shoal.errors import DivergedError, UsageError
 from shoal.train.build import build_model
 from shoal.train.config import (
     DataConfig,
@@ -24,6 +25,7 @@ from shoal.train.environment import Place
 from shoal.train.job import Job, new_job
 from shoal.train.loop import train
 from shoal.train.model import next_byte_loss
+from shoal.train.step import training_step
 from shoal.train.world import SilentExit, World
 
 
@@ -34,12 +36,12 @@ def make_world() -> World:
     return World(place=place, device=torch.device("cpu"), mesh=mesh)
 
 
-def make_job(folder: Path, *, num_ranks: int = 2, **run) -> Job:
+def make_job(folder: Path, *, num_ranks: int = 2, lr: float = 1e-30, **run) -> Job:
     config = TrainConfig(
         model=ModelConfig(dim=16, layers=2, heads=2, context=16),
         data=DataConfig(max_bytes=50_000),
-        # So small a rate that the weights stay where they were.
-        optim=OptimConfig(lr=1e-30, weight_decay=0),
+        # By default so small a rate that the weights stay where they were.
+        optim=OptimConfig(lr=lr, weight_decay=0),
         parallel=ParallelConfig(device="cpu"),
         run=RunConfig(batch_size=4, out=folder, name="run", **run),
     )
@@ -67,6 +69,46 @@ def test_all_ranks_stop_after_the_step_in_which_one_was_asked_to(tmp_path):
     assert [path.name for path in job.folder.checkpoints.iterdir()] == ["step-00000003"]
     assert job.folder.report.exists()
     assert not job.folder.sample.exists()
+
+
+def run_until_one_diverges(job: Job) -> tuple[str, bool]:
+    """The loss of rank 1 is NaN in the third step; return the error, and whether weights moved."""
+    world, calls = make_world(), itertools.count(1)
+    kept: dict[str, torch.Tensor] = {}
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        broken = next(calls) == 3 and world.rank == 1
+        return next_byte_loss(logits, targets) * (torch.nan if broken else 1.0)
+
+    def step(model, optimizer, batch, *, clip):
+        kept.update({name: p.detach().clone() for name, p in model.named_parameters()})
+        kept["model"] = model
+        return training_step(model, optimizer, batch, clip=clip)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shoal.train.step.next_byte_loss", loss)
+        patch.setattr("shoal.train.loop.training_step", step)
+        with pytest.raises(DivergedError) as caught:
+            train(job, world, lambda: False)
+    model = kept.pop("model")
+    moved = any(
+        not torch.equal(before.to_local(), model.get_parameter(name).to_local())
+        for name, before in kept.items()
+    )
+    return str(caught.value), moved
+
+
+def test_all_ranks_stop_before_a_diverged_step_is_saved(tmp_path):
+    job = make_job(tmp_path, lr=1e-2, steps=50, save_every=1, keep=0)
+    (message, moved), other = on_ranks(2, run_until_one_diverges, job)
+    assert other == (message, False)
+    assert not moved
+    assert message.startswith("step 3: the loss of rank 1 is not finite")
+    assert "Go on from step 2 with: shoal train --resume" in message
+    names = sorted(path.name for path in job.folder.checkpoints.iterdir())
+    assert names == ["step-00000001", "step-00000002"]
+    assert [line["loss"] is None for line in lines_of(job, "step")] == [False, False, True]
+    assert job.folder.report.exists()
 
 
 def run_to_the_end(job: Job) -> bool:
