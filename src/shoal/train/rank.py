@@ -8,6 +8,7 @@ and shoal's own launcher starts this module, as
 
 from __future__ import annotations
 
+import ctypes
 import faulthandler
 import os
 import signal
@@ -35,6 +36,7 @@ from shoal.train.outlet import Outlet
 from shoal.train.signals import die_of, stop_signals
 from shoal.train.world import join_world
 
+_PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 0.5
 
 
@@ -100,7 +102,11 @@ def _created(job: Job, num_ranks: int, held: ExitStack) -> Job:
 
 def _follow(launcher: int) -> None:
     """End this process when the launcher is gone, however it went."""
+    if sys.platform == "linux":
+        # The kernel does it at once, whatever this process is stuck in.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
+    # Elsewhere, and if the launcher went before this line.
     def watch() -> None:
         while os.getppid() == launcher:
             time.sleep(_PARENT_CHECK_S)

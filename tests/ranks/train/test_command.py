@@ -153,6 +153,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path, start, number):
     assert not any(alive(pid) for pid in ranks)
 
 
+@pytest.mark.timeout(240)  # three commands at once, which a busy machine takes minutes for
 def test_ranks_do_not_outlive_their_launcher(tmp_path, start):
     command = start("--name", "a", *FOREVER, *TINY)
     wait_for_steps(tmp_path / "runs" / "a")
