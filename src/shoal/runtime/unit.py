@@ -20,6 +20,7 @@ from shoal import _torch
 from shoal.comm.transport import Pending, Transport
 from shoal.errors import InvariantError
 from shoal.layout import Even, ParamSpec
+from shoal.layout.spec import round_up
 from shoal.layout.stripe import Stripe
 from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.buffer import Buffer
@@ -337,7 +338,7 @@ def _aligned_offsets(numels: Iterable[int], alignment: int) -> list[int]:
     """Where each of several tensors starts in one buffer; last, the length of the buffer."""
     offsets = [0]
     for numel in numels:
-        offsets.append(offsets[-1] + -(-numel // alignment) * alignment)
+        offsets.append(offsets[-1] + round_up(numel, alignment))
     return offsets
 
 
