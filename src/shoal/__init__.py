@@ -10,15 +10,42 @@ from typing import TYPE_CHECKING
 from shoal.version import __version__
 
 if TYPE_CHECKING:
-    from shoal.runtime.fully_shard import FSDPModule, fully_shard
-    from shoal.runtime.policy import MixedPrecisionPolicy
+    from shoal.runtime.fsdp_module import (
+        FSDPModule,
+        UnshardHandle,
+        register_fsdp_forward_method,
+        share_comm_ctx,
+    )
+    from shoal.runtime.full_parameters import full_parameters
+    from shoal.runtime.fully_shard import fully_shard
+    from shoal.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from shoal.tensor.sharded import ShardedTensor
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "__version__", "fully_shard"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardedTensor",
+    "UnshardHandle",
+    "__version__",
+    "full_parameters",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]
 
 _MODULES = {
-    "FSDPModule": "shoal.runtime.fully_shard",
+    "CPUOffloadPolicy": "shoal.runtime.policy",
+    "FSDPModule": "shoal.runtime.fsdp_module",
     "MixedPrecisionPolicy": "shoal.runtime.policy",
+    "OffloadPolicy": "shoal.runtime.policy",
+    "ShardedTensor": "shoal.tensor.sharded",
+    "UnshardHandle": "shoal.runtime.fsdp_module",
+    "full_parameters": "shoal.runtime.full_parameters",
     "fully_shard": "shoal.runtime.fully_shard",
+    "register_fsdp_forward_method": "shoal.runtime.fsdp_module",
+    "share_comm_ctx": "shoal.runtime.fsdp_module",
 }
 
 

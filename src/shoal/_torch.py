@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
 from typing import Any, TypeVar, cast
@@ -16,33 +16,63 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload as OpOverload
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed._composable.contract import _get_registry
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
 Class = TypeVar("Class", bound=type)
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 DYNAMO_MODULE = "torch._dynamo"
 """Optimizers import it at their first step, which takes longer than importing torch."""
 
 
-def all_gather_flat(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> dist.Work | None:
-    """Start an all-gather into one tensor; torch 2.13 renamed the function."""
-    start = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return start(output, input, group=group, async_op=True)
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""Makes a tensor subclass go straight to its `__torch_dispatch__`, at no cost per call."""
+
+make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
+"""A tensor with metadata and no memory: `make_wrapper(cls, shape, dtype=, device=, ...)`."""
 
 
-def reduce_scatter_flat(
-    output: Tensor,
-    input: Tensor,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    group: dist.ProcessGroup,
-) -> dist.Work | None:
-    """Start a reduce-scatter of one tensor; torch 2.13 renamed the function."""
-    start = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return start(output, input, op=cast(Any, op), group=group, async_op=True)
+def gather_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work]:
+    """The group's own all-gather into one tensor (output, input); torch 2.13 renamed it."""
+    method = getattr(group, "all_gather_single", None) or cast(Any, group)._allgather_base
+    options = dist.distributed_c10d.AllgatherOptions()
+    return lambda output, input: method(output, input, options)
+
+
+def all_to_all_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work]:
+    """The group's own all-to-all of equal pieces (output, input); torch 2.13 renamed it."""
+    method = getattr(group, "all_to_all_single", None) or cast(Any, group).alltoall_base
+    options = dist.distributed_c10d.AllToAllOptions()
+    return lambda output, input: method(output, input, [], [], options)
+
+
+def scatter_method(
+    group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+) -> Callable[[Tensor, Tensor], dist.Work]:
+    """The group's own reduce-scatter of one tensor (output, input); torch 2.13 renamed it."""
+    method = getattr(group, "reduce_scatter_single", None)
+    method = method or cast(Any, group)._reduce_scatter_base
+    options = dist.distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = cast(Any, op)
+    return lambda output, input: method(output, input, options)
+
+
+def all_reduce_method(
+    group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+) -> Callable[[Tensor], dist.Work]:
+    """The group's own all-reduce."""
+    method, options = group.allreduce, dist.distributed_c10d.AllreduceOptions()
+    options.reduceOp = cast(Any, op)
+    return lambda tensor: method([tensor], options)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -51,10 +81,151 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor._local_tensor
 
 
-def dtensor_like(example: Tensor, local: Tensor) -> DTensor:
-    """Wrap a local tensor with another DTensor's placement; skips what `from_local` checks."""
-    assert isinstance(example, DTensor)
-    return DTensor(local, example._spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Give a DTensor other memory for its local tensor."""
+    tensor._local_tensor = local
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements and global shape of a DTensor."""
+    return tensor._spec
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """The spec of a DTensor that does not exist yet."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def respec(spec: DTensorSpec, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensorSpec:
+    """The spec of the same global tensor, distributed in another way."""
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def num_shards(spec: DTensorSpec, dim: int) -> int:
+    """Into how many pieces a distributed tensor is cut along a dim."""
+    return spec.num_shards_map[dim]
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A shard of a dim that another mesh axis, which comes later, has cut before."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_shard_of(placement: Placement, dim: int) -> bool:
+    """Whether a placement cuts a dim, in whatever order."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local tensor; skips what `from_local` checks, and is not differentiable."""
+    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue]
+
+
+def copy_columns(rows: Tensor, widths: list[int], outs: list[Tensor]) -> None:
+    """Copy neighbouring bands of columns into a tensor each, in one kernel."""
+    torch.split_with_sizes_copy(rows, widths, dim=1, out=outs)
+
+
+def chunk_into_columns(tensors: list[Tensor], num_chunks: int, out: Tensor) -> None:
+    """Cut tensors along dim 0, pad the chunks, lay those of one number side by side in a row.
+
+    One kernel, which also casts to the dtype of `out`.
+    """
+    torch._chunk_cat(tensors, dim=0, num_chunks=num_chunks, out=out)
+
+
+def can_swap_memory() -> bool:
+    """Whether two storages can exchange their bytes, which torch learned after 2.11."""
+    return hasattr(torch.UntypedStorage, "_swap_data_ptr_")
+
+
+def swap_memory(a: torch.UntypedStorage, b: torch.UntypedStorage) -> None:
+    """Exchange the bytes of two storages; views follow their storage."""
+    cast(Any, a)._swap_data_ptr_(b)
+
+
+def replicates(module: torch.nn.Module) -> bool:
+    """Whether torch's composable `replicate` manages a module."""
+    registry = _get_registry(module)
+    return registry is not None and "replicate" in registry
+
+
+def allocating_backend(group: dist.ProcessGroup, device: torch.device) -> Any | None:
+    """The backend of a group, if it can allocate memory that it communicates from."""
+    try:
+        backend = cast(Any, group)._get_backend(device)
+        return backend if backend.supports_tensor_alloc(device) else None
+    except (RuntimeError, AttributeError):
+        return None
+
+
+def default_store() -> dist.Store:
+    """The key-value store that the default process group was made with."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def unwrapped_by_dynamo(function: Function) -> Function:
+    """Let a compiled caller break its graph here; without importing the compiler to say so."""
+    cast(Any, function)._torchdynamo_disable = True
+    return untraced_function(function)
+
+
+def offer_foreach(cls: type) -> None:
+    """Let optimizers and gradient clipping choose multi-tensor operations for a tensor class."""
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        classes: list[type] = sys.modules[module]._foreach_supported_types
+        if cls not in classes:
+            classes.append(cls)
+
+
+def set_data(tensor: Tensor, other: Tensor) -> None:
+    """`tensor.data = other` as torch itself does it, for a class that has its own `data`."""
+    cast(Any, Tensor).data.__set__(tensor, other)
+
+
+def mutated_arguments(op: OpOverload) -> tuple[str, ...]:
+    """The names of the arguments that an operation writes to."""
+    return tuple(
+        argument.name
+        for argument in op._schema.arguments
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def num_returns(op: OpOverload) -> int:
+    """How many results an operation has."""
+    return len(op._schema.returns)
+
+
+def binding(op: OpOverload) -> Callable[..., Any]:
+    """The function in torch's namespace, which reads long lists faster than the operation."""
+    return getattr(torch, op.__name__.partition(".")[0])
+
+
+def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Every argument of a call by its name, with the defaults of those that were left out."""
+    given = {argument.name: argument.default_value for argument in op._schema.arguments}
+    given.update(zip(given, args, strict=False))
+    given.update(kwargs)
+    return given
+
+
+def foreach_norm(tensors: list[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each tensor, in few kernels."""
+    return list(torch._foreach_norm(tensors, order, dtype))
+
+
+def aten_overload(name: str) -> OpOverload | None:
+    """The operation of a name such as `add.Tensor`, where this torch has it."""
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(torch.ops.aten, packet, None), overload, None)
 
 
 def run_post_accumulate_hooks(parameter: Tensor) -> None:
@@ -88,9 +259,16 @@ def reduction_and_factor(
     op: dist.ReduceOp | dist.ReduceOp.RedOpType,
 ) -> tuple[dist.ReduceOp.RedOpType, float]:
     """Split a reduction into its type and, for PREMUL_SUM, the factor that only pickling shows."""
-    given = cast(Any, op)
-    kind = given.op if hasattr(given, "op") else given
-    return kind, given.__getstate__()[1] if kind == dist.ReduceOp.PREMUL_SUM else 1.0
+    kind = getattr(op, "op", op)
+    if kind != dist.ReduceOp.PREMUL_SUM:
+        return kind, 1.0
+    return kind, cast(Any, op).__getstate__()[1]
+
+
+def premultiplied_sum(factor: float) -> dist.ReduceOp:
+    """A sum of inputs that are each multiplied first; torch 2.13 made it a constructor."""
+    make = getattr(dist, "_make_nccl_premul_sum", None)
+    return make(factor) if make is not None else cast(Any, dist.ReduceOp.PREMUL_SUM)(factor)
 
 
 def data_parallel_mesh_dims_class() -> type | None:
@@ -216,11 +394,17 @@ def make_current(stream: torch.cuda.Stream) -> None:
 
 def untraced(cls: Class) -> Class:
     """Keep dynamo out of a class's methods and of what they call: c10d calls them anywhere."""
+    for method in vars(cls).values():
+        if isinstance(method, FunctionType):
+            untraced_function(method)
+    return cls
+
+
+def untraced_function(function: Function) -> Function:
+    """Keep dynamo out of a function and of what it calls."""
     from torch._C._dynamo import eval_frame
 
     skip = eval_frame._FrameAction.SKIP
-    for method in vars(cls).values():
-        if isinstance(method, FunctionType):
-            strategy = eval_frame._FrameExecStrategy(skip, skip)
-            eval_frame.set_code_exec_strategy(method.__code__, strategy)
-    return cls
+    strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
+    return function

@@ -1,6 +1,31 @@
 """The names of `torch.distributed.fsdp`, on shoal's engine: change the import only."""
 
-from shoal.runtime.fully_shard import FSDPModule, fully_shard
-from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.mesh import DataParallelMeshDims
+from shoal.runtime.fsdp_module import (
+    FSDPModule,
+    UnshardHandle,
+    register_fsdp_forward_method,
+    share_comm_ctx,
+)
+from shoal.runtime.full_parameters import full_parameters
+from shoal.runtime.fully_shard import fully_shard
+from shoal.runtime.policy import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    ShardPlacementResult,
+)
 
-__all__ = ["FSDPModule", "MixedPrecisionPolicy", "fully_shard"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "DataParallelMeshDims",
+    "FSDPModule",
+    "MixedPrecisionPolicy",
+    "OffloadPolicy",
+    "ShardPlacementResult",
+    "UnshardHandle",
+    "full_parameters",
+    "fully_shard",
+    "register_fsdp_forward_method",
+    "share_comm_ctx",
+]

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.manifest import fingerprint, read_manifest
 from shoal.checkpoint.metadata import JSON, Manifest, StoredRegion, TensorEntry
-from shoal.checkpoint.placement import Share, share_of
+from shoal.checkpoint.placement import Part, Share, share_of
 from shoal.checkpoint.storage import RegionReader
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
@@ -66,7 +66,8 @@ def _plan(folder: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Manifest, 
     moves = [
         move
         for name, share in shares.items()
-        for move in _moves(name, manifest.tensors[name], share)
+        for part in share.parts
+        for move in _moves(name, manifest.tensors[name], part)
     ]
     return manifest, moves
 
@@ -106,22 +107,20 @@ def _listed(what: str, items: list[str]) -> list[str]:
     return [f"{len(items)} {what}: {'; '.join(items[:MOST_NAMES])}{more}"]
 
 
-def _moves(name: str, entry: TensorEntry, share: Share) -> list[Move]:
+def _moves(name: str, entry: TensorEntry, held: Part) -> list[Move]:
     """Find the stored regions that hold what this rank needs; together they hold all of it."""
-    if share.region is None:
-        return []
     moves: list[Move] = []
     for stored in entry.regions:
-        overlap = stored.region.overlap(share.region)
+        overlap = stored.region.overlap(held.region)
         if overlap is not None:
-            target = share.local[overlap.relative_to(share.region).slices]
+            target = held.local[overlap.relative_to(held.region).slices]
             part = overlap.relative_to(stored.region)
             moves.append(Move(name=name, entry=entry, stored=stored, part=part, target=target))
     found = sum(move.part.numel for move in moves)
-    if found != share.region.numel:
+    if found != held.region.numel:
         raise CheckpointError(
             f"tensor {name!r}: the checkpoint's regions hold {found:,} elements for "
-            f"{share.region}, which has {share.region.numel:,}; the manifest is inconsistent"
+            f"{held.region}, which has {held.region.numel:,}; the manifest is inconsistent"
         )
     return moves
 

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint.metadata import JSON, check_json
 from shoal.errors import CheckpointError, UsageError
+from shoal.tensor.sharded import ShardedTensor
 
 PREFIX = "optimizer/"
 
@@ -138,10 +139,11 @@ def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
 
 def _check_placed(key: str, parameter: torch.Tensor, value: torch.Tensor) -> None:
     """Refuse state that differs from rank to rank without saying so: rank 0's would be saved."""
-    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.numel() > 1:
+    sharded = (DTensor, ShardedTensor)
+    if isinstance(parameter, sharded) and not isinstance(value, sharded) and value.numel() > 1:
         raise NotImplementedError(
             f"{key} is a plain tensor of shape {tuple(value.shape)} for a sharded parameter: only "
-            "DTensors and single elements are supported"
+            "tensors sharded like it and single elements are supported"
         )
 
 

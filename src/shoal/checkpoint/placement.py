@@ -10,28 +10,36 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from shoal.errors import CheckpointError
 from shoal.layout.chunk import chunk_bounds
 from shoal.layout.region import Region
+from shoal.tensor.sharded import ShardedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """A region of a whole tensor, and this rank's memory for it.
+class Part:
+    """A region of a whole tensor, and this rank's memory for it."""
 
-    `region` is None on a rank that holds nothing. `writes` is true on one of the ranks that hold
-    the same region, so that each element is saved once.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    region: Region | None
+    region: Region
     local: torch.Tensor
-    writes: bool
 
     def __post_init__(self) -> None:
-        if self.region is not None and tuple(self.local.shape) != self.region.sizes:
+        if tuple(self.local.shape) != self.region.sizes:
             raise CheckpointError(
                 f"holds a local tensor of shape {tuple(self.local.shape)}, where its placement "
                 f"says {self.region.sizes}: it is not sharded as torch.chunk cuts"
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What this rank holds of a whole tensor: no part where it holds nothing.
+
+    `writes` is true on one of the ranks that hold the same parts, so that each element is saved
+    once.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[Part, ...]
+    writes: bool
 
 
 def share_of(name: str, tensor: object, *, is_first: bool) -> Share:
@@ -44,22 +52,26 @@ def share_of(name: str, tensor: object, *, is_first: bool) -> Share:
     if tensor.layout != torch.strided or tensor.is_meta:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
         raise NotImplementedError(f"{name!r}: checkpoints of {kind} tensors are not supported")
-    # Without gradients, a DTensor gives its local tensor itself, not a copy that autograd tracks.
-    with torch.no_grad():
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-    region, writes = Region.whole(tensor.shape), is_first
-    if isinstance(tensor, DTensor):
-        region, writes = _sharded(name, tensor)
     try:
-        return Share(
-            shape=tuple(tensor.shape),
-            dtype=tensor.dtype,
-            region=region if region is not None and region.numel > 0 else None,
-            local=local,
-            writes=writes,
-        )
+        held, writes = _held(name, tensor, is_first)
+        parts = tuple(Part(region=r, local=local) for r, local in held if r.numel > 0)
     except CheckpointError as error:
         raise CheckpointError(f"{name!r} {error}") from error
+    return Share(shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts, writes=writes)
+
+
+def _held(
+    name: str, tensor: torch.Tensor, is_first: bool
+) -> tuple[list[tuple[Region, torch.Tensor]], bool]:
+    """The regions that this rank holds with its memory for each, and whether it writes them."""
+    if isinstance(tensor, ShardedTensor):
+        return tensor.parts(), tensor.placement.replica == 0
+    if not isinstance(tensor, DTensor):
+        return [(Region.whole(tensor.shape), tensor.detach())], is_first
+    region, writes = _sharded(name, tensor)
+    # Without gradients, a DTensor gives its local tensor itself, not a copy that autograd tracks.
+    with torch.no_grad():
+        return [(region, tensor.to_local())] if region is not None else [], writes
 
 
 def _sharded(name: str, tensor: DTensor) -> tuple[Region | None, bool]:

@@ -27,8 +27,8 @@ def save(
 ) -> None:
     """Write a checkpoint named `folder`, which must not exist yet.
 
-    Every rank of the group calls this with the same names. A rank writes its part of each
-    `DTensor`; plain tensors and `extra` are taken from the first rank. The folder appears when
+    Every rank of the group calls this with the same names. A rank writes its part of each sharded
+    tensor; plain tensors and `extra` are taken from the first rank. The folder appears when
     everything in it is on the disk; if anything fails on any rank, every rank raises
     `CheckpointError` and no folder of that name is left.
     """

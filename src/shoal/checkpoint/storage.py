@@ -20,7 +20,7 @@ import torch
 
 from shoal.checkpoint.disk import write_synced
 from shoal.checkpoint.metadata import StoredRegion, TensorEntry, file_name
-from shoal.checkpoint.placement import Share
+from shoal.checkpoint.placement import Part, Share
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
@@ -74,17 +74,20 @@ def blocks_of(name: str, share: Share) -> Iterator[Block]:
     """Cut what this rank writes of a tensor into blocks."""
     if share.dtype not in CODES:
         raise NotImplementedError(f"{name!r}: checkpoints of {share.dtype} are not supported")
-    if share.region is None or not share.writes:
+    for part in share.parts if share.writes else ():
+        yield from _blocks_of_part(name, part)
+
+
+def _blocks_of_part(name: str, part: Part) -> Iterator[Block]:
+    if not part.region.sizes:
+        yield Block(name=name, region=part.region, values=part.local)
         return
-    if not share.shape:
-        yield Block(name=name, region=share.region, values=share.local)
-        return
-    num_rows, *inner = share.region.sizes
-    row_bytes = share.region.numel // num_rows * share.dtype.itemsize
+    num_rows, *inner = part.region.sizes
+    row_bytes = part.region.numel // num_rows * part.local.dtype.itemsize
     rows = max(1, BLOCK_BYTES // row_bytes)
     for start in range(0, num_rows, rows):
-        values = share.local[start : start + rows]
-        offsets = (share.region.offsets[0] + start, *share.region.offsets[1:])
+        values = part.local[start : start + rows]
+        offsets = (part.region.offsets[0] + start, *part.region.offsets[1:])
         region = Region(offsets=offsets, sizes=(values.shape[0], *inner))
         yield Block(name=name, region=region, values=values)
 

@@ -4,6 +4,7 @@ In: flat tensors and a c10d process group (gloo, NCCL, `local` threads, or the `
 Out: `Pending` handles, one per collective in flight.
 """
 
-from shoal.comm.transport import Pending, Transport
+from shoal.comm.pending import Pending, Prepared
+from shoal.comm.transport import Transport
 
-__all__ = ["Pending", "Transport"]
+__all__ = ["Pending", "Prepared", "Transport"]

@@ -60,6 +60,7 @@ class ModelledGroup(PythonGroup):
     """
 
     backend_name = BACKEND
+    others_are_imagined = True
 
     def __init__(self, rank: int, size: int, model: _Model, job: ModelledGroup | None) -> None:
         super().__init__(rank, size)

@@ -31,9 +31,11 @@ _NARROW = frozenset({torch.bfloat16, torch.float16})
 _SCALED = frozenset({ReduceOp.AVG, ReduceOp.PREMUL_SUM})
 
 
-@torch.no_grad()
 def reduce_in_order(pieces: Sequence[Tensor], op: Reduction, out: Tensor) -> None:
-    """Write `pieces[0] op pieces[1] op …` into `out`, which must not overlap them."""
+    """Write `pieces[0] op pieces[1] op …` into `out`, which must not overlap them.
+
+    Not for autograd: none of them may require a gradient, unless gradients are switched off.
+    """
     kind, factor = _torch.reduction_and_factor(op)
     step = _STEP.get(kind)
     if step is None:

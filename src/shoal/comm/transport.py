@@ -2,12 +2,14 @@
 
     Transport(group).all_gather(output, shard)  ->  Pending  ->  wait()  ->  output
 
-Every collective is asynchronous and answers with one `Pending`. What a backend lacks is served
-here rather than by the caller:
+Every collective is asynchronous and answers with one `Pending`. Those of a training step go to the
+group's own methods: c10d's functions check again what was checked here, for some 5 to 40 µs of host
+time each. They can be prepared, so that the checks are made once for many launches.
 
-- gloo's reduce-scatter moves twice its bytes: here it is an all-to-all, then a local reduction in
-  rank order, measured twice as fast;
-- gloo lacks AVG in some releases: here it is SUM, then a division;
+What a backend lacks is served here rather than by the caller:
+
+- gloo's all-gather and reduce-scatter are slow: here they are an all-to-all (`gloo`);
+- gloo lacks AVG in some releases, and PREMUL_SUM: here they are SUM, then a multiplication;
 - gloo and NCCL refuse some element types (float8, int16, complex, …): where a collective only moves
   data, here they travel as bytes.
 """
@@ -16,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -24,9 +25,10 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal import _torch
+from shoal.comm import gloo
 from shoal.comm.calls import Reduction
-from shoal.comm.reduction import reduce_in_order
-from shoal.errors import MeshError, RankError, ShoalError, UsageError
+from shoal.comm.pending import Pending, Prepared, Started
+from shoal.errors import MeshError, UsageError
 
 # Every backend carries these as they are; everything else travels as bytes.
 _CARRIED = frozenset(
@@ -44,70 +46,10 @@ _CARRIED = frozenset(
 )
 
 
-class Waitable(Protocol):
-    """What a collective in flight must offer: c10d's `Work` does."""
-
-    def wait(self) -> object:
-        """Wait for the collective."""
-        ...
-
-
-class Pending:
-    """One collective in flight: its output, why it was asked for, and the wait for it.
-
-    On CPU `wait` blocks the host. On CUDA it makes the *current stream* wait, so that stream may
-    read the output afterwards and the host runs on. Waiting again is free; it does not order a
-    second stream.
-    """
-
-    __slots__ = ("_finish", "_work", "output", "reason")
-
-    def __init__(
-        self,
-        output: Tensor,
-        work: Waitable | None,
-        reason: str,
-        finish: Callable[[], object] | None = None,
-    ) -> None:
-        self.output = output
-        self.reason = reason
-        self._work = work
-        self._finish = finish
-
-    @property
-    def waited(self) -> bool:
-        """Whether somebody has waited for it already."""
-        return self._work is None
-
-    def wait(self) -> Tensor:
-        """Make the output readable here, and return it."""
-        work = self._work
-        if work is None:
-            return self.output
-        try:
-            work.wait()
-        except ShoalError:
-            raise
-        except RuntimeError as error:
-            raise RankError(
-                f"{self.reason} failed while waiting for the other ranks: {error}"
-            ) from error
-        if self._finish is not None:
-            with torch.no_grad():
-                self._finish()
-        # Dropping these releases the buffers that the collective kept alive.
-        self._work = self._finish = None
-        return self.output
-
-    def __repr__(self) -> str:
-        state = "done" if self.waited else "in flight"
-        return f"Pending({self.reason}, {tuple(self.output.shape)}, {state})"
-
-
 class Transport:
     """The collectives of one process group, for flat contiguous tensors."""
 
-    __slots__ = ("_backends", "group", "rank", "size")
+    __slots__ = ("_backends", "_gather", "_swap", "group", "rank", "size")
 
     def __init__(self, group: ProcessGroup) -> None:
         if not isinstance(group, ProcessGroup):
@@ -121,14 +63,25 @@ class Transport:
         # "cpu:gloo,cuda:nccl" -> which backend serves which device type
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = dict(pairs)
+        self._gather = _torch.gather_method(group)
+        self._swap = _torch.all_to_all_method(group)
 
     def all_gather(self, output: Tensor, input: Tensor, *, reason: str = "all-gather") -> Pending:
         """Concatenate every rank's `input`, in rank order, into `output`."""
+        return self.prepare_all_gather(output, input, reason=reason).launch()
+
+    def prepare_all_gather(
+        self, output: Tensor, input: Tensor, *, reason: str = "all-gather"
+    ) -> Prepared:
+        """Check an all-gather that will be launched many times."""
         self._check(reason, output, input)
         self._check_numel(reason, "output", output.numel(), self.size * input.numel())
         sent, received = _as_carried(input), _as_carried(output)
-        work = _torch.all_gather_flat(received, sent, self.group)
-        return Pending(output, work, reason)
+        if input.device.type == "cpu" and self._backends.get("cpu") == "gloo":
+            start = partial(gloo.start_gather, self._swap, received, sent, self.size)
+        else:
+            start = partial(_started, self._gather, received, sent)
+        return Prepared(output, reason, start)
 
     def reduce_scatter(
         self,
@@ -139,26 +92,47 @@ class Transport:
         reason: str = "reduce-scatter",
     ) -> Pending:
         """Reduce every rank's `input` and keep this rank's piece of the result in `output`."""
+        return self.prepare_reduce_scatter(output, input, op, reason=reason).launch()
+
+    def prepare_reduce_scatter(
+        self,
+        output: Tensor,
+        input: Tensor,
+        op: Reduction = ReduceOp.SUM,
+        *,
+        reason: str = "reduce-scatter",
+    ) -> Prepared:
+        """Check a reduce-scatter that will be launched many times."""
         self._check(reason, output, input)
         self._check_numel(reason, "input", input.numel(), self.size * output.numel())
         self._check_reducible(reason, input, op)
-        if self._backends.get(input.device.type) == "gloo":
-            return self._exchange_and_reduce(output, input, op, reason)
-        work = _torch.reduce_scatter_flat(output, input, op, self.group)
-        return Pending(output, work, reason)
+        if self._is_on_gloo(input):
+            start = partial(gloo.start_reduce_scatter, self._swap, output, input, op, self.size)
+        else:
+            start = partial(_started, _torch.scatter_method(self.group, op), output, input)
+        return Prepared(output, reason, start)
 
     def all_reduce(
         self, tensor: Tensor, op: Reduction = ReduceOp.SUM, *, reason: str = "all-reduce"
     ) -> Pending:
         """Reduce `tensor` over all ranks, in place."""
+        return self.prepare_all_reduce(tensor, op, reason=reason).launch()
+
+    def prepare_all_reduce(
+        self, tensor: Tensor, op: Reduction = ReduceOp.SUM, *, reason: str = "all-reduce"
+    ) -> Prepared:
+        """Check an all-reduce that will be launched many times."""
         self._check(reason, tensor)
         self._check_reducible(reason, tensor, op)
         finish: Callable[[], object] | None = None
-        if op == ReduceOp.AVG and self._backends.get(tensor.device.type) == "gloo":
-            op, finish = ReduceOp.SUM, partial(tensor.div_, self.size)
-        carried_op = cast("ReduceOp.RedOpType", op)  # torch's stub forgets PREMUL_SUM
-        work = dist.all_reduce(tensor, op=carried_op, group=self.group, async_op=True)
-        return Pending(tensor, work, reason, finish)
+        if self._is_on_gloo(tensor):
+            kind, factor = _torch.reduction_and_factor(op)
+            if kind == ReduceOp.AVG:
+                op, finish = ReduceOp.SUM, partial(tensor.div_, self.size)
+            elif kind == ReduceOp.PREMUL_SUM:
+                op, finish = ReduceOp.SUM, partial(tensor.mul_, factor)
+        reduce = _torch.all_reduce_method(self.group, op)
+        return Prepared(tensor, reason, lambda: Started(reduce(tensor), finish))
 
     def broadcast(self, tensor: Tensor, source: int, *, reason: str = "broadcast") -> Pending:
         """Overwrite `tensor` with the one of rank `source` of this group."""
@@ -195,15 +169,8 @@ class Transport:
         )
         return Pending(output, work, reason)
 
-    def _exchange_and_reduce(
-        self, output: Tensor, input: Tensor, op: Reduction, reason: str
-    ) -> Pending:
-        # gloo reduces the whole input on every rank and keeps a piece: twice the bytes, measured
-        # 2 × the time at 4 MiB. Exchanging pieces also fixes the order of summation.
-        pieces = torch.empty_like(input)
-        work = dist.all_to_all_single(pieces, input, group=self.group, async_op=True)
-        reduce = partial(reduce_in_order, pieces.chunk(self.size), op, output)
-        return Pending(output, work, reason, reduce)
+    def _is_on_gloo(self, tensor: Tensor) -> bool:
+        return self._backends.get(tensor.device.type) == "gloo"
 
     def _splits(
         self, reason: str, name: str, tensor: Tensor, carried: Tensor, numels: Sequence[int] | None
@@ -255,3 +222,9 @@ class Transport:
 
 def _as_carried(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
+
+
+def _started(
+    method: Callable[[Tensor, Tensor], dist.Work], output: Tensor, input: Tensor
+) -> Started:
+    return Started(method(output, input))

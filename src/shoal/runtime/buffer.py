@@ -8,18 +8,35 @@ from __future__ import annotations
 
 import torch
 
+from shoal.runtime.arena import Arena
+
 
 class Buffer:
-    """A flat tensor; it begins with memory, because without there can be no new views of it."""
+    """Bytes that come from an arena and go back there."""
 
-    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.tensor = torch.empty(numel, dtype=dtype, device=device)
-        self._num_bytes = self.tensor.untyped_storage().nbytes()
+    __slots__ = ("_arena", "_slot", "_storage", "bytes", "num_bytes")
+
+    def __init__(self, num_bytes: int, arena: Arena) -> None:
+        self.num_bytes = num_bytes
+        self.bytes = arena.blank(num_bytes)
+        """All of it. Make the views, then call `settle`: later there can be no new ones."""
+        self._storage = self.bytes.untyped_storage()
+        self._arena = arena
+        self._slot: torch.UntypedStorage | None = None
+
+    def settle(self) -> None:
+        """All views are made; from here on there is memory only between `fill` and `empty`."""
+        self._arena.bury(self._storage)
+
+    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as elements of a dtype."""
+        return self.bytes.view(dtype)
 
     def fill(self) -> None:
         """Give it memory; what is in there is arbitrary."""
-        self.tensor.untyped_storage().resize_(self._num_bytes)
+        self._slot = self._arena.attach(self._storage, self.num_bytes)
 
     def empty(self) -> None:
         """Take its memory away."""
-        self.tensor.untyped_storage().resize_(0)
+        self._arena.detach(self._storage, self.num_bytes, self._slot)
+        self._slot = None

@@ -1,7 +1,7 @@
 """What the units of one model share: their order, the reductions in flight, the open step.
 
 A model is the module whose forward is called first and everything below it. Each method here
-is what one moment of a step means for a unit; `hooks` only decides when it is called.
+is what one moment of a step means for a unit; `module_state` only decides when it is called.
 """
 
 from __future__ import annotations
@@ -14,22 +14,26 @@ import torch
 
 from shoal import _torch
 from shoal.errors import InvariantError
+from shoal.runtime.arena import Arena
 from shoal.runtime.events import EventKind, Mark, Recorder
 from shoal.runtime.phase import Phase
+from shoal.runtime.reduction import Reduction
 from shoal.runtime.schedule import Order
-from shoal.runtime.unit import Pass, Reduction, Unit
-
-_MAX_REDUCTIONS = 2
-"""Reductions in flight: one runs while the next one's gradients are computed."""
+from shoal.runtime.streams import Streams
+from shoal.runtime.unit import Pass, Unit
 
 
 class Context:
     """The running step of one model."""
 
-    def __init__(self, units: Sequence[Unit], root: Unit | None) -> None:
+    def __init__(
+        self, units: Sequence[Unit], roots: Sequence[Unit], streams: Streams | None
+    ) -> None:
         self.units = tuple(units)
         self.recorder: Recorder | None = None
-        self._root = root
+        self.is_last_backward = True
+        """Whether the end of a backward waits for the reductions."""
+        self._roots = frozenset(roots)
         self._order = Order(self.units)
         self._seen: dict[Unit, None] = {}
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
@@ -38,6 +42,12 @@ class Context:
         # Autograd owns the callback that ends a backward. When a backward raises, autograd drops
         # it: a dead reference tells that the step will never end.
         self._end: weakref.ref[Callable[[], None]] | None = None
+        if units:
+            self.arena = Arena(units[0].device)
+            self.streams = streams or Streams(units[0].device)
+            for unit in self.units:
+                unit.prepare(self.arena, self.streams)
+                unit.on_grad(self.gradient_arrived)
 
     def begin_forward(self) -> None:
         """The model's forward starts: nothing of an earlier step may be taken for current."""
@@ -45,7 +55,8 @@ class Context:
             return
         self._abandon_broken_backward()
         for unit in self.units:
-            if unit.phase is Phase.HELD and not unit.is_kept:
+            is_left_over = unit.phase in (Phase.HELD, Phase.FORWARD) and not unit.is_kept
+            if is_left_over and (unit.options.reshards_after_backward or unit.is_stale):
                 unit.reshard()
         self._seen = {}
 
@@ -59,30 +70,38 @@ class Context:
                 if not unit.is_kept:
                     unit.reshard()
 
-    def enter_forward(self, unit: Unit) -> None:
-        """Give a unit its full parameters; start the gather of the one that comes next.
+    def enter_forward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
+        """Give a unit its full parameters; start the gather of those that come next.
 
         In BACKWARD this is a recomputation, and everything is there.
         """
-        if unit.phase is Phase.BACKWARD:
+        phase = unit.phase
+        if phase is Phase.BACKWARD:
             return
-        if unit.phase in (Phase.GATHERING, Phase.HELD) and unit.is_stale:
+        if phase is Phase.FORWARD:  # another module of the unit, or one that was cut short
+            return
+        if phase is not Phase.SHARDED and unit.is_stale:
             unit.reshard()
         self._hold(unit)
         unit.phase = Phase.FORWARD
-        self._began[unit] = self._mark()
+        if self.recorder is not None:
+            self._began[unit] = self._mark()
         if not _torch.inside_backward():
             self._seen[unit] = None
-            self._prefetch(self._order.after(unit))
+            if then is None:
+                self._prefetch(self._order.after(unit))
+            else:
+                for target in then:
+                    self._prefetch(target)
 
     def leave_forward(self, unit: Unit, *, reshard: bool) -> None:
         """Free the unit, or hold it for its backward."""
         self._record(EventKind.FORWARD, unit, self._began.pop(unit, None))
         unit.phase = Phase.HELD
         if reshard and not unit.is_kept and not _torch.inside_backward():
-            unit.reshard()
+            unit.reshard(to_post=True)
 
-    def enter_backward(self, unit: Unit, run: Pass) -> None:
+    def enter_backward(self, unit: Unit, run: Pass, then: Sequence[Unit] | None) -> None:
         """Give a unit its full parameters again; start the gather of the one before it."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -99,34 +118,63 @@ class Context:
                 "backward, so its gradients would belong to other weights. Call optimizer.step() "
                 "or load_state_dict() after backward()."
             )
-        self._hold(unit)
-        unit.phase = Phase.BACKWARD
-        unit.num_missing_grads = sum(member.full.requires_grad for member in unit.members)
-        self._began[unit] = self._mark()
-        # The root's backward comes first, although its forward came first too: it is around.
-        self._prefetch(self._order.last if unit is self._root else self._order.before(unit))
+        if unit.options.gathers_in_backward:
+            self._hold(unit)
+            unit.phase = Phase.BACKWARD
+        if self.recorder is not None:
+            self._began[unit] = self._mark()
+        if then is not None:
+            for target in then:
+                self._prefetch(target)
+        else:
+            # The root's backward comes first, although its forward did too: it is around.
+            last = unit in self._roots
+            self._prefetch(self._order.last if last else self._order.before(unit))
 
     def gradient_arrived(self, unit: Unit) -> None:
-        """Count a gradient; with the last one the unit is reduced.
+        """A gradient was accumulated; when all are there the unit is reduced.
 
         One that comes when the unit is not in its backward waits for the end.
         """
         self._begin_backward()
-        if unit.phase is not Phase.BACKWARD:
+        if unit.phase is Phase.SHARDED and unit.options.gathers_in_backward:
+            self._refuse_blind(unit)
+        if unit.phase is not Phase.BACKWARD or not unit.has_all_grads:
             return
-        unit.num_missing_grads -= 1
-        if unit.num_missing_grads == 0:
-            self._reduce(unit)
-            unit.open_passes = {run for run in unit.open_passes if run.reaches_inputs}
-            self._free_if_left(unit)
+        unit.open_passes = {run for run in unit.open_passes if run.reaches_inputs}
+        self._free_if_left(unit)
 
     def leave_backward(self, unit: Unit, run: Pass) -> None:
-        """One pass has reached its inputs; after the last one the unit is freed.
-
-        Gradients alone do not tell: a frozen layer may come after all that is trained.
-        """
+        """One pass has reached its inputs; after the last one the unit is reduced and freed."""
+        if run not in unit.open_passes:
+            is_blind = unit.phase is Phase.SHARDED and unit.options.gathers_in_backward
+            if is_blind and not unit.was_reduced and self._end is None:
+                self._refuse_blind(unit)
+            return
         unit.open_passes.discard(run)
         self._free_if_left(unit)
+
+    def reset(self) -> None:
+        """Forget an unfinished step, with all its gradients."""
+        self._end = None
+        reductions = tuple(self._reductions)
+        self._reductions.clear()
+        self._launched.clear()
+        self._began.clear()
+        for unit in self.units:
+            unit.open_passes.clear()
+            unit.reshard()
+            unit.forget_grads()
+        for reduction, _ in reductions:
+            reduction.wait()
+
+    def _refuse_blind(self, unit: Unit) -> None:
+        raise InvariantError(
+            f"backward came to unit {unit.name!r} while its parameters were freed, so it has read "
+            "no weights: it did not come through an output of the module. Return the loss (or "
+            "whatever backward starts from) from the module's forward instead of keeping it as an "
+            "attribute, or call module.unshard() before that backward."
+        )
 
     def _begin_backward(self) -> None:
         self._abandon_broken_backward()
@@ -142,66 +190,82 @@ class Context:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
         for unit in self.units:
             unit.open_passes.clear()
-            self._free_if_left(unit)
-            if unit.has_grads:
+            if unit.has_grads or (unit.options.reduces_unused and not unit.was_reduced):
                 self._reduce(unit)
-            unit.reshard()
-        while self._reductions:
-            self._finish_reduction()
+            unit.was_reduced = False
+            if unit.phase is Phase.BACKWARD:
+                self._free(unit)
+            elif unit.phase is not Phase.HELD or unit.options.reshards_after_backward:
+                unit.reshard()
+        if self.is_last_backward:
+            while self._reductions:
+                self._finish_reduction()
         self._end = None
 
     def _abandon_broken_backward(self) -> None:
-        if self._end is None or self._end() is not None:
-            return
-        self._end = None
-        reductions = tuple(self._reductions)
-        self._reductions.clear()
-        self._launched.clear()
-        for unit in self.units:
-            unit.open_passes.clear()
-            unit.reshard()
-            for member in unit.members:
-                member.full.grad = None
-        for reduction, _ in reductions:
-            reduction.pending.wait()
+        if self._end is not None and self._end() is None:
+            self.reset()
 
     def _free_if_left(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD and not unit.open_passes:
-            self._record(EventKind.BACKWARD, unit, self._began.pop(unit, None))
+            grads_wait = unit.has_grads
+            if grads_wait:
+                self._reduce(unit)
+            self._free(unit)
+
+    def _free(self, unit: Unit) -> None:
+        if unit.phase is not Phase.BACKWARD:
+            return
+        self._record(EventKind.BACKWARD, unit, self._began.pop(unit, None))
+        if unit.options.reshards_after_backward:
             unit.reshard()
+        else:
+            unit.phase = Phase.HELD
 
     def _reduce(self, unit: Unit) -> None:
-        while len(self._reductions) >= _MAX_REDUCTIONS:
+        if not unit.options.reduces:
+            unit.keep_grads()
+            return
+        grads = unit.take_grads()
+        self._free(unit)  # before memory is needed for the reduction
+        while len(self._reductions) >= unit.options.max_reductions:
             self._finish_reduction()
-        self._reductions.append((unit.launch_reduce(), self._mark()))
+        reduction = unit.launch_reduce(grads)
+        if reduction is not None:
+            self._reductions.append((reduction, self._mark()))
 
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.phase is Phase.SHARDED:
             self._launch_gather(unit)
 
     def _launch_gather(self, unit: Unit) -> None:
-        self._launched[unit] = self._mark()
+        if self.recorder is not None:
+            self._launched[unit] = self._mark()
         unit.launch_gather()
 
     def _hold(self, unit: Unit) -> None:
-        if unit.phase is Phase.FORWARD:  # a forward that was cut short: it raised, or recomputed
+        phase = unit.phase
+        if phase is Phase.FORWARD:  # a forward that was cut short: it raised, or recomputed
             unit.phase = Phase.HELD
-        if unit.phase is Phase.HELD:
             return
-        if unit.phase is Phase.SHARDED:
+        if phase is Phase.HELD:
+            return
+        if phase is Phase.SHARDED:
             self._launch_gather(unit)
-        start = self._mark()
-        unit.wait_gather()
-        self._record(EventKind.GATHER_WAIT, unit, start)
-        self._record(EventKind.GATHER, unit, self._launched.pop(unit, None))
+        if self.recorder is not None:
+            start = self._mark()
+            unit.wait_gather()
+            self._record(EventKind.GATHER_WAIT, unit, start)
+            self._record(EventKind.GATHER, unit, self._launched.pop(unit, None))
         unit.finish_gather()
 
     def _finish_reduction(self) -> None:
         reduction, launched = self._reductions.popleft()
-        start = self._mark()
-        reduction.pending.wait()
-        self._record(EventKind.REDUCE_WAIT, reduction.unit, start)
-        self._record(EventKind.REDUCE, reduction.unit, launched)
+        if self.recorder is not None:
+            start = self._mark()
+            reduction.wait()
+            self._record(EventKind.REDUCE_WAIT, reduction.unit, start)
+            self._record(EventKind.REDUCE, reduction.unit, launched)
         reduction.finish()
 
     def _mark(self) -> Mark | None:

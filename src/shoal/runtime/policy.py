@@ -1,12 +1,16 @@
-"""How a unit computes: frozen choices that enter once and are validated there."""
+"""How a unit computes and communicates: frozen choices, validated where they enter."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from shoal.errors import UsageError
+from shoal.mesh import FSDPMeshInfo
 
 
 @dataclass(frozen=True)
@@ -30,3 +34,98 @@ class MixedPrecisionPolicy:
                 raise UsageError(
                     f"MixedPrecisionPolicy.{field} must be a floating-point dtype, got {dtype}"
                 )
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter stored in `dtype` is gathered."""
+        if self.param_dtype is None or not dtype.is_floating_point:
+            return dtype
+        return self.param_dtype
+
+
+@dataclass(frozen=True)
+class OffloadPolicy:
+    """Where shards live; this one leaves them on the device that computes."""
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy(OffloadPolicy):
+    """Shards, their gradients and so the optimizer's state live in host memory.
+
+    A gather copies its shard to the device first; reduced gradients are copied back. With
+    `pin_memory` both copies overlap with compute.
+    """
+
+    pin_memory: bool = True
+
+
+@dataclass(frozen=True)
+class ShardPlacementResult:
+    """How one parameter is sharded: along which dim, and over which mesh."""
+
+    placement: Any
+    mesh_info: FSDPMeshInfo
+
+
+class Comm(Protocol):
+    """A collective of the user's own, with the memory it wants to work in."""
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Give the tensor to communicate from or into."""
+        ...
+
+
+class AllGather(Comm, Protocol):
+    """What `set_custom_all_gather` takes."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Gather every rank's input into the output."""
+        ...
+
+
+class ReduceScatter(Comm, Protocol):
+    """What `set_custom_reduce_scatter` takes."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce all inputs; keep this rank's piece in the output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What may change between steps; the setters of `FSDPModule` replace it as a whole."""
+
+    reduces: bool = True
+    """Whether gradients are reduced, or kept for a later backward."""
+    all_reduces: bool = True
+    """Whether they are also summed over the replicas."""
+    reshards_after_backward: bool = True
+    gathers_in_backward: bool = True
+    reduces_unused: bool = False
+    """Whether parameters without a gradient count as having a zero one."""
+    divide_factor: float | None = None
+    """What the sum of gradients is divided by; by default the number of ranks."""
+    only_sums: bool = False
+    """Whether collectives may only add, so that division is a step of its own."""
+    max_reductions: int = 1
+    """How many reductions may be in flight when the next one begins."""
+    reduce_group: dist.ProcessGroup | None = None
+    """Where gradients are reduced, if not where parameters are gathered."""
+    all_gather: AllGather | None = None
+    reduce_scatter: ReduceScatter | None = None
+    all_reduce_hook: Callable[[torch.Tensor], None] | None = None
+    all_reduce_hook_stream: torch.cuda.Stream | None = None

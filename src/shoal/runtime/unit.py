@@ -1,64 +1,33 @@
 """A unit: the parameters that are communicated together, in one of the phases of `Phase`.
 
-A unit owns two flat buffers. `shard` is this rank's part, in the dtype the module had; the
-sharded parameters are DTensors whose local tensors are views of it, so a gather reads it with
-no copy-in (or one cast). `full` holds the gathered parameters in the compute dtype; it has memory
-only in the phases in which the parameters are full.
+A unit has its shards (`shards`), its full parameters (`full`) and what is needed to go from one
+to the other: a gather, and for gradients a reduction. It decides nothing about when.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 
 from shoal import _torch
 from shoal.comm.transport import Pending, Transport
 from shoal.errors import InvariantError
-from shoal.layout import Even, ParamSpec
-from shoal.layout.spec import round_up
-from shoal.layout.stripe import Stripe
-from shoal.mesh import FSDPMeshInfo
-from shoal.runtime.buffer import Buffer
+from shoal.layout import Layout
+from shoal.layout.buffer import shard_views
+from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
+from shoal.runtime.arena import Arena
+from shoal.runtime.full import FullParameters
 from shoal.runtime.phase import Phase, check_transition
-from shoal.runtime.policy import MixedPrecisionPolicy
-from shoal.runtime.updates import count_updates, mark_replaced
-
-_ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Home:
-    """A place where a parameter is registered; a shared parameter has several."""
-
-    module: nn.Module
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
-    """A parameter as `fully_shard` finds it."""
-
-    spec: ParamSpec
-    parameter: nn.Parameter
-    homes: tuple[Home, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Member:
-    """One parameter of a unit, in its two forms; `local` is the shard's view of the buffer."""
-
-    spec: ParamSpec
-    homes: tuple[Home, ...]
-    local: torch.Tensor
-    sharded: nn.Parameter
-    full: nn.Parameter
-    flat: torch.Tensor
-    stripes: tuple[Stripe, ...]
+from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, Options
+from shoal.runtime.post_forward import PostForward
+from shoal.runtime.reduction import Reduction
+from shoal.runtime.rows import Rows
+from shoal.runtime.shards import Shards, Source
+from shoal.runtime.streams import Streams
+from shoal.runtime.updates import count_updates
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,86 +47,104 @@ class Unit:
         self,
         name: str,
         sources: Sequence[Source],
-        mesh_info: FSDPMeshInfo,
+        layout: Layout,
+        mesh_info: DataParallelMeshInfo,
+        device: torch.device,
         policy: MixedPrecisionPolicy,
+        offload: OffloadPolicy,
     ) -> None:
         self.name = name
         self.policy = policy
-        self.transport = Transport(mesh_info.shard_process_group)
-        self.dtype = sources[0].spec.dtype
-        self.compute_dtype = policy.param_dtype or self.dtype
-        self.device = sources[0].parameter.device
-        self._packing = Even().pack([source.spec for source in sources], self.transport.size)
-        self.shard_numel = self._packing.shard_bytes // self.dtype.itemsize
-        self.shard = torch.zeros(self.shard_numel, dtype=self.dtype, device=self.device)
-        offsets = _aligned_offsets(
-            (source.spec.numel for source in sources),
-            max(1, _ALIGNMENT_BYTES // self.compute_dtype.itemsize),
+        self.device = device
+        self.mesh_info = mesh_info
+        self.layout = layout
+        self.options = Options()
+        self.transport = (
+            Transport(mesh_info.shard_process_group)
+            if isinstance(mesh_info, FSDPMeshInfo)
+            else None
         )
-        self._full = Buffer(offsets[-1], self.compute_dtype, self.device)
-        self._gathered = Buffer(
-            self.transport.size * self.shard_numel, self.compute_dtype, self.device
+        self.replicas = (
+            Transport(mesh_info.replicate_process_group)
+            if isinstance(mesh_info, DDPMeshInfo)
+            else None
         )
-        self.members = tuple(
-            self._adopt(index, source, offsets[index], mesh_info)
-            for index, source in enumerate(sources)
-        )
-        rows = self._gathered.tensor.view(self.transport.size, self.shard_numel)
-        self._layout = _Copies(
-            (stripe.of_full(member.flat), stripe.of_rows(rows))
-            for member in self.members
-            for stripe in member.stripes
-        )
-        self._full.empty()
-        self._gathered.empty()
-        self._register(self.sharded_parameters())
-        self._phase = Phase.SHARDED
-        self._pending: Pending | None = None
-        self._gathered_version: tuple[int, ...] = ()
-        self._counted: set[int] = set()
-        self._on_grad: Callable[[Unit], None] | None = None
+        self.size = 1 if self.transport is None else self.transport.size
+        self.rank = 0 if self.transport is None else self.transport.rank
+        packing = layout.pack([source.spec for source in sources], self.size)
+        self.shards = Shards(name, sources, packing, self.rank, offload)
+        self.post: PostForward | None = None
+        self.open_passes: set[Pass] = set()
         self.is_kept = False
         """Whether the user asked for the full parameters, and has not given them back."""
         self.num_updates = 0
+        self.was_reduced = False
+        """Whether this backward has reduced something already."""
+        self._phase = Phase.SHARDED
+        self._pending: Pending | None = None
+        self._gathered_version: tuple[int, ...] = ()
+        self._on_grad: Callable[[Unit], None] | None = None
+        self._counted: set[int] = set()
+        self._prepared: torch.Tensor | None = None
+        self._kept_grads: dict[int, torch.Tensor] = {}
+        self._partial: dict[tuple[int, ...], torch.Tensor] = {}
         count_updates(self)
-        self.num_missing_grads = 0
-        self.open_passes: set[Pass] = set()
 
-    def _adopt(
-        self, index: int, source: Source, full_offset: int, mesh_info: FSDPMeshInfo
-    ) -> Member:
-        """Copy this rank's rows into the shard buffer; make the parameter's two forms."""
-        shape, parameter = source.spec.shape, source.parameter
-        piece = self._packing.piece(index, self.transport.rank)
-        shard_offset = piece.offset_bytes // self.dtype.itemsize
-        local = self.shard[shard_offset:][: math.prod(piece.shape)].view(piece.shape)
-        with torch.no_grad():
-            for region in piece.regions:
-                local.copy_(parameter[region.slices])
-            tensor = DTensor.from_local(
-                local,
-                mesh_info.mesh,
-                [Shard(0)],
-                run_check=False,
-                shape=torch.Size(shape),
-                stride=parameter.stride(),
-            )
-        flat = self._full.tensor[full_offset : full_offset + source.spec.numel]
-        member = Member(
-            spec=source.spec,
-            homes=source.homes,
-            local=local,
-            sharded=nn.Parameter(tensor, requires_grad=parameter.requires_grad),
-            # `.data` gives the parameter a version counter of its own, so that writing a gather
-            # into the buffer does not look like an in-place change of what autograd saved.
-            full=nn.Parameter(flat.view(shape).data, requires_grad=parameter.requires_grad),
-            flat=flat,
-            stripes=self._packing.stripes(index),
+    def prepare(self, arena: Arena, streams: Streams) -> None:
+        """Make what depends on the parameters as they are at the first step."""
+        self.streams = streams
+        self.shards.unit = self.name
+        if self._phase is Phase.SHARDED:
+            self.shards.follow()
+            self._check_materialised()
+        if self._prepared is self.shards.buffer:
+            self.full.rename(self.name)
+            return
+        self.arena = arena
+        packing = self.shards.packing
+        stored = [param.dtype for param in packing.params]
+        compute = [self.policy.compute_dtype(dtype) for dtype in stored]
+        self.compute_packing = packing if stored == compute else packing.with_dtypes(compute)
+        self._is_uniform = len(set(stored)) == 1 and len(set(compute)) == 1
+        self._gather_dtype = compute[0] if len(set(compute)) == 1 else torch.uint8
+        self._stored_dtype = stored[0]
+        forms = [member.form for member in self.shards.members]
+        self.full = FullParameters(
+            self.name, self.compute_packing, forms, arena, self._gather_dtype
         )
-        for form in (member.sharded, member.full):
-            vars(form).update(vars(parameter))
-        mark_replaced(parameter, source.spec.name)
-        return member
+        for member, parameter in zip(self.shards.members, self.full.parameters, strict=True):
+            attributes = {k: v for k, v in vars(member.sharded).items() if k != "_shoal_name"}
+            vars(parameter).update(attributes)
+        self._counted.clear()
+        self._follow_requires_grad()
+        self.rows = Rows(self)
+        self._prepared = self.shards.buffer
+
+    def prepare_alone(self) -> None:
+        """Get ready to be gathered before the model is known."""
+        if self._prepared is None:
+            self.prepare(Arena(self.device), Streams(self.device))
+
+    def _check_materialised(self) -> None:
+        names = [m.spec.name for m in self.shards.members if m.local.is_meta]
+        if names:
+            raise RuntimeError(
+                f"parameters of unit {self.name!r} are still on the meta device: {names}. "
+                "Materialise them before the first forward: module.to_empty(device=...), then "
+                "initialise them (reset_parameters) or load a state dict."
+            )
+        wanted = self.shards.home_device(self.device)
+        elsewhere = [
+            f"{m.spec.name!r} on {m.local.device}"
+            for m in self.shards.members
+            if m.local.device.type != wanted.type
+        ]
+        if elsewhere:
+            raise RuntimeError(
+                f"parameters of unit {self.name!r} should be on {wanted}, but are elsewhere: "
+                f"{', '.join(elsewhere)}. Move them back (module.to({wanted.type!r}), or load a "
+                "state dict of that device)."
+            )
 
     @property
     def phase(self) -> Phase:
@@ -177,29 +164,55 @@ class Unit:
     @property
     def version(self) -> tuple[int, ...]:
         """Changes with optimizer steps, and with in-place operations on the shards."""
-        in_place = sum(member.sharded._version for member in self.members)
-        return self.num_updates, in_place, self.shard._version
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lies in the memory of the full parameters."""
-        pointer = _torch.storage_pointer(tensor)
-        return pointer != 0 and pointer == _torch.storage_pointer(self._full.tensor)
+        return self.num_updates, *self.shards.version
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
-        return [member.sharded for member in self.members]
+        return [member.sharded for member in self.shards.members]
+
+    # Parameters: from shards to full ones, and back.
 
     def launch_gather(self) -> None:
         """SHARDED → GATHERING: start the all-gather of this unit's shards."""
-        self._check_homes()
         self.phase = Phase.GATHERING
+        if self.post is not None and self.post.is_active:
+            self._pending = self.post.launch()
+            return
+        self.shards.follow()
+        if self._prepared is not self.shards.buffer:
+            self.prepare(self.arena, self.streams)
         self._gathered_version = self.version
-        self._gathered.fill()
-        self._pending = self.transport.all_gather(
-            self._gathered.tensor,
-            self.shard.to(self.compute_dtype),
-            reason=f"the gather of unit {self.name!r}",
-        )
+        output = self.full.begin()
+        with self.streams.gathering(), torch.no_grad():
+            self._pending = self._gather(output)
+
+    def _gather(self, output: torch.Tensor) -> Pending:
+        reason = f"the gather of unit {self.name!r}"
+        shard = self._gather_input()
+        if self.transport is None or self.size == 1:
+            output.copy_(shard)
+            return Pending(output, None, reason, self.streams.gathered())
+        custom = self.options.all_gather
+        if custom is None:
+            return self.transport.all_gather(output, shard, reason=reason)
+        given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
+        work = custom(given, shard, self.transport.group, async_op=True)
+        return Pending(output, work, reason, lambda: output.copy_(given))
+
+    def _gather_input(self) -> torch.Tensor:
+        """This rank's shard in the compute dtype, on the device that computes."""
+        buffer = self.shards.buffer
+        if buffer.device != self.device:
+            buffer = buffer.to(self.device, non_blocking=True)
+        if self._is_uniform:
+            shard = buffer.view(self._stored_dtype)
+            return shard if self._gather_dtype is shard.dtype else shard.to(self._gather_dtype)
+        if self.compute_packing is self.shards.packing:
+            return buffer
+        cast = torch.empty(self.compute_packing.shard_bytes, dtype=torch.uint8, device=self.device)
+        stored = shard_views(self.shards.packing, self.rank, buffer)
+        _torch.foreach_copy(shard_views(self.compute_packing, self.rank, cast), stored)
+        return cast.view(self._gather_dtype)
 
     def wait_gather(self) -> None:
         """Wait for the bytes alone; `finish_gather` does the rest."""
@@ -209,12 +222,14 @@ class Unit:
     def finish_gather(self) -> None:
         """GATHERING → HELD: wait, lay the parameters out, register them on the modules."""
         self.wait_gather()
-        self._full.fill()
-        self._layout.run()
         self._pending = None
-        self._gathered.empty()
+        if self.post is not None and self.post.is_active:
+            self.post.restore(self.full)
+        else:
+            self.full.finish()
         self._follow_requires_grad()
-        self._register([member.full for member in self.members])
+        for member, parameter in zip(self.shards.members, self.full.parameters, strict=True):
+            member.register(parameter)
         self.phase = Phase.HELD
 
     def hold(self) -> None:
@@ -224,133 +239,136 @@ class Unit:
         if self.phase is Phase.GATHERING:
             self.finish_gather()
 
-    def reshard(self) -> None:
+    def reshard(self, *, to_post: bool = False) -> None:
         """Let go of the full parameters, from whatever phase this is."""
         self.is_kept = False
-        if self.phase is Phase.GATHERING:
+        phase = self._phase
+        if phase is Phase.SHARDED:
+            if self.post is not None and not to_post:
+                self._drop_post()
+            return
+        if phase is Phase.GATHERING:
             self.finish_gather()
-        if self.phase in (Phase.FORWARD, Phase.BACKWARD):
+        elif phase is not Phase.HELD:
             self.phase = Phase.HELD
-        if self.phase is Phase.HELD:
-            self.phase = Phase.SHARDED
-            self._register(self.sharded_parameters())
-            self._full.empty()
+        self.phase = Phase.SHARDED
+        if to_post and self.post is not None:
+            self.post.keep(self.full)
+        else:
+            self._drop_post()
+            self.shards.register()
+        self.full.free()
+
+    def _drop_post(self) -> None:
+        if self.post is not None and self.post.is_active:
+            self.post.drop()
+            self.shards.register()
+
+    # Gradients: from full parameters to shards.
+
+    def on_grad(self, hook: Callable[[Unit], None]) -> None:
+        """Call `hook` when autograd has accumulated a gradient of this unit."""
+        self._on_grad = hook
+
+    def watch_all_grads(self) -> None:
+        """Call the hook for every parameter's gradient, and not for the first one's only."""
+        self._counted.add(-1)
+        self._follow_requires_grad()
+
+    def _follow_requires_grad(self) -> None:
+        """Freeze and unfreeze as the sharded parameters were; have a gradient noticed."""
+        watched = False
+        for index, member in enumerate(self.shards.members):
+            full, wanted = self.full.parameters[index], member.sharded.requires_grad
+            if full.requires_grad is not wanted:
+                full.requires_grad_(wanted)
+            if not wanted or (watched and -1 not in self._counted):
+                continue
+            watched = True
+            hook = self._on_grad
+            if hook is not None and index not in self._counted:
+                self._counted.add(index)
+                full.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(self))
 
     @property
     def has_grads(self) -> bool:
         """Whether any gradient waits to be reduced."""
-        return any(member.full.grad is not None for member in self.members)
+        return any(parameter.grad is not None for parameter in self.full.parameters)
 
-    def launch_reduce(self) -> Reduction:
-        """Start the reduce-scatter of the gradients that arrived, and take them off."""
-        dtype = self.policy.reduce_dtype or self.compute_dtype
-        rows = torch.empty(self.transport.size, self.shard_numel, dtype=dtype, device=self.device)
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        reached: list[Member] = []
-        for member in self.members:
-            if member.full.grad is None:
-                for stripe in member.stripes:
-                    stripe.of_rows(rows).zero_()
+    @property
+    def has_all_grads(self) -> bool:
+        """Whether every parameter that is trained has its gradient."""
+        return all(p.grad is not None for p in self.full.parameters if p.requires_grad)
+
+    def take_grads(self) -> dict[int, torch.Tensor]:
+        """Take the gradients that arrived off the full parameters."""
+        grads: dict[int, torch.Tensor] = {}
+        for index, parameter in enumerate(self.full.parameters):
+            grad = parameter.grad
+            if grad is None:
                 continue
-            if member.full.grad.is_sparse:
+            if grad.is_sparse:
                 raise NotImplementedError(
-                    f"parameter {member.spec.name!r} of unit {self.name!r} has a sparse gradient, "
-                    "which shoal does not support; make it dense (Embedding(sparse=False))"
+                    f"parameter {self.shards.members[index].spec.name!r} of unit {self.name!r} has "
+                    "a sparse gradient, which shoal does not support; make it dense "
+                    "(Embedding(sparse=False))"
                 )
-            reached.append(member)
-            grad = member.full.grad.reshape(-1)
-            pairs.extend((stripe.of_rows(rows), stripe.of_full(grad)) for stripe in member.stripes)
-            member.full.grad = None
-        _Copies(pairs).run()
-        output = torch.empty(self.shard_numel, dtype=dtype, device=self.device)
-        pending = self.transport.reduce_scatter(
-            output,
-            rows.view(-1),
-            op=torch.distributed.ReduceOp.AVG,
-            reason=f"the reduction of unit {self.name!r}",
-        )
-        return Reduction(unit=self, members=tuple(reached), output=output, pending=pending)
+            parameter.grad = None
+            grads[index] = self.shards.members[index].form.grad_data(grad)
+        return grads
 
-    def on_grad(self, hook: Callable[[Unit], None]) -> None:
-        """Call `hook` each time autograd has accumulated a gradient of this unit."""
-        self._on_grad = hook
-        self._follow_requires_grad()
-
-    def _follow_requires_grad(self) -> None:
-        """Freeze and unfreeze as the sharded parameters were; count gradients where there are."""
-        for index, member in enumerate(self.members):
-            if member.full.requires_grad != member.sharded.requires_grad:
-                member.full.requires_grad_(member.sharded.requires_grad)
-            hook = self._on_grad
-            if hook is not None and member.full.requires_grad and index not in self._counted:
-                self._counted.add(index)
-                member.full.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(self))
-
-    def _register(self, parameters: Sequence[nn.Parameter]) -> None:
-        # Straight into the dictionary: `setattr` on a module costs ten times as much.
-        for member, parameter in zip(self.members, parameters, strict=True):
-            for home in member.homes:
-                home.module._parameters[home.name] = parameter
-
-    def _check_homes(self) -> None:
-        """What the modules hold must be what will be gathered, or new values would be ignored."""
-        for member in self.members:
-            for home in member.homes:
-                if home.module._parameters.get(home.name) is not member.sharded:
-                    raise InvariantError(
-                        f"parameter {member.spec.name!r} of unit {self.name!r} was replaced after "
-                        "fully_shard, so its new value would be ignored. Change it in place "
-                        "(load_state_dict without assign=True, parameter.copy_), or call "
-                        "fully_shard after replacing it."
-                    )
-            if _torch.local_tensor(member.sharded).data_ptr() != member.local.data_ptr():
-                raise NotImplementedError(
-                    f"parameter {member.spec.name!r} of unit {self.name!r} was moved to other "
-                    "memory after fully_shard (module.to(...), parameter.data = ...), which shoal "
-                    "does not support yet. Move or cast the module before fully_shard."
-                )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reduction:
-    """A unit's gradients on their way to the shards."""
-
-    unit: Unit
-    members: tuple[Member, ...]
-    output: torch.Tensor
-    pending: Pending
-
-    def finish(self) -> None:
-        """Wait, and add the reduced gradients to those of the sharded parameters."""
-        self.pending.wait()
-        output = self.output.to(self.unit.dtype)
-        for member in self.members:
-            local = member.local
-            grad = output[local.storage_offset() :][: local.numel()].view(local.shape)
-            if member.sharded.grad is None:
-                member.sharded.grad = _torch.dtensor_like(member.sharded, grad)
+    def keep_grads(self) -> None:
+        """Add the gradients to those kept from backwards without a reduction."""
+        for index, grad in self.take_grads().items():
+            kept = self._kept_grads.get(index)
+            if kept is not None:
+                kept += grad
             else:
-                _torch.local_tensor(member.sharded.grad).add_(grad)
-            _torch.run_post_accumulate_hooks(member.sharded)
+                dtype = self.policy.reduce_dtype or grad.dtype
+                self._kept_grads[index] = grad.to(dtype)
 
+    def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
+        """Start the reduction of gradients, with those kept from earlier."""
+        for index, kept in self._kept_grads.items():
+            grads[index] = kept.add_(grads[index]) if index in grads else kept
+        self._kept_grads = {}
+        self.was_reduced = True
+        if not grads and not self.options.reduces_unused:
+            return None
+        with torch.no_grad():
+            return self.rows.launch(grads)
 
-def _aligned_offsets(numels: Iterable[int], alignment: int) -> list[int]:
-    """Where each of several tensors starts in one buffer; last, the length of the buffer."""
-    offsets = [0]
-    for numel in numels:
-        offsets.append(offsets[-1] + round_up(numel, alignment))
-    return offsets
+    def add_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> torch.Tensor:
+        """Add what was reduced without the replicas, if there is any."""
+        partial = self._partial.pop(indices, None)
+        return output if partial is None else output.add_(partial)
 
+    def keep_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
+        """Keep a gradient that the replicas have still to add theirs to."""
+        self._partial[indices] = output
 
-class _Copies:
-    """Copies from many tensors into as many others, made as one call."""
+    def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
+        """Put reduced gradients on the sharded parameters."""
+        views = self.rows.views(output)
+        for index in indices:
+            member, grad = self.shards.members[index], views[index]
+            sharded = member.sharded
+            if grad.dtype is not sharded.dtype:
+                grad = grad.to(sharded.dtype)
+            if sharded.grad is None:
+                sharded.grad = member.form.shard(grad)
+            else:
+                held = member.form.local_of(sharded.grad)
+                if held is None:
+                    raise InvariantError(
+                        f"the gradient of {member.spec.name!r} of unit {self.name!r} was replaced "
+                        f"by a {type(sharded.grad).__name__}; set it to None instead"
+                    )
+                held.add_(grad)
+            _torch.run_post_accumulate_hooks(sharded)
 
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        both = list(pairs)
-        self._targets = [target for target, _ in both]
-        self._sources = [source for _, source in both]
-
-    def run(self) -> None:
-        if self._targets:
-            with torch.no_grad():
-                _torch.foreach_copy(self._targets, self._sources)
+    def forget_grads(self) -> None:
+        """Drop every gradient that has not reached the shards."""
+        self._kept_grads, self._partial = {}, {}
+        for parameter in self.full.parameters:
+            parameter.grad = None

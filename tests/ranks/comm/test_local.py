@@ -21,6 +21,12 @@ def mine(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return (numbers % 5 + 3 * dist.get_rank() + 1).to(dtype)
 
 
+def world() -> dist.ProcessGroup:
+    group = dist.group.WORLD
+    assert group is not None
+    return group
+
+
 def all_gather() -> list[Tensor]:
     outputs = [torch.zeros(2, 3) for _ in range(dist.get_world_size())]
     dist.all_gather(outputs, mine(2, 3))
@@ -29,9 +35,7 @@ def all_gather() -> list[Tensor]:
 
 def all_gather_flat() -> list[Tensor]:
     output = torch.zeros(3 * dist.get_world_size(), dtype=torch.bfloat16)
-    work = _torch.all_gather_flat(output, mine(3, dtype=torch.bfloat16), dist.group.WORLD)
-    assert work is not None
-    work.wait()
+    _torch.gather_method(world())(output, mine(3, dtype=torch.bfloat16)).wait()
     return [output]
 
 
@@ -39,9 +43,7 @@ def all_gather_in_place() -> list[Tensor]:
     output = torch.zeros(4 * dist.get_world_size())
     shard = output.chunk(dist.get_world_size())[dist.get_rank()]
     shard.copy_(mine(4))
-    work = _torch.all_gather_flat(output, shard, dist.group.WORLD)
-    assert work is not None
-    work.wait()
+    _torch.gather_method(world())(output, shard).wait()
     return [output]
 
 
@@ -50,9 +52,7 @@ def reduce_scatter() -> list[Tensor]:
     for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT):
         output = torch.zeros(2)
         inputs = mine(2 * dist.get_world_size())
-        work = _torch.reduce_scatter_flat(output, inputs, op, dist.group.WORLD)
-        assert work is not None
-        work.wait()
+        _torch.scatter_method(world(), op)(output, inputs).wait()
         outputs.append(output)
     return outputs
 

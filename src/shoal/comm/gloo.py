@@ -1,0 +1,46 @@
+"""Gathers and reduce-scatters on gloo, both by its all-to-all, which is its fastest collective.
+
+gloo's own all-gather goes around a ring into memory of its own and is copied out; its own
+reduce-scatter reduces the whole input on every rank and keeps a piece. An all-to-all goes straight
+from rank to rank: measured at 10 KB to 4 MB on 2 and 4 ranks it gathers in 0.5 to 0.8, and reduces
+in 0.3 to 0.6 of the time. Reducing after it also fixes the order of summation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+
+from shoal.comm.calls import Reduction
+from shoal.comm.pending import Started, Waitable
+from shoal.comm.reduction import reduce_in_order
+from shoal.comm.scratch import Scratch
+
+Swap = Callable[[Tensor, Tensor], Waitable]
+"""Starts an all-to-all of equal pieces: output, input."""
+
+# Of the process, since the groups of all units take turns in using it.
+_scratch = Scratch()
+
+
+def start_gather(swap: Swap, output: Tensor, input: Tensor, size: int) -> Started:
+    """Start a gather: every rank sends the same piece to all."""
+    staged = _scratch.take(output)
+    staged.view(size, -1).copy_(input.data)
+    work = swap(output, staged)
+    return Started(work, lambda: _scratch.give_back(staged))
+
+
+def start_reduce_scatter(
+    swap: Swap, output: Tensor, input: Tensor, op: Reduction, size: int
+) -> Started:
+    """Start a reduce-scatter: exchange pieces; reduce them in rank order when they are there."""
+    received = _scratch.take(input)
+    work = swap(received, input)
+
+    def finish() -> None:
+        reduce_in_order(received.chunk(size), op, output)
+        _scratch.give_back(received)
+
+    return Started(work, finish)

@@ -1,0 +1,112 @@
+"""A collective before it runs, and while it does.
+
+    Prepared  ── launch() ──>  Pending  ── wait() ──>  output
+
+What can be checked about a collective is checked when it is prepared. Whoever runs the same one
+over the same tensors every step prepares it once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from shoal.errors import RankError, ShoalError
+
+
+class Waitable(Protocol):
+    """What a collective in flight must offer: c10d's `Work` does."""
+
+    def wait(self) -> object:
+        """Wait for the collective."""
+        ...
+
+
+class Started(NamedTuple):
+    """A launch as a backend answers it."""
+
+    work: Waitable | None
+    finish: Callable[[], object] | None = None
+    """What is left to do on this rank when the work is over."""
+
+
+class Pending:
+    """One collective in flight: its output, why it was asked for, and the wait for it.
+
+    On CPU `wait` blocks the host. On CUDA it makes the *current stream* wait, so that stream may
+    read the output afterwards and the host runs on. Waiting again is free; it does not order a
+    second stream.
+    """
+
+    __slots__ = ("_finish", "_work", "output", "reason")
+
+    def __init__(
+        self,
+        output: Tensor,
+        work: Waitable | None,
+        reason: str,
+        finish: Callable[[], object] | None = None,
+    ) -> None:
+        self.output = output
+        self.reason = reason
+        self._work = work
+        self._finish = finish
+
+    @property
+    def waited(self) -> bool:
+        """Whether somebody has waited for it already."""
+        return self._work is None and self._finish is None
+
+    def wait(self) -> Tensor:
+        """Make the output readable here, and return it."""
+        work, finish = self._work, self._finish
+        if work is not None:
+            try:
+                work.wait()
+            except ShoalError:
+                raise
+            except RuntimeError as error:
+                raise RankError(
+                    f"{self.reason} failed while waiting for the other ranks: {error}"
+                ) from error
+            # Dropping it releases the buffers that the collective kept alive.
+            self._work = None
+        if finish is not None:
+            self._finish = None
+            with torch.no_grad():
+                finish()
+        return self.output
+
+    def __repr__(self) -> str:
+        state = "done" if self.waited else "in flight"
+        return f"Pending({self.reason}, {tuple(self.output.shape)}, {state})"
+
+
+class Prepared:
+    """A collective whose tensors were checked: it can be launched any number of times.
+
+    It refers to its tensors, so their sizes, dtypes and devices must stay; their memory may move.
+    """
+
+    __slots__ = ("_start", "output", "reason")
+
+    def __init__(self, output: Tensor, reason: str, start: Callable[[], Started]) -> None:
+        self.output = output
+        self.reason = reason
+        self._start = start
+
+    def launch(self) -> Pending:
+        """Start it."""
+        try:
+            work, finish = self._start()
+        except (ShoalError, NotImplementedError):
+            raise
+        except RuntimeError as error:
+            raise RankError(f"{self.reason} could not be started: {error}") from error
+        return Pending(self.output, work, self.reason, finish)
+
+    def __repr__(self) -> str:
+        return f"Prepared({self.reason}, {tuple(self.output.shape)})"

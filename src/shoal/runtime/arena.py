@@ -1,0 +1,108 @@
+"""Which bytes: memory in which the units of a model take turns.
+
+Slots are kept by size. A unit's buffer is a storage object of its own, which is attached to a slot
+for a gather and detached when the unit is freed, so that a step that was seen before allocates
+nothing, and a tensor saved by autograd finds the bytes of the next gather.
+
+A buffer without memory points at a graveyard: address space with no memory behind it, in which
+every byte is zero. A backward that comes to a unit without its outputs would read there, once;
+the engine notices when the unit's gradients arrive, and says so. Reading at no address at all
+would end the process instead.
+
+torch 2.11 cannot move memory between storages: there a buffer is resized, and its memory comes
+from the allocator's cache.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections import Counter, defaultdict
+
+import torch
+
+from shoal import _torch
+
+
+class Arena:
+    """The memory of one model on one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._swaps = _torch.can_swap_memory()
+        self._buries = self._swaps and device.type == "cpu"
+        self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
+        self._rows: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._users: Counter[int] = Counter()
+        self._graveyard: mmap.mmap | None = None
+
+    def blank(self, num_bytes: int) -> torch.Tensor:
+        """Bytes of which views can be made; what `attach` gives memory to later."""
+        if self._buries:
+            return self._grave(num_bytes)
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def bury(self, storage: torch.UntypedStorage) -> None:
+        """Leave a new storage without memory."""
+        if not self._buries:
+            storage.resize_(0)
+
+    def attach(self, storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage | None:
+        """Give an empty storage memory; returns what has to be given back with `detach`."""
+        if not self._swaps:
+            storage.resize_(num_bytes)
+            return None
+        slots = self._slots[num_bytes]
+        slot = slots.pop() if slots else self._new(num_bytes)
+        _torch.swap_memory(storage, slot)
+        return slot
+
+    def detach(
+        self, storage: torch.UntypedStorage, num_bytes: int, slot: torch.UntypedStorage | None
+    ) -> None:
+        """Take a storage's memory back."""
+        if slot is None:
+            storage.resize_(0)
+            return
+        _torch.swap_memory(storage, slot)
+        self._slots[num_bytes].append(slot)
+
+    def expect_rows(self, num_bytes: int) -> None:
+        """Announce that one more unit will reduce through that many bytes.
+
+        A size that only one unit has is not kept: its memory is better used by others.
+        """
+        self._users[num_bytes] += 1
+
+    def take_rows(self, num_bytes: int) -> torch.Tensor:
+        """Memory to reduce from; what is in there is arbitrary."""
+        rows = self._rows[num_bytes]
+        if rows:
+            return rows.pop()
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def give_rows(self, rows: torch.Tensor) -> None:
+        """Return what `take_rows` gave, once the current stream may overwrite it."""
+        num_bytes = rows.numel()
+        if self._users[num_bytes] > 1:
+            self._rows[num_bytes].append(rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory that is not in use now, and kept."""
+        slots = sum(size * len(slots) for size, slots in self._slots.items())
+        return slots + sum(size * len(rows) for size, rows in self._rows.items())
+
+    def trim(self) -> None:
+        """Give up the memory that is not in use."""
+        self._slots.clear()
+        self._rows.clear()
+
+    def _new(self, num_bytes: int) -> torch.UntypedStorage:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+
+    def _grave(self, num_bytes: int) -> torch.Tensor:
+        if num_bytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        if self._graveyard is None or len(self._graveyard) < num_bytes:
+            self._graveyard = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(self._graveyard, dtype=torch.uint8, count=num_bytes)

@@ -1,0 +1,218 @@
+"""Which parameters a call of `fully_shard` takes, and whether it can."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+from shoal import _torch
+from shoal.errors import UsageError
+from shoal.layout import Even, Layout, ParamSpec
+from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from shoal.runtime.form import Form, ShardedForm, bytes_of, dtensor_form
+from shoal.runtime.module_state import state_of
+from shoal.runtime.policy import ShardPlacementResult
+from shoal.runtime.shards import Home, Source
+from shoal.runtime.updates import replaced_name
+from shoal.tensor.sharded import Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A parameter, by the name it has below the modules, with all places it is registered at."""
+
+    name: str
+    parameter: nn.Parameter
+    homes: tuple[Home, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Parameters of one mesh, which become one unit."""
+
+    mesh_info: DataParallelMeshInfo
+    layout: Layout
+    sources: tuple[Source, ...]
+
+
+def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
+    """The parameters below some modules that no other unit owns, each once, with all its homes."""
+    names: dict[nn.Parameter, str] = {}
+    homes: dict[nn.Parameter, list[Home]] = {}
+    for prefix, module in _managed(modules):
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in ignored:
+                continue
+            home = Home(module=module, name=name)
+            names.setdefault(parameter, prefix + name)
+            if home not in homes.setdefault(parameter, []):
+                homes[parameter].append(home)
+    return [
+        Found(name=name, parameter=parameter, homes=tuple(homes[parameter]))
+        for parameter, name in names.items()
+    ]
+
+
+def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """The modules below, down to those that were sharded before or are replicated."""
+    prefixes = [f"{i}." if len(modules) > 1 else "" for i in range(len(modules))]
+    queue = list(zip(prefixes, modules, strict=True))
+    seen: set[nn.Module] = set()
+    while queue:
+        prefix, current = queue.pop(0)
+        is_other = current not in modules and state_of(current) is not None
+        if current in seen or is_other or _torch.replicates(current):
+            continue
+        seen.add(current)
+        yield prefix, current
+        queue.extend((f"{prefix}{n}.", child) for n, child in current.named_children())
+
+
+def move_to(
+    found: Sequence[Found],
+    modules: Sequence[nn.Module],
+    device: torch.device,
+    ignored: set[nn.Parameter],
+) -> None:
+    """Move parameters and buffers to the device that computes, but for those on meta."""
+    buffers = [b for _, module in _managed(modules) for b in module.buffers(recurse=False)]
+    for tensor in (*(f.parameter for f in found), *buffers):
+        if tensor.device == device or tensor.device.type == "meta" or tensor in ignored:
+            continue
+        if isinstance(tensor, DTensor):
+            raise UsageError(
+                f"a DTensor parameter on {tensor.device} cannot train on a mesh of "
+                f"{device.type!r} devices; distribute it over a mesh of that type"
+            )
+        tensor.data = tensor.to(device)
+
+
+def check(found: Sequence[Found]) -> None:
+    """Refuse what cannot be sharded, by name; every rank sees the same and raises alike."""
+    for item in found:
+        name, parameter = item.name, item.parameter
+        elsewhere = replaced_name(parameter)
+        if elsewhere is not None:
+            raise UsageError(
+                f"parameter {name!r} is also {elsewhere!r} of another unit, which has sharded it. "
+                "Shared parameters must be in one unit: give all modules that use it to one call, "
+                "fully_shard([a, b])"
+            )
+        if parameter.dim() == 0:
+            raise UsageError(
+                f"fully_shard doesn't support scalar parameters: make {name!r} 1-D, of one element"
+            )
+        if not parameter.is_contiguous():
+            raise NotImplementedError(
+                f"parameter {name!r} is not contiguous (strides {parameter.stride()}), which "
+                "fully_shard does not support; replace it by a contiguous copy before"
+            )
+
+
+def group(
+    found: Sequence[Found],
+    layout: Layout | None,
+    info: DataParallelMeshInfo,
+    place: Callable[[nn.Parameter], Any] | None,
+) -> list[Group]:
+    """Parameters by the mesh they are sharded over, with the forms they take there."""
+    if place is None:
+        return [_group(found, [0] * len(found), layout or Even(), info)] if found else []
+    if layout is not None and not isinstance(layout, Even):
+        raise UsageError(
+            f"shard_placement_fn chooses dims of the layout Even; it cannot be used with {layout}"
+        )
+    if not isinstance(info, FSDPMeshInfo):
+        raise UsageError(
+            "shard_placement_fn needs a mesh with an axis that shards, got one that replicates"
+        )
+    by_group: dict[Any, tuple[FSDPMeshInfo, list[Found], list[int]]] = {}
+    for item in found:
+        dim, own = _placed(item, place(item.parameter), info)
+        replicas = own.replicate_process_group if isinstance(own, HSDPMeshInfo) else None
+        entry = by_group.setdefault((own.shard_process_group, replicas), (own, [], []))
+        if entry[0] is not own:
+            raise UsageError(
+                f"parameter {item.name!r}: parameters of one process group must share one "
+                f"FSDPMeshInfo object, got {own} and {entry[0]}"
+            )
+        entry[1].append(item)
+        entry[2].append(dim)
+    return [_group(items, dims, None, own) for own, items, dims in by_group.values()]
+
+
+def _placed(item: Found, result: Any, info: FSDPMeshInfo) -> tuple[int, FSDPMeshInfo]:
+    own = info
+    # torch's result has the same two fields
+    if isinstance(result, ShardPlacementResult) or hasattr(result, "mesh_info"):
+        result, own = result.placement, result.mesh_info
+    if result is None:
+        return 0, own
+    if not isinstance(result, Shard):
+        raise UsageError(
+            f"shard_placement_fn must return None, Shard or ShardPlacementResult for "
+            f"{item.name!r}, got {result!r}"
+        )
+    data = bytes_of(item.parameter)
+    dim = result.dim + data.dim() if result.dim < 0 else result.dim
+    if not 0 <= dim < data.dim():
+        raise AssertionError(
+            f"parameter {item.name!r} of shape {tuple(data.shape)} has no dim {result.dim} to shard"
+        )
+    if dim > 0 and data.shape[dim] % own.shard_mesh_size != 0:
+        raise NotImplementedError(
+            f"parameter {item.name!r} of shape {tuple(data.shape)} would need uneven sharding on "
+            f"dim {dim} over {own.shard_mesh_size} ranks, which is supported on dim 0 only"
+        )
+    return dim, own
+
+
+def _group(
+    found: Sequence[Found], dims: Sequence[int], layout: Layout | None, info: DataParallelMeshInfo
+) -> Group:
+    layout = layout or Even(tuple(dims))
+    specs = [
+        ParamSpec(name=f.name, shape=tuple(bytes_of(f.parameter).shape), dtype=f.parameter.dtype)
+        for f in found
+    ]
+    if isinstance(layout, Even):
+        forms: list[Form] = [
+            dtensor_form(f.name, f.parameter, dim, info) for f, dim in zip(found, dims, strict=True)
+        ]
+    else:
+        forms = _sharded_forms(found, specs, layout, info)
+    sources = tuple(
+        Source(spec=spec, parameter=f.parameter, homes=f.homes, form=form)
+        for spec, f, form in zip(specs, found, forms, strict=True)
+    )
+    return Group(mesh_info=info, layout=layout, sources=sources)
+
+
+def _sharded_forms(
+    found: Sequence[Found], specs: Sequence[ParamSpec], layout: Layout, info: DataParallelMeshInfo
+) -> list[Form]:
+    if not isinstance(info, FSDPMeshInfo):
+        raise UsageError(f"{layout} needs a mesh with an axis that shards, got one that replicates")
+    for item in found:
+        if isinstance(item.parameter, DTensor):
+            raise NotImplementedError(
+                f"shoal: parameter {item.name!r} is a DTensor (tensor parallelism), which "
+                f"{layout} does not support; use the layout Even"
+            )
+    packing = layout.pack(specs, info.shard_mesh_size)
+    return [
+        ShardedForm(
+            placement=Placement(
+                packing=packing,
+                index=index,
+                group=info.shard_process_group,
+                rank=info.shard_mesh_rank,
+            )
+        )
+        for index in range(len(specs))
+    ]

@@ -1,0 +1,218 @@
+"""How one parameter looks while it is sharded, and while it is full.
+
+A sharded parameter is a `DTensor` for the `Even` layout and a `ShardedTensor` for all others. A
+full one is a plain tensor, or a DTensor where tensor parallelism had distributed it before.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from shoal import _torch
+from shoal.errors import UsageError
+from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from shoal.tensor import sharded
+from shoal.tensor.sharded import ShardedTensor
+
+
+class Form(ABC):
+    """The wrapping around the bytes of one parameter."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        """What this rank holds, as the tensor that an optimizer sees."""
+
+    @abstractmethod
+    def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The bytes in a sharded tensor; None if it is not of this form."""
+
+    @abstractmethod
+    def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """Let a sharded tensor have its bytes elsewhere."""
+
+    def full(self, data: torch.Tensor) -> torch.Tensor:
+        """The full parameter over gathered bytes."""
+        return data
+
+    def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
+        """The bytes of a full gradient."""
+        return grad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardedForm(Form):
+    """A piece of any layout."""
+
+    placement: sharded.Placement
+
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        """See `Form.shard`."""
+        return ShardedTensor(local, self.placement)
+
+    def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `Form.local_of`."""
+        return tensor.local if isinstance(tensor, ShardedTensor) else None
+
+    def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """See `Form.rehome`."""
+        assert isinstance(tensor, ShardedTensor)
+        tensor.local = local
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DTensorForm(Form):
+    """A chunk of a dim, on the data-parallel axes and the axes of whoever came before."""
+
+    spec: _torch.DTensorSpec
+    before: _torch.DTensorSpec | None = None
+    """How the full parameter is distributed over other axes, if it is."""
+    data_axes: frozenset[int] = frozenset()
+    """Which axes of `before` are data-parallel: there gradients are summed by the engine."""
+
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        """See `Form.shard`."""
+        return _torch.dtensor(local, self.spec)
+
+    def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `Form.local_of`."""
+        return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else None
+
+    def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """See `Form.rehome`."""
+        assert isinstance(tensor, DTensor)
+        _torch.set_local_tensor(tensor, local)
+
+    def full(self, data: torch.Tensor) -> torch.Tensor:
+        """See `Form.full`."""
+        return data if self.before is None else _torch.dtensor(data, self.before)
+
+    def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
+        """See `Form.grad_data`."""
+        if self.before is None:
+            return grad
+        assert isinstance(grad, DTensor)
+        wanted = [
+            grad.placements[axis] if axis in self.data_axes else placement
+            for axis, placement in enumerate(self.before.placements)
+        ]
+        if list(grad.placements) != wanted:
+            grad = grad.redistribute(placements=wanted)
+        return _torch.local_tensor(grad)
+
+
+def bytes_of(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that the engine cuts: all of it, or a DTensor's local tensor."""
+    return _torch.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+
+
+def dtensor_form(
+    name: str, parameter: torch.Tensor, dim: int, info: DataParallelMeshInfo
+) -> DTensorForm:
+    """Shard a parameter along a dim over the data-parallel axes of a mesh."""
+    if info.is_spmd_mesh:
+        if not isinstance(parameter, DTensor):
+            raise UsageError(
+                f"with dp_mesh_dims all parameters must be DTensors on the whole mesh, but "
+                f"{name!r} is a plain tensor: distribute it (distribute_module) before fully_shard"
+            )
+        return _on_named_axes(name, parameter, dim, info)
+    if isinstance(parameter, DTensor):
+        return _beside_other_axes(name, parameter, dim, info)
+    spec = _torch.dtensor_spec(
+        info.mesh,
+        _data_placements(info, Shard(dim)),
+        parameter.shape,
+        parameter.stride(),
+        parameter.dtype,
+    )
+    return DTensorForm(spec=spec)
+
+
+def _data_placements(info: DataParallelMeshInfo, shard: Placement) -> tuple[Placement, ...]:
+    if isinstance(info, HSDPMeshInfo):
+        return (Replicate(), shard)
+    return (shard,) if isinstance(info, FSDPMeshInfo) else (Replicate(),)
+
+
+def _beside_other_axes(
+    name: str, parameter: DTensor, dim: int, info: DataParallelMeshInfo
+) -> DTensorForm:
+    """The parameter is distributed over axes of its own, such as tensor parallelism's."""
+    before = _torch.spec_of(parameter)
+    if len(before.placements) > 2:
+        raise NotImplementedError(
+            f"shoal: parameter {name!r} is distributed over {len(before.placements)} axes "
+            f"({before.placements}); at most 2 beside the data-parallel ones are supported"
+        )
+    factor = _torch.num_shards(before, dim)
+    shard = _torch.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+    mesh = _torch.concatenate_meshes([info.mesh, before.mesh])
+    placements = (*_data_placements(info, shard), *before.placements)
+    return DTensorForm(spec=_torch.respec(before, mesh, placements), before=before)
+
+
+def _on_named_axes(
+    name: str, parameter: DTensor, dim: int, info: DataParallelMeshInfo
+) -> DTensorForm:
+    """The parameter is distributed over the whole mesh, of which some axes are data-parallel."""
+    before, dims = _torch.spec_of(parameter), info.dp_mesh_dims
+    assert dims is not None
+    if before.mesh is not info.spmd_mesh:
+        raise UsageError(
+            f"parameter {name!r} is on {before.mesh}, which is not the mesh given to fully_shard"
+        )
+    names = before.mesh.mesh_dim_names or ()
+    shard_axes = [names.index(n) for n in dims.shard_names]
+    data_axes = shard_axes + [names.index(n) for n in dims.replicate_names]
+    for axis in data_axes:
+        if not isinstance(before.placements[axis], Replicate):
+            raise UsageError(
+                f"parameter {name!r} must be replicated on the data-parallel axis "
+                f"{names[axis]!r}, got {before.placements[axis]}"
+            )
+    placements = list(before.placements)
+    for axis in shard_axes:
+        factor = 1
+        for later in range(axis + 1, before.mesh.ndim):
+            if _torch.is_shard_of(before.placements[later], dim):
+                factor *= before.mesh.size(later)
+        placements[axis] = _torch.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+    mesh = before.mesh
+    if len(shard_axes) > 1:
+        mesh, placements = _with_one_shard_axis(before.mesh, placements, info, names)
+    return DTensorForm(
+        spec=_torch.respec(before, mesh, placements),
+        before=before,
+        data_axes=frozenset(data_axes),
+    )
+
+
+def _with_one_shard_axis(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    info: DataParallelMeshInfo,
+    names: Sequence[str],
+) -> tuple[DeviceMesh, list[Placement]]:
+    """Several axes that shard together are one axis of the sharded parameter's mesh."""
+    assert info.dp_mesh_dims is not None
+    shard_names, replicate_names = info.dp_mesh_dims.shard_names, info.dp_mesh_dims.replicate_names
+    meshes: list[DeviceMesh] = []
+    kept: list[Placement] = []
+    for axis, name in enumerate(names):
+        if name == shard_names[0]:
+            meshes.append(info.mesh)
+            kept.extend(_data_placements(info, placements[axis]))
+        elif name not in shard_names and not (
+            name in replicate_names and isinstance(info, DDPMeshInfo)
+        ):
+            meshes.append(mesh[name])
+            kept.append(placements[axis])
+    return _torch.concatenate_meshes(meshes), kept

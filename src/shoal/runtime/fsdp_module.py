@@ -1,0 +1,345 @@
+"""What a sharded module can do: the methods of torch's `FSDPModule`, on shoal's engine."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, Literal, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
+
+from shoal.errors import UsageError
+from shoal.mesh import FSDPMeshInfo, HSDPMeshInfo
+from shoal.runtime.module_state import ModuleState, context_of, state_of
+from shoal.runtime.policy import AllGather, ReduceScatter
+from shoal.runtime.streams import Streams
+from shoal.runtime.unit import Unit
+
+
+class UnshardHandle:
+    """A gather that `unshard(async_op=True)` has started."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._units = tuple(units)
+
+    def wait(self) -> None:
+        """Make the full parameters readable, registered on the module."""
+        for unit in self._units:
+            unit.hold()
+        self._units = ()
+
+
+class FSDPModule(TorchFSDPModule):
+    """What `fully_shard` makes of a module's class; libraries that look for torch's find it."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Build an instance of the original class: a copy of the module is not sharded."""
+        original = cls.__mro__[cls.__mro__.index(TorchFSDPModule) + 1]
+        instance = original.__new__(original, *args, **kwargs)
+        instance.__init__(*args, **kwargs)
+        return instance
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, its hooks and whatever it was compiled to, with full parameters."""
+        state: ModuleState = self.__dict__["_shoal_state"]
+        args, kwargs, runs = state.enter(self, args, kwargs)  # pyright: ignore[reportArgumentType]
+        output = super().__call__(*args, **kwargs)  # pyright: ignore
+        return state.leave(self, runs, output)  # pyright: ignore[reportArgumentType]
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # pyright: ignore
+        """Gather this module's parameters and hold them until `reshard` or the next backward."""
+        state = own_state(self)
+        for unit in _ready(self, state):
+            if unit.phase == "sharded":
+                unit.launch_gather()
+            unit.is_kept = True
+            unit.watch_all_grads()
+        handle = UnshardHandle(state.units)
+        if async_op:
+            return handle
+        handle.wait()
+        return None
+
+    def reshard(self) -> None:
+        """Free this module's gathered parameters."""
+        for unit in own_state(self).units:
+            unit.reshard()
+
+    def reset_iter_state(self) -> None:
+        """Forget a step that raised, with its gradients; call it on the root module."""
+        state = own_state(self)
+        if state.context is None:
+            return
+        if not state.is_root:
+            raise RuntimeError(
+                "reset_iter_state must be called on the root module, whose forward is called first"
+            )
+        state.context.reset()
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the next backward waits for its reductions at its end."""
+        context_of(self, own_state(self)).is_last_backward = is_last_backward  # pyright: ignore
+
+    def set_requires_gradient_sync(
+        self, requires_gradient_sync: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether backwards reduce gradients, or add them up on each rank."""
+        _set(self, recurse, reduces=requires_gradient_sync, all_reduces=requires_gradient_sync)
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether reduced gradients are also summed over the replicas."""
+        _set(self, recurse, all_reduces=requires_all_reduce)
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether to free the parameters between forward and backward."""
+        if not isinstance(reshard_after_forward, bool):
+            raise UsageError(
+                f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
+            )
+        for state in _states(self, recurse):
+            state.reshard_after_forward = reshard_after_forward
+            for unit in state.units:
+                unit.post = None
+
+    def set_reshard_after_backward(
+        self, reshard_after_backward: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether to free the parameters after backward."""
+        _set(self, recurse, reshards_after_backward=reshard_after_backward)
+
+    def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
+        """Which modules' parameters to start gathering when this one's forward begins."""
+        own_state(self).forward_prefetch = _units_of(modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
+        """Which modules' parameters to start gathering when this one's backward begins."""
+        own_state(self).backward_prefetch = _units_of(modules)
+
+    def set_custom_all_gather(self, comm: AllGather) -> None:  # pyright: ignore
+        """Gather with a collective of your own."""
+        _refuse_several(self, "set_custom_all_gather")
+        _set(self, False, all_gather=comm)
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter) -> None:  # pyright: ignore
+        """Reduce with a collective of your own."""
+        _refuse_several(self, "set_custom_reduce_scatter")
+        _set(self, False, reduce_scatter=comm)
+
+    def set_all_reduce_hook(
+        self,
+        hook: Callable[[torch.Tensor], None],
+        *,
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Call a hook with each reduced gradient, after the all-reduce where there is one."""
+        _refuse_several(self, "set_all_reduce_hook")
+        for unit in own_state(self).units:
+            if stream is not None and isinstance(unit.mesh_info, HSDPMeshInfo):
+                raise UsageError("stream cannot be set when the mesh replicates as well")
+        _set(self, False, all_reduce_hook=hook, all_reduce_hook_stream=stream)
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """What the next forward's gathers wait for, instead of all that compute was given."""
+        context = context_of(self, own_state(self))  # pyright: ignore[reportArgumentType]
+        if context.units:
+            context.streams.gathering.waits_for = event  # pyright: ignore
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """The old name of `set_gradient_divide_factor`."""
+        warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
+        self.set_gradient_divide_factor(factor)
+
+    def set_gradient_divide_factor(self, factor: float) -> None:
+        """What the sum of gradients is divided by, instead of the number of ranks."""
+        _set(self, False, divide_factor=factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Let collectives only add; division is then a step of its own."""
+        _set(self, False, only_sums=enable)
+
+    def set_reduce_scatter_unused_params(
+        self, reduce_scatter_unused_params: bool, *, recurse: bool = True
+    ) -> None:
+        """Whether a parameter without a gradient counts as having a zero one."""
+        _set(self, recurse, reduces_unused=reduce_scatter_unused_params)
+
+    def set_reduce_scatter_max_input_buffers(
+        self, max_input_buffers: int, *, recurse: bool = True
+    ) -> None:
+        """How many reductions may be in flight: more overlap for more memory."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int):
+            raise TypeError(
+                f"max_input_buffers must be an int, got {type(max_input_buffers).__name__}"
+            )
+        if max_input_buffers < 1:
+            raise UsageError(f"max_input_buffers must be 1 or more, got {max_input_buffers}")
+        _set(self, recurse, max_reductions=max_input_buffers)
+
+    def set_separate_reduce_scatter_group(
+        self, enable: bool = True, *, recurse: bool = True
+    ) -> None:
+        """Reduce on a process group of its own, so that gathers do not wait for reductions."""
+        made: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        for state in _states(self, recurse):
+            for unit in state.units:
+                unit.options = replace(
+                    unit.options, reduce_group=_second_group(unit, made) if enable else None
+                )
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """Whether backward needs the parameters; an embedding's does not."""
+        _set(self, False, gathers_in_backward=unshard_in_backward)
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Communicate from memory that the process group allocates, if its backend can."""
+        from shoal.runtime.group_memory import GroupAllGather, GroupReduceScatter
+
+        for unit in own_state(self).units:
+            _refuse_custom(unit, "set_allocate_memory_from_process_group_for_comm")
+            if unit.transport is None:
+                continue
+            group, device = unit.transport.group, unit.device
+            unit.options = replace(
+                unit.options,
+                all_gather=GroupAllGather(group, device) if enable else None,
+                reduce_scatter=GroupReduceScatter(group, device) if enable else None,
+            )
+
+    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> NoReturn:
+        """Not supported: the engine's gather buffers are its own."""
+        raise NotImplementedError(
+            f"shoal: set_symm_mem_for_comm({backend!r}) is not supported: this build has no "
+            "symmetric memory for gathers. set_allocate_memory_from_process_group_for_comm(True) "
+            "communicates from NCCL's own memory"
+        )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted: every gather is asynchronous here, and all memory is of compute's stream."""
+
+    def _get_fsdp_state(self) -> NoReturn:
+        raise NotImplementedError("shoal has no torch FSDPState: this module is sharded by shoal")
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        self.reshard()
+        # Past torch's class, which would look for its own state.
+        result = super(TorchFSDPModule, self)._apply(fn, recurse)  # pyright: ignore
+        for unit in own_state(self).units:
+            unit.shards.follow()
+        return result
+
+
+def own_state(module: object) -> ModuleState:
+    """The state of a module that was given to `fully_shard`."""
+    state = state_of(module) if isinstance(module, nn.Module) else None
+    if state is None:
+        raise UsageError(
+            f"this {type(module).__name__} was not given to fully_shard; call fully_shard on it"
+        )
+    return state
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """Let a method run as `forward` does: with full parameters. Does nothing if not sharded."""
+    if not isinstance(module, FSDPModule):
+        return
+    if not hasattr(module, method_name):
+        raise UsageError(f"{type(module)} does not have a method {method_name}")
+    method, state = getattr(module, method_name), own_state(module)
+
+    @functools.wraps(method)
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, runs = state.enter(self, args, kwargs)
+        return state.leave(self, runs, method(*args, **kwargs))
+
+    setattr(module, method_name, run.__get__(module, type(module)))
+
+
+def share_comm_ctx(modules: list[FSDPModule]) -> None:
+    """Let several models, such as the stages of a pipeline, work on the same streams."""
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise UsageError(f"share_comm_ctx expects sharded modules, got {type(module)}")
+    if not modules:
+        return
+    states = [own_state(module) for module in modules]
+    first = states[0]
+    shared = first.context.streams if first.context is not None else None
+    shared = shared or first.streams or Streams(first.device)
+    for state in states:
+        state.streams = shared
+        if state.context is not None and state.context.units:
+            state.context.streams = shared
+            for unit in state.context.units:
+                unit.streams = shared
+
+
+def _states(module: object, recurse: bool) -> Iterator[ModuleState]:
+    assert isinstance(module, nn.Module)
+    seen: set[int] = set()
+    for child in module.modules() if recurse else (module,):
+        state = state_of(child)
+        if state is not None and id(state) not in seen:
+            seen.add(id(state))
+            yield state
+
+
+def _set(module: object, recurse: bool, **changes: Any) -> None:
+    """Replace the options of a module's units, and of those below it."""
+    own_state(module)
+    for state in _states(module, recurse):
+        for unit in state.units:
+            unit.options = replace(unit.options, **changes)
+
+
+def _ready(module: object, state: ModuleState) -> tuple[Unit, ...]:
+    """A module's units, when they can be gathered; before the first forward each stands alone."""
+    if state.context is None:
+        assert isinstance(module, nn.Module)
+        for unit in state.units:
+            unit.prepare_alone()
+    return state.units
+
+
+def _units_of(modules: object) -> list[Unit]:
+    if not isinstance(modules, Sequence):
+        raise UsageError(f"expected a list of sharded modules, got {modules!r}")
+    units: list[Unit] = []
+    for module in modules:
+        if not isinstance(module, FSDPModule):
+            raise UsageError(f"expected sharded modules, got {type(module)}: {module}")
+        units.extend(own_state(module).units)
+    return units
+
+
+def _refuse_several(module: object, what: str) -> None:
+    if len(own_state(module).units) > 1:
+        raise UsageError(
+            f"{what} is not supported on a module whose parameters are sharded over several "
+            "meshes: it would not be clear for which"
+        )
+
+
+def _refuse_custom(unit: Unit, what: str) -> None:
+    from shoal.runtime.group_memory import GroupAllGather
+
+    given = unit.options.all_gather
+    if given is not None and not isinstance(given, GroupAllGather):
+        raise AssertionError(f"cannot call {what} when there is a custom all-gather: {given!r}")
+
+
+def _second_group(unit: Unit, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:
+    """One more process group of the same ranks; one for all units that share them."""
+    if not isinstance(unit.mesh_info, FSDPMeshInfo):
+        raise AssertionError("a mesh that only replicates has no reduce-scatter")
+    ranks = tuple(dist.get_process_group_ranks(unit.mesh_info.shard_process_group))
+    if ranks not in made:
+        existing = unit.options.reduce_group
+        made[ranks] = existing or dist.new_group(
+            list(ranks), use_local_synchronization=True, group_desc="shoal_reduce_scatter"
+        )
+    return made[ranks]

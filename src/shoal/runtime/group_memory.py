@@ -1,0 +1,58 @@
+"""Collectives from memory that the process group's backend allocates, such as NCCL's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shoal import _torch
+
+
+class _GroupMemory:
+    """Tensors in memory that a backend has registered with its network."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self._backend = _torch.allocating_backend(group, device)
+        if self._backend is None:
+            raise NotImplementedError(
+                f"shoal: the process group's backend cannot allocate memory on {device}; only "
+                "NCCL can, on devices with multicast or registration support"
+            )
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """See `policy.Comm`."""
+        return self._backend.allocate_tensor(*size, dtype=dtype, device=device)
+
+
+class GroupAllGather(_GroupMemory):
+    """An all-gather into the backend's memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See `policy.AllGather`."""
+        return _torch.all_gather_flat(output_tensor, input_tensor, group)
+
+
+class GroupReduceScatter(_GroupMemory):
+    """A reduce-scatter from the backend's memory."""
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """See `policy.ReduceScatter`."""
+        return _torch.reduce_scatter_flat(output_tensor, input_tensor, op, group)

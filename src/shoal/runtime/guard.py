@@ -1,0 +1,93 @@
+"""Compares what the ranks are about to communicate, before any of it hangs.
+
+Each rank puts a description of its units into the store that the job was started with; the first
+rank compares and publishes the verdict. No collective is involved: one that only some ranks enter
+would hang in just the case that this is for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from shoal import _torch
+from shoal.errors import RankError
+
+if TYPE_CHECKING:
+    from shoal.runtime.unit import Unit
+
+_TIMEOUT = timedelta(minutes=5)
+_counters: dict[tuple[int, ...], itertools.count[int]] = {}
+
+
+def check_ranks_agree(units: Sequence[Unit]) -> None:
+    """Raise on every rank if the ranks of a mesh have sharded different models."""
+    by_ranks: dict[tuple[int, ...], list[Unit]] = {}
+    for unit in units:
+        ranks = tuple(sorted(unit.mesh_info.mesh.mesh.flatten().tolist()))
+        by_ranks.setdefault(ranks, []).append(unit)
+    for ranks, shared in by_ranks.items():
+        if len(ranks) > 1 and not _is_imagined(shared[0]):
+            _compare(ranks, [_describe(unit) for unit in shared])
+
+
+def _is_imagined(unit: Unit) -> bool:
+    """Whether the other ranks exist only in a model of the network."""
+    transport = unit.transport or unit.replicas
+    return transport is None or getattr(transport.group, "others_are_imagined", False)
+
+
+def _describe(unit: Unit) -> dict[str, object]:
+    parameters = {
+        member.spec.name: [list(member.spec.shape), str(member.spec.dtype)]
+        for member in unit.shards.members
+    }
+    return {"unit": unit.name, "layout": repr(unit.layout), "parameters": parameters}
+
+
+def _compare(ranks: tuple[int, ...], mine: list[dict[str, object]]) -> None:
+    store, rank = _torch.default_store(), dist.get_rank()
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+    key = f"shoal/agree/{digest}/{next(_counters.setdefault(ranks, itertools.count()))}"
+    store.set(f"{key}/{rank}", json.dumps(mine))
+    if rank == ranks[0]:
+        verdict = ""
+        for other in ranks[1:]:
+            store.wait([f"{key}/{other}"], _TIMEOUT)
+            theirs = json.loads(store.get(f"{key}/{other}"))
+            difference = _difference(mine, theirs)
+            if difference and not verdict:
+                verdict = (
+                    f"rank {rank} and rank {other} have sharded different models: {difference}"
+                )
+        store.set(f"{key}/verdict", verdict)
+    store.wait([f"{key}/verdict"], _TIMEOUT)
+    verdict = store.get(f"{key}/verdict").decode()
+    if verdict:
+        raise RankError(f"{verdict}. Build the same model, with the same units, on every rank.")
+
+
+def _difference(mine: list[dict[str, object]], theirs: list[dict[str, object]]) -> str | None:
+    """The first thing in which two ranks differ."""
+    if len(mine) != len(theirs):
+        return f"{len(mine)} units and {len(theirs)}"
+    for a, b in zip(mine, theirs, strict=True):
+        for what in ("unit", "layout"):
+            if a[what] != b[what]:
+                return f"{what} {a[what]} and {b[what]}"
+        ours, others = a["parameters"], b["parameters"]
+        assert isinstance(ours, dict)
+        assert isinstance(others, dict)
+        for name in dict.fromkeys((*ours, *others)):
+            if ours.get(name) != others.get(name):
+                return (
+                    f"parameter {name!r} of unit {a['unit']!r} is {ours.get(name, 'missing')} and "
+                    f"{others.get(name, 'missing')}"
+                )
+    return None

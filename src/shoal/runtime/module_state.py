@@ -1,0 +1,221 @@
+"""Where the engine stands around a module's call, and what it knows of that module.
+
+before the call     → full parameters, cast inputs, a hook on the inputs
+after the call      → hooks on the outputs, free
+output hook         → full parameters again, when backward reaches the module
+input hook          → reduce, free, when backward has left it
+state-dict pre-hook → shards
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
+
+from shoal import _torch
+from shoal.errors import InvariantError
+from shoal.runtime.context import Context
+from shoal.runtime.guard import check_ranks_agree
+from shoal.runtime.phase import Phase
+from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.runtime.reach import Reach
+from shoal.runtime.streams import Streams
+from shoal.runtime.unit import Pass, Unit
+
+_STATE = "_shoal_state"
+
+Runs = list[tuple[Unit, Pass]]
+"""What one call of a module has begun: a pass for each of its units."""
+
+
+class ModuleState:
+    """What one call of `fully_shard` knows of its modules."""
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        units: Sequence[Unit],
+        policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        device: torch.device,
+    ) -> None:
+        self.modules = tuple(modules)
+        self.units = tuple(units)
+        self.policy = policy
+        self.device = device
+        self.streams: Streams | None = None
+        """Those of another model, when they are shared."""
+        self.context: Context | None = None
+        self.is_root = False
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
+        self.reshard_after_forward = reshard_after_forward
+        """Whether to free after forward; None: all but the root, whose backward comes first."""
+        self._to_run: set[nn.Module] = set()
+        self._depth = 0
+        for module in modules:
+            # Past nn.Module's own bookkeeping, and out of its state.
+            vars(module)[_STATE] = self
+        for unit in self.units:
+            self._register_state_dict_hooks(unit)
+
+    def _register_state_dict_hooks(self, unit: Unit) -> None:
+        """Show state dicts the shards, never gathered parameters."""
+
+        def reshard(*_: object) -> None:
+            unit.reshard()
+
+        for module in {home.module for member in unit.shards.members for home in member.homes}:
+            module.register_state_dict_pre_hook(reshard)
+            module.register_load_state_dict_pre_hook(reshard)
+
+    @_torch.unwrapped_by_dynamo
+    def enter(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Runs]:
+        """The module is about to run: give it parameters and inputs to run with."""
+        context = self.context or context_of(module, self)
+        if self.is_root and self._depth == 0:
+            context.begin_forward()
+            args, kwargs = self._to_device(args, kwargs)
+        policy = self.policy
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+        if not self.units:
+            return args, kwargs, []
+        if len(self.modules) > 1 and not self._to_run:
+            self._to_run.update(self.modules)
+        # A module may call itself; a depth left over from a call that raised does not count.
+        self._depth = self._depth + 1 if self.units[0].phase is Phase.FORWARD else 1
+        inputs = None
+        runs: Runs = []
+        for unit in self.units:
+            context.enter_forward(unit, self.forward_prefetch)
+            if unit.phase is Phase.FORWARD:
+                inputs = inputs or Reach.of((args, kwargs))
+                runs.append((unit, _begin_pass(context, unit, inputs)))
+        return args, kwargs, runs
+
+    @_torch.unwrapped_by_dynamo
+    def leave(self, module: nn.Module, runs: Runs, output: Any) -> Any:
+        """The module has run: arrange for its backward, and let go of its parameters."""
+        context = self.context
+        assert context is not None
+        reach = Reach.of(output)
+        # What cannot be looked into may hold a loss: better to hold the unit in vain.
+        is_expected = bool(reach.differentiable) or (reach.is_opaque and torch.is_grad_enabled())
+        is_complete = self._ran(module)
+        reshard = (
+            self.reshard_after_forward
+            if self.reshard_after_forward is not None
+            else not self.is_root
+        )
+        if runs:
+            self._depth -= 1
+            self._hook_outputs(context, runs, reach)
+            for unit in self.units:
+                if is_complete and self._depth == 0 and unit.phase is Phase.FORWARD:
+                    frees = (reshard and bool(reach.differentiable)) or not is_expected
+                    context.leave_forward(unit, reshard=frees)
+        if self.is_root and self._depth == 0:
+            context.end_forward(expects_backward=is_expected)
+        return _cast(output, self.policy.output_dtype)
+
+    def _ran(self, module: nn.Module) -> bool:
+        """Whether all modules that share the units have run."""
+        if len(self.modules) == 1:
+            return True
+        self._to_run.discard(module)
+        return not self._to_run
+
+    def _to_device(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self.device.type == "cpu":
+            return args, kwargs
+
+        def move(leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor) and leaf.device != self.device:
+                return leaf.to(self.device)
+            return leaf
+
+        return _torch.tree_map(move, (args, kwargs))
+
+    def _hook_outputs(self, context: Context, runs: Runs, outputs: Reach) -> None:
+        """Arrange to be told when backward reaches the module."""
+
+        def enter(_: object) -> None:
+            for unit, run in runs:
+                context.enter_backward(unit, run, self.backward_prefetch)
+
+        for unit, _ in runs:
+            for tensor in outputs.tensors:
+                if unit.full.holds(tensor):
+                    raise InvariantError(
+                        f"unit {unit.name!r} returned one of its parameters or a view of one, "
+                        "whose memory is freed with the unit. Return a copy (.clone()), or use "
+                        "the parameter inside."
+                    )
+        for tensor in outputs.differentiable:
+            tensor.register_hook(enter)
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state that `fully_shard` gave this very module, if it did."""
+    return module.__dict__.get(_STATE)
+
+
+def context_of(module: nn.Module, state: ModuleState) -> Context:
+    """The context of the model that a module belongs to; the first to run becomes its root."""
+    if state.context is None:
+        found: dict[ModuleState, str] = {}
+        for name, child in module.named_modules():
+            below = state_of(child)
+            if below is not None:
+                found.setdefault(below, name)
+        units: list[Unit] = []
+        for below, name in found.items():
+            below.is_root = below is state
+            for unit in below.units:
+                unit.name = name or "root"
+                units.append(unit)
+        check_ranks_agree(units)
+        context = Context(units, state.units, state.streams)
+        for below in found:
+            below.context = context
+    assert state.context is not None
+    return state.context
+
+
+def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
+    """Arrange to be told when backward has left the module."""
+    tensors = inputs.differentiable
+    # With leaves alone a pass counts as open until the end of backward: a leaf's own hook would
+    # come before nodes that do not depend on it, and pile up on a tensor that outlives the step.
+    run = Pass(reaches_inputs=bool(tensors) or inputs.has_leaf, version=unit.version)
+
+    def leave(_: object) -> None:
+        context.leave_backward(unit, run)
+
+    if len(tensors) == 1:
+        tensors[0].register_hook(leave)
+    elif tensors:
+        register_multi_grad_hook(tensors, leave)
+    return run
+
+
+def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+    """Cast the floating-point tensors of nested containers; give the rest through."""
+    if dtype is None:
+        return values
+
+    def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
+            return leaf.to(dtype)
+        return leaf
+
+    return _torch.tree_map(cast, values)

@@ -1,0 +1,105 @@
+"""Gradients on their way to the shards: copied together, reduced over ranks, added up.
+
+gradients of the unit   → one matrix with a row per rank, in the reduce dtype
+reduce-scatter          → this rank's row, summed over the ranks that shard
+all-reduce              → summed over the replicas too, where there are any
+divide, cast, add       → `.grad` of the sharded parameters
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed import ReduceOp
+
+from shoal import _torch
+from shoal.comm.transport import Pending
+
+if TYPE_CHECKING:
+    from shoal.runtime.unit import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """How a sum of gradients becomes their mean."""
+
+    before: float | None
+    after: float | None
+    reduce_op: Any
+    all_reduce_op: Any
+
+    @classmethod
+    def of(
+        cls,
+        dtype: torch.dtype,
+        shard_size: int,
+        num_replicas: int,
+        factor: float | None,
+        *,
+        only_sums: bool,
+    ) -> Division:
+        """Let the collective divide where it can; half before and half after in narrow dtypes."""
+        # fp16 overflows when many gradients are added, and underflows when each is divided first.
+        is_narrow = dtype not in (torch.float32, torch.bfloat16, torch.float64)
+        if not is_narrow and not only_sums:
+            if factor is None:
+                op = ReduceOp.SUM if shard_size * num_replicas == 1 else ReduceOp.AVG
+                return cls(before=None, after=None, reduce_op=op, all_reduce_op=op)
+            op = ReduceOp.SUM
+            if shard_size == 1:
+                return cls(before=None, after=factor, reduce_op=op, all_reduce_op=op)
+            divides = ReduceOp.AVG if factor == shard_size else _torch.premultiplied_sum(1 / factor)
+            return cls(before=None, after=None, reduce_op=divides, all_reduce_op=op)
+        total = float(shard_size * num_replicas) if factor is None else factor
+        before = 1.0
+        while is_narrow and total % before == 0 and total / before > before:
+            before *= 2
+        return cls(
+            before=before if is_narrow else None,
+            after=total / before,
+            reduce_op=ReduceOp.SUM,
+            all_reduce_op=ReduceOp.SUM,
+        )
+
+
+class Reduction:
+    """One reduction of a unit's gradients, in flight."""
+
+    __slots__ = ("_event", "_output", "_pending", "_rows", "indices", "unit")
+
+    def __init__(
+        self,
+        unit: Unit,
+        indices: Sequence[int],
+        rows: torch.Tensor,
+        output: torch.Tensor,
+        pending: Pending | None,
+        event: torch.cuda.Event | None = None,
+    ) -> None:
+        self.unit = unit
+        self.indices = indices
+        """The parameters whose gradients these are."""
+        self._rows: torch.Tensor | None = rows
+        self._output = output
+        self._pending = pending
+        self._event = event
+
+    def wait(self) -> None:
+        """Order the current stream (on CPU, the host) after the collectives."""
+        if self._event is not None:
+            torch.cuda.current_stream().wait_event(self._event)
+            self._event = None
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        if self._rows is not None:
+            self.unit.arena.give_rows(self._rows)
+            self._rows = None
+
+    def finish(self) -> None:
+        """Add the reduced gradients to those of the sharded parameters."""
+        self.wait()
+        self.unit.take_reduced(self.indices, self._output)

@@ -1,0 +1,231 @@
+"""The matrix a unit's gradients are reduced from: one row per rank, cut as the shards are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal import _torch
+from shoal.comm.transport import Pending, Transport
+from shoal.layout.even import EvenPacking
+from shoal.layout.packing import Packing
+from shoal.runtime.reduction import Division, Reduction
+
+if TYPE_CHECKING:
+    from shoal.runtime.unit import Unit
+
+
+class Rows:
+    """How the gradients of one unit are laid out for a reduction, and the reduction itself."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._packing: Packing | None = None
+        self._trained: tuple[int, ...] = ()
+        self._dtype: torch.dtype | None = None
+        self._targets: dict[int, list[list[torch.Tensor]]] = {}
+        self._division: tuple[object, Division] | None = None
+
+    def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction | None:
+        """Copy gradients in and start reducing them."""
+        unit = self._unit
+        dtype = unit.policy.reduce_dtype or self._common_dtype(grads)
+        self._settle(dtype)
+        num_bytes = self._num_rows_numel * dtype.itemsize
+        memory = self._take(num_bytes, dtype)
+        rows = memory.view(dtype)
+        self._copy_in(grads, rows)
+        indices = self._trained if unit.options.reduces_unused else tuple(sorted(grads))
+        return self._reduce(indices, memory, rows)
+
+    def _take(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+        custom = self._unit.options.reduce_scatter
+        if custom is None:
+            return self._unit.arena.take_rows(num_bytes)
+        numel = num_bytes // dtype.itemsize
+        return custom.allocate((numel,), dtype=dtype, device=self._unit.device).view(torch.uint8)
+
+    def _common_dtype(self, grads: Mapping[int, torch.Tensor]) -> torch.dtype:
+        dtypes = {grad.dtype for grad in grads.values()}
+        if not dtypes:
+            return self._dtype or self._unit.full.parameters[self._find_trained()[0]].dtype
+        if len(dtypes) > 1:
+            return torch.float32
+        return next(iter(dtypes))
+
+    def _find_trained(self) -> tuple[int, ...]:
+        members = self._unit.shards.members
+        return tuple(i for i, member in enumerate(members) if member.sharded.requires_grad)
+
+    def _settle(self, dtype: torch.dtype) -> None:
+        """Lay out the parameters that are trained; all of them where cuts depend on neighbours."""
+        trained = self._find_trained()
+        if trained == self._trained and dtype is self._dtype:
+            return
+        unit = self._unit
+        whole = unit.shards.packing
+        self._targets.clear()
+        self._trained, self._dtype = trained, dtype
+        self._columns: list[tuple[int, int, int]] = []
+        self._offsets: dict[int, int] = {}
+        if isinstance(whole, EvenPacking) and not any(whole.dims[i] for i in trained):
+            self._packing = None
+            self._settle_columns(whole, trained)
+        else:
+            self._packing = whole.with_dtypes([dtype] * len(whole.params))
+            numel = self._packing.shard_bytes // dtype.itemsize
+            self.shard_numel = numel
+            for index in range(len(whole.params)):
+                piece = self._packing.piece(index, unit.rank)
+                self._offsets[index] = piece.offset_bytes // dtype.itemsize
+        self._num_rows_numel = unit.size * self.shard_numel
+        unit.arena.expect_rows(self._num_rows_numel * dtype.itemsize)
+
+    def _settle_columns(self, whole: EvenPacking, trained: tuple[int, ...]) -> None:
+        """Chunks beside each other with no gaps; those that keep others aligned come first."""
+        chunks = {i: whole.piece(i, 0).numel for i in trained}
+        self._in_order = sorted(trained, key=lambda i: chunks[i] % 16 != 0)
+        end = 0
+        for index in self._in_order:
+            self._offsets[index] = end
+            end += chunks[index]
+        self.shard_numel = end
+
+    def _copy_in(self, grads: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
+        unit = self._unit
+        if self._packing is None:
+            tensors = [
+                grads[i] if i in grads else rows.new_zeros(unit.shards.members[i].spec.shape)
+                for i in self._in_order
+            ]
+            if tensors and self.shard_numel:
+                _torch.chunk_into_columns(tensors, unit.size, rows.view(unit.size, -1))
+            return
+        targets = self._targets_in(rows)
+        into: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index in range(len(targets)):
+            grad = grads.get(index)
+            if grad is None:
+                for target in targets[index]:
+                    target.zero_()
+                continue
+            into.extend(targets[index])
+            if self._packing.is_zero_copy(index):
+                sources.append(grad.reshape(-1))
+            else:
+                flat = grad.reshape(-1)
+                sources.extend(s.of_full(flat) for s in self._packing.stripes(index))
+        if into:
+            _torch.foreach_copy(into, sources)
+
+    def _targets_in(self, rows: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Where each gradient goes; remembered for memory that is used again."""
+        assert self._packing is not None
+        known = self._targets.get(rows.data_ptr())
+        if known is not None:
+            return known
+        matrix = rows.view(self._unit.size, -1)
+        targets: list[list[torch.Tensor]] = []
+        for index, param in enumerate(self._packing.params):
+            offset = self._packing.gathered_offset(index)
+            if offset is not None:
+                start = offset // rows.dtype.itemsize
+                targets.append([rows[start : start + param.numel]] if param.numel else [])
+            else:
+                targets.append([s.of_rows(matrix) for s in self._packing.stripes(index)])
+        self._targets[rows.data_ptr()] = targets
+        return targets
+
+    def _reduce(
+        self, indices: tuple[int, ...], memory: torch.Tensor, rows: torch.Tensor
+    ) -> Reduction | None:
+        unit, options = self._unit, self._unit.options
+        division = self._divided()
+        plain = (
+            unit.replicas is None
+            and options.all_reduce_hook is None
+            and division.before is None
+            and division.after is None
+        )
+        if plain and unit.transport is not None and unit.size > 1:
+            output = self._output(rows)
+            pending = self._scatter(output, rows, division)
+            return Reduction(unit, indices, memory, output, pending)
+        with unit.streams.reducing() as lane:
+            output = self._chain(indices, rows, division)
+        event = lane.done()
+        if output is None:
+            Reduction(unit, (), memory, rows, None, event).wait()
+            return None
+        return Reduction(unit, indices, memory, output, None, event)
+
+    def _chain(
+        self, indices: tuple[int, ...], rows: torch.Tensor, division: Division
+    ) -> torch.Tensor | None:
+        """Reduce in several steps, one after the other on the current stream."""
+        unit, options = self._unit, self._unit.options
+        if division.before is not None and division.before != 1:
+            rows.div_(division.before)
+        if unit.transport is None or unit.size == 1:
+            output = rows.clone()
+        else:
+            output = self._output(rows)
+            self._scatter(output, rows, division).wait()
+        if unit.replicas is not None:
+            output = unit.add_partial(indices, output)
+            if not options.all_reduces:
+                unit.keep_partial(indices, output)
+                return None
+            reason = f"the all-reduce of unit {unit.name!r}"
+            unit.replicas.all_reduce(output, division.all_reduce_op, reason=reason).wait()
+        if options.all_reduce_hook is not None:
+            unit.streams.run_hook(options.all_reduce_hook, output, options.all_reduce_hook_stream)
+        if division.after is not None and division.after != 1:
+            output.div_(division.after)
+        return output
+
+    def _output(self, rows: torch.Tensor) -> torch.Tensor:
+        custom = self._unit.options.reduce_scatter
+        if custom is not None:
+            return custom.allocate((self.shard_numel,), dtype=rows.dtype, device=rows.device)
+        return torch.empty(self.shard_numel, dtype=rows.dtype, device=rows.device)
+
+    def _scatter(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> Pending:
+        unit = self._unit
+        reason = f"the reduction of unit {unit.name!r}"
+        group = unit.options.reduce_group
+        assert unit.transport is not None
+        transport = unit.transport if group is None else Transport(group)
+        custom = unit.options.reduce_scatter
+        if custom is None:
+            return transport.reduce_scatter(output, rows, division.reduce_op, reason=reason)
+        work = custom(output, rows, transport.group, division.reduce_op, async_op=True)
+        return Pending(output, work, reason)
+
+    def _divided(self) -> Division:
+        unit, options = self._unit, self._unit.options
+        key = (self._dtype, options)
+        if self._division is None or self._division[0] != key:
+            assert self._dtype is not None
+            division = Division.of(
+                self._dtype,
+                unit.size,
+                1 if unit.replicas is None else unit.replicas.size,
+                options.divide_factor,
+                only_sums=options.only_sums,
+            )
+            self._division = (key, division)
+        return self._division[1]
+
+    def views(self, output: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Every gradient in this rank's row of the reduced matrix."""
+        members = self._unit.shards.members
+        return {
+            index: output[offset : offset + members[index].local.numel()].view(
+                members[index].local.shape
+            )
+            for index, offset in self._offsets.items()
+        }

@@ -1,0 +1,171 @@
+"""This rank's shards of a unit's parameters: one flat buffer, and the parameters that lie in it.
+
+The sharded parameters' local tensors are views of the buffer, so a gather reads it with no
+copy-in (or one cast). Whoever gives a parameter other memory (`module.to`, `load_state_dict` with
+`assign`, materialising from the meta device) is followed: the values move back into a buffer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal.errors import InvariantError, UsageError
+from shoal.layout import Packing, ParamSpec
+from shoal.layout.buffer import shard_of, shard_views
+from shoal.runtime.form import Form, bytes_of
+from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
+from shoal.runtime.updates import mark_replaced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Home:
+    """A place where a parameter is registered; a shared parameter has several."""
+
+    module: nn.Module
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A parameter as `fully_shard` finds it."""
+
+    spec: ParamSpec
+    parameter: nn.Parameter
+    homes: tuple[Home, ...]
+    form: Form
+
+
+class Member:
+    """One sharded parameter of a unit."""
+
+    __slots__ = ("form", "homes", "local", "sharded", "spec")
+
+    def __init__(self, source: Source, sharded: nn.Parameter) -> None:
+        self.spec = source.spec
+        self.homes = source.homes
+        self.form = source.form
+        self.take(sharded)
+
+    def take(self, sharded: nn.Parameter) -> None:
+        """Hold a sharded parameter, and the very object that is its local tensor."""
+        local = self.form.local_of(sharded)
+        assert local is not None
+        self.sharded, self.local = sharded, local
+
+    def register(self, parameter: nn.Parameter) -> None:
+        """Put a parameter where this one belongs."""
+        # Straight into the dictionary: `setattr` on a module costs ten times as much.
+        for home in self.homes:
+            home.module._parameters[home.name] = parameter
+
+
+class Shards:
+    """The sharded parameters of one unit."""
+
+    def __init__(
+        self,
+        unit: str,
+        sources: Sequence[Source],
+        packing: Packing,
+        rank: int,
+        offload: OffloadPolicy,
+    ) -> None:
+        self.unit = unit
+        self.packing = packing
+        self._rank = rank
+        self._offload = offload
+        tensors = [bytes_of(source.parameter.detach()) for source in sources]
+        self.buffer = self._place(shard_of(packing, rank, tensors))
+        views = shard_views(packing, rank, self.buffer)
+        self.members = tuple(
+            Member(source, self._adopt(source, view))
+            for source, view in zip(sources, views, strict=True)
+        )
+        self.register()
+
+    def _adopt(self, source: Source, view: torch.Tensor) -> nn.Parameter:
+        original = source.parameter
+        sharded = nn.Parameter(source.form.shard(view), requires_grad=original.requires_grad)
+        vars(sharded).update(vars(original))
+        mark_replaced(original, source.spec.name)
+        return sharded
+
+    def _place(self, buffer: torch.Tensor) -> torch.Tensor:
+        if not isinstance(self._offload, CPUOffloadPolicy) or buffer.is_meta:
+            return buffer
+        buffer = buffer.cpu()
+        return buffer.pin_memory() if self._offload.pin_memory else buffer
+
+    def home_device(self, device: torch.device) -> torch.device:
+        """Where the shards live, when `device` computes."""
+        return torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device
+
+    def register(self) -> None:
+        """Put the sharded parameters on the modules."""
+        for member in self.members:
+            member.register(member.sharded)
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """Changes with in-place operations on the parameters or their local tensors."""
+        count = 0
+        for member in self.members:
+            count += member.sharded._version
+        return count, self.buffer._version
+
+    def follow(self) -> None:
+        """Notice parameters that were replaced or moved since, and take their values over."""
+        changed = False
+        for member in self.members:
+            first = member.homes[0]
+            found = first.module._parameters.get(first.name)
+            if found is not member.sharded:
+                self._replace(member, found)
+            if member.form.local_of(member.sharded) is not member.local:
+                changed = True
+        if changed:
+            self._rehome()
+
+    def _replace(self, member: Member, found: nn.Parameter | None) -> None:
+        local = None if found is None else member.form.local_of(found)
+        if found is None or local is None or local.shape != member.local.shape:
+            what = "taken away" if found is None else f"replaced by a {type(found).__name__}"
+            raise InvariantError(
+                f"parameter {member.spec.name!r} of unit {self.unit!r} was {what} after "
+                f"fully_shard; expected a sharded one with a local tensor of "
+                f"{tuple(member.local.shape)}, got "
+                f"{None if local is None else tuple(local.shape)}. Change it in place "
+                "(load_state_dict, parameter.copy_), or call fully_shard after replacing it "
+                "(torch.func.functional_call with other parameters is not supported)."
+            )
+        member.sharded = found
+        for home in member.homes:
+            home.module._parameters[home.name] = found
+
+    def _rehome(self) -> None:
+        """Copy every local tensor into a buffer again, in the dtypes and on the device of now."""
+        present = [member.form.local_of(member.sharded) for member in self.members]
+        locals_ = [local for local in present if local is not None]
+        devices = {local.device for local in locals_}
+        if len(devices) != 1:
+            raise UsageError(
+                f"the parameters of unit {self.unit!r} are on {sorted(map(str, devices))}; move "
+                "all of them to one device"
+            )
+        dtypes = [local.dtype for local in locals_]
+        if dtypes != [param.dtype for param in self.packing.params]:
+            self.packing = self.packing.with_dtypes(dtypes)
+        num_bytes, device = self.packing.shard_bytes, locals_[0].device
+        self.buffer = self._place(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
+        views = shard_views(self.packing, self._rank, self.buffer)
+        with torch.no_grad():
+            for index, (member, view) in enumerate(zip(self.members, views, strict=True)):
+                if not view.is_meta:
+                    view.copy_(locals_[index])
+                member.form.rehome(member.sharded, view)
+                member.take(member.sharded)
+                member.spec = self.packing.params[index]

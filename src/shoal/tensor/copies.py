@@ -1,0 +1,96 @@
+"""Copies: tensors placed like another, and values that go into a sharded tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal.tensor.refusal import differently_cut, unsupported
+from shoal.tensor.sharded import Handler, Op, ShardedTensor, like
+
+_ROW_MAJOR = (None, torch.preserve_format, torch.contiguous_format)
+
+
+def copy_into(op: Op, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+    """Copy into a sharded tensor: one cut alike, a whole one of its shape, or a single number."""
+    if not isinstance(target, ShardedTensor):
+        if isinstance(source, ShardedTensor):
+            raise unsupported(op, "the target is a plain tensor")
+        return target.copy_(source, non_blocking=non_blocking)
+    if isinstance(source, ShardedTensor):
+        if not target.placement.agrees(source.placement):
+            raise differently_cut(op, target, source)
+        target.local.copy_(source.local, non_blocking=non_blocking)
+    elif source.shape == target.shape:
+        keep_own(target, source, non_blocking=non_blocking)
+    elif source.dim() == 0:
+        target.local.copy_(source, non_blocking=non_blocking)
+    else:
+        raise unsupported(
+            op,
+            f"the source is a plain tensor of shape {tuple(source.shape)}; expected a whole one of "
+            f"{target.placement.shape}, of which each rank takes its elements",
+        )
+    return target
+
+
+def keep_own(target: ShardedTensor, whole: Tensor, *, non_blocking: bool = False) -> None:
+    """Take this rank's elements out of a whole tensor that every rank has."""
+    for region, part in target.parts():
+        part.copy_(whole[region.slices], non_blocking=non_blocking)
+
+
+def _detach(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    # The local tensor is outside of autograd already, and it must stay the very same memory.
+    (tensor,) = args
+    return like(tensor, tensor.local)
+
+
+def _made_like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Make a tensor with the example's placement, perhaps of another dtype or device."""
+    example, *rest = args
+    if kwargs:
+        _check_row_major(op, kwargs)
+        kwargs.pop("memory_format", None)
+    return like(example, op(example.local, *rest, **kwargs))
+
+
+def _in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    target, *rest = args
+    op(target.local, *rest, **kwargs)
+    return target
+
+
+def _fill_from_tensor(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    if isinstance(args[1], ShardedTensor):
+        raise unsupported(op, "the value is itself sharded, so that one rank alone has it")
+    return _in_place(op, args, kwargs)
+
+
+def _copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    return copy_into(op, *args, **kwargs)
+
+
+def _check_row_major(op: Op, kwargs: dict[str, Any]) -> None:
+    if kwargs.get("memory_format") not in _ROW_MAJOR:
+        raise unsupported(op, f"a piece has no {kwargs['memory_format']}")
+    if kwargs.get("layout") not in (None, torch.strided):
+        raise unsupported(op, f"a piece cannot be {kwargs['layout']}")
+
+
+HANDLERS: dict[str, Handler] = {
+    "alias": _detach,
+    "detach": _detach,
+    "clone": _made_like,
+    "empty_like": _made_like,
+    "full_like": _made_like,
+    "ones_like": _made_like,
+    "zeros_like": _made_like,
+    "_to_copy": _made_like,
+    "copy_": _copy,
+    "fill_.Scalar": _in_place,
+    "fill_.Tensor": _fill_from_tensor,
+    "zero_": _in_place,
+}

@@ -1,0 +1,99 @@
+"""Norms of sharded tensors: plain numbers that equal those of the whole tensors.
+
+    rank's norm ──power──▶ sum over ranks ──root──▶ norm        any order but ±inf
+    rank's norm ─────────▶ largest of ranks ──────▶ norm        inf, and -inf with the sign turned
+
+One all-reduce for each call, dtype and process group, whatever the number of tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shoal import _torch
+from shoal.tensor.reductions import check_no_gradient, shape_over_all_dims
+from shoal.tensor.sharded import Handler, Op, ShardedTensor
+from shoal.tensor.totals import accurate, add_up, largest
+
+
+def _norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given = _torch.bind(op, args, kwargs)
+    tensor = given["self"]
+    check_no_gradient(op, tensor)
+    shape = shape_over_all_dims(op, given)
+    order = given["ord"] if "ord" in given else given["p"]
+    (norm,) = _norms([tensor], 2 if order is None else order, given.get("dtype"))
+    return norm.view(shape)
+
+
+def _foreach_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Serve a list, in which plain tensors may be too."""
+    given = _torch.bind(op, args, kwargs)
+    for tensor in given["self"]:
+        check_no_gradient(op, tensor)
+    return _norms(given["self"], given["ord"], given["dtype"])
+
+
+def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each tensor, in the dtype that the unsharded one would have."""
+    order = float(order)
+    norms = _torch.foreach_norm(
+        [_own(tensor, order) for tensor in tensors], order, dtype or _local_dtype(tensors)
+    )
+    members: dict[tuple[ProcessGroup, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        kind = dtype or _real(tensor.dtype)
+        if isinstance(tensor, ShardedTensor):
+            members.setdefault((tensor.placement.group, kind), []).append(index)
+        else:
+            norms[index] = norms[index].to(kind)
+    for (group, kind), indices in members.items():
+        parts = torch.stack([norms[index] for index in indices]).double()
+        totals = _combine(parts, order, group).to(kind)
+        for index, total in zip(indices, totals.unbind(), strict=True):
+            norms[index] = total
+    return norms
+
+
+def _local_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """What ranks compute in; lists of several dtypes, which clipping never makes, stay as is."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    dtype = accurate(dtypes.pop())
+    return None if dtypes or dtype.is_complex else dtype
+
+
+def _own(tensor: Tensor, order: float) -> Tensor:
+    """What this rank takes the norm of; something that adds nothing where it holds nothing."""
+    if not isinstance(tensor, ShardedTensor):
+        return tensor
+    if tensor.local.numel() > 0 or tensor.numel() == 0:
+        return tensor.local
+    return tensor.local.new_full((1,), 0.0 if order >= 0 else torch.inf)
+
+
+def _combine(norms: Tensor, order: float, group: ProcessGroup) -> Tensor:
+    if math.isinf(order):
+        return largest(norms, group) if order > 0 else -largest(-norms, group)
+    if order in (0, 1):
+        return add_up(norms, group)
+    return add_up(norms.pow(order), group).pow(1 / order)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
+HANDLERS: dict[str, Handler] = {
+    "linalg_vector_norm.default": _norm,
+    "norm.Scalar": _norm,
+    "norm.ScalarOpt_dim": _norm,
+    "norm.ScalarOpt_dim_dtype": _norm,
+    "norm.ScalarOpt_dtype": _norm,
+    "_foreach_norm.Scalar": _foreach_norm,
+}

@@ -1,0 +1,132 @@
+"""Reductions of sharded tensors over all their elements: plain results, the same on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from shoal import _torch
+from shoal.comm.transport import Transport
+from shoal.tensor.lists import unwrap_lists
+from shoal.tensor.refusal import differently_cut, unsupported
+from shoal.tensor.sharded import Handler, Op, ShardedTensor
+from shoal.tensor.totals import accurate, add_up, largest, lowest_of
+
+
+def shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
+    """The shape of a result over all dims; other ways to reduce are refused."""
+    tensor, dim = given["self"], given.get("dim")
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    if dims and {d % max(tensor.dim(), 1) for d in dims} != set(range(max(tensor.dim(), 1))):
+        raise unsupported(op, f"it reduces over dims {dims} of {tensor.dim()}, not over all")
+    return (1,) * tensor.dim() if given.get("keepdim") else ()
+
+
+def check_no_gradient(op: Op, tensor: Tensor) -> None:
+    """Raise where autograd records the reduction: its gradient would be a plain tensor."""
+    if torch.is_grad_enabled() and isinstance(tensor, ShardedTensor) and tensor.requires_grad:
+        raise unsupported(op, "it cannot be differentiated; use torch.no_grad() or detach()")
+
+
+def _sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given, tensor, shape = _prepared(op, args, kwargs)
+    dtype = given["dtype"] or (tensor.dtype if tensor.is_floating_point() else torch.int64)
+    part = tensor.local.sum(dtype=accurate(dtype))
+    return add_up(part.view(1), tensor.placement.group).to(dtype).view(shape)
+
+
+def _mean(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given, tensor, shape = _prepared(op, args, kwargs)
+    dtype = given["dtype"] or tensor.dtype
+    if not dtype.is_floating_point:
+        raise unsupported(op, f"the mean of {dtype} is not whole; pass a dtype")
+    part = tensor.local.sum(dtype=accurate(dtype))
+    total = add_up(part.view(1), tensor.placement.group)
+    return (total / tensor.numel()).to(dtype).view(shape)
+
+
+def _max(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _, tensor, shape = _prepared(op, args, kwargs)
+    return _largest(op, tensor, tensor.local).to(tensor.dtype).view(shape)
+
+
+def _min(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _, tensor, shape = _prepared(op, args, kwargs)
+    if tensor.is_floating_point():
+        return (-_largest(op, tensor, -tensor.local)).to(tensor.dtype).view(shape)
+    # Unlike the negative, the complement of the lowest whole number is a number too.
+    return (~_largest(op, tensor, ~tensor.local.long())).to(tensor.dtype).view(shape)
+
+
+def _any(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _, tensor, shape = _prepared(op, args, kwargs)
+    part = tensor.local.any().long()
+    return (largest(part.view(1), tensor.placement.group) > 0).view(shape)
+
+
+def _all(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    _, tensor, shape = _prepared(op, args, kwargs)
+    part = tensor.local.logical_not().any().long()
+    return (largest(part.view(1), tensor.placement.group) == 0).view(shape)
+
+
+def _same(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Compare two tensors on each rank; they are the same where no rank sees a difference."""
+    first, second, *rest = args
+    if not isinstance(first, ShardedTensor) or not isinstance(second, ShardedTensor):
+        raise unsupported(op, "one of the two is a plain tensor")
+    if not first.placement.agrees(second.placement):
+        raise differently_cut(op, first, second)
+    differs = not op(first.local, second.local, *rest, **kwargs)
+    found = torch.tensor([differs], dtype=torch.int64, device=first.device)
+    return largest(found, first.placement.group).item() == 0
+
+
+def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Unscale gradients; what is not finite on one rank makes every rank skip the step."""
+    tensors, found_inf, inv_scale = args
+    _, (local,) = unwrap_lists(op, (tensors,))
+    op(local, found_inf, inv_scale)
+    for group in {t.placement.group: None for t in tensors if isinstance(t, ShardedTensor)}:
+        Transport(group).all_reduce(
+            found_inf.view(-1), ReduceOp.MAX, reason="the search for gradients that are not finite"
+        ).wait()
+
+
+def _prepared(
+    op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], ShardedTensor, tuple[int, ...]]:
+    given = _torch.bind(op, args, kwargs)
+    tensor = given["self"]
+    check_no_gradient(op, tensor)
+    return given, tensor, shape_over_all_dims(op, given)
+
+
+def _largest(op: Op, tensor: ShardedTensor, local: Tensor) -> Tensor:
+    if tensor.numel() == 0:
+        raise unsupported(op, "the tensor has no element")
+    values = local.to(accurate(local.dtype)) if local.is_floating_point() else local.long()
+    part = values.max() if values.numel() > 0 else values.new_tensor(lowest_of(values.dtype))
+    return largest(part.view(1), tensor.placement.group)
+
+
+HANDLERS: dict[str, Handler] = {
+    "sum.default": _sum,
+    "sum.dim_IntList": _sum,
+    "mean.default": _mean,
+    "mean.dim": _mean,
+    "max.default": _max,
+    "amax.default": _max,
+    "min.default": _min,
+    "amin.default": _min,
+    "any.default": _any,
+    "any.dims": _any,
+    "all.default": _all,
+    "all.dims": _all,
+    "allclose.default": _same,
+    "equal.default": _same,
+    "_amp_foreach_non_finite_check_and_unscale_.default": _unscale,
+}

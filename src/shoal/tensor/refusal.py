@@ -1,0 +1,45 @@
+"""Refusals: what an operation that cannot run on the local parts alone answers."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from shoal.errors import UsageError
+from shoal.tensor.sharded import Op, ShardedTensor
+
+
+def refuse(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
+    """Say that there is no handler, and what to do instead."""
+    raise unsupported(op, "the operation is not one that each rank can do on its own elements")
+
+
+def unsupported(op: Op, reason: str) -> NotImplementedError:
+    """Build the error for an operation, or a way of calling it, that is missing."""
+    return NotImplementedError(
+        f"{op} on a ShardedTensor is not supported: {reason}. Use tensor.full_tensor() for a whole "
+        "copy on every rank, or tensor.local for the elements of this rank"
+    )
+
+
+def differently_cut(op: Op, first: ShardedTensor, second: ShardedTensor) -> UsageError:
+    """Build the error for operands of which ranks hold different elements."""
+    return UsageError(
+        f"{op} needs ShardedTensors cut alike, got {first.placement} and {second.placement}, of "
+        f"groups of {first.placement.group.size()} and {second.placement.group.size()}: give both "
+        "one placement, or use full_tensor() on each"
+    )
+
+
+def check_plain(op: Op, example: ShardedTensor, plain: Tensor) -> None:
+    """Raise unless a plain operand means the same for every element, whoever holds it."""
+    if plain.dim() != 0:
+        raise unsupported(
+            op,
+            f"one operand is a plain tensor of shape {tuple(plain.shape)}, of which it is not "
+            "known whether it is whole or this rank's part",
+        )
+    if example.dim() == 0 and plain.dtype != example.dtype:
+        # Locally it has a dim, so that torch would promote dtypes by another rule.
+        raise unsupported(op, f"a 0-d {example.dtype} meets a 0-d {plain.dtype}: cast one first")

@@ -1,0 +1,302 @@
+"""Bad input: an error on every rank, of torch's type where torch has one, and no hang."""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._composable.replicate import replicate
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from differential import (
+    DIM,
+    ENGINES,
+    Stack,
+    all_batches,
+    assert_close_to,
+    check_engines_agree,
+    error_of,
+    my_batches,
+    seeded,
+    sharded_stack,
+    square_loss,
+    train,
+)
+from harness import ranks
+from shoal.errors import InvariantError, ShoalError, UsageError
+
+_our_engine = ENGINES[1]
+
+
+def _layer() -> nn.Linear:
+    return nn.Linear(DIM, 8)
+
+
+def _first_error(*calls: Callable[[], Any]) -> BaseException | None:
+    """What the first call that fails raises: some mistakes may be found early or late."""
+    return next((error for error in map(error_of, calls) if error is not None), None)
+
+
+def _with(name: str, parameter: torch.Tensor) -> nn.Linear:
+    layer = _layer()
+    setattr(layer, name, nn.Parameter(parameter))
+    return layer
+
+
+@ranks(4)
+def test_meshes_that_cannot_be_used() -> None:
+    three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
+    nameless = init_device_mesh("cpu", (2, 2))
+
+    def run(fsdp: ModuleType) -> list[Any]:
+        return [error_of(lambda m=m: fsdp.fully_shard(_layer(), mesh=m)) for m in (three, nameless)]
+
+    errors = check_engines_agree(run)
+    assert [type(error) for error in errors] == [ValueError, AssertionError]
+
+
+@ranks(2)
+def test_a_mesh_of_another_device() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("torch moves the parameters to a device that is there")
+    mesh = DeviceMesh("cuda", [0, 1], _init_backend=False)
+    with pytest.raises(UsageError, match="cuda"):
+        _our_engine.fully_shard(_layer(), mesh=mesh)
+    assert all(not isinstance(p, DTensor) for p in _layer().parameters())
+
+
+@ranks(2)
+def test_modules_and_parameters_that_cannot_be_sharded() -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        twice = fsdp.fully_shard(_layer())
+        strided = torch.ones(DIM, 8).t()
+        return [
+            error_of(lambda: fsdp.fully_shard(nn.ModuleList([_layer()]))),
+            error_of(lambda: fsdp.fully_shard(nn.ModuleDict({"layer": _layer()}))),
+            error_of(lambda: fsdp.fully_shard(_with("scale", torch.ones(())))),
+            error_of(lambda: fsdp.fully_shard(_with("weight", strided))),
+            error_of(lambda: fsdp.fully_shard(twice)),
+        ]
+
+    errors = check_engines_agree(run)
+    expected = [ValueError] * 3 + [NotImplementedError, AssertionError]
+    assert [type(error) for error in errors] == expected
+
+
+@ranks(2)
+def test_a_refused_module_is_left_as_it_was() -> None:
+    layer = _with("scale", torch.ones(()))
+    with pytest.raises(UsageError, match="scale"):
+        _our_engine.fully_shard(layer)
+    assert type(layer) is nn.Linear
+    layer(my_batches(1)[0]).sum().backward()
+    assert all(not isinstance(p, DTensor) for p in layer.parameters())
+    layer.scale = None
+    model = _our_engine.fully_shard(layer)
+    model(my_batches(1)[0]).sum().backward()
+
+
+@ranks(2)
+def test_a_container_that_has_a_forward_is_fine() -> None:
+    class Running(nn.ModuleList):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self:
+                x = layer(x)
+            return x
+
+    def make() -> Running:
+        return Running([_layer(), nn.Linear(8, 3)])
+
+    def run(fsdp: ModuleType) -> list[Any]:
+        model = fsdp.fully_shard(seeded(make))
+        result = train(model, my_batches())
+        plain = seeded(make)
+        train(plain, all_batches())
+        assert_close_to(plain, model)
+        return result
+
+    check_engines_agree(run)
+
+
+@ranks(2)
+@pytest.mark.parametrize("materialised", [[], ["blocks.0"]], ids=["none", "some"])
+def test_meta_parameters_at_the_first_forward(materialised: list[str]) -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        with torch.device("meta"):
+            model = Stack()
+        for block in model.blocks:
+            fsdp.fully_shard(block)
+        fsdp.fully_shard(model)
+        for name in materialised:
+            model.get_submodule(name).to_empty(device="cpu")
+        error = error_of(lambda: model(my_batches(1)[0]))
+        on_meta = {name: p.is_meta for name, p in model.named_parameters()}
+        named = [on_meta[name] for name in on_meta if f"'{name}'" in str(error)]
+        assert named
+        assert all(named)
+        assert "to_empty" in str(error)
+        return [error]
+
+    (error,) = check_engines_agree(run)
+    assert isinstance(error, RuntimeError)
+
+
+@ranks(2)
+def test_meta_parameters_at_an_explicit_gather() -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        with torch.device("meta"):
+            layer = _layer()
+        fsdp.fully_shard(layer)
+        return [error_of(layer.unshard)]
+
+    (error,) = check_engines_agree(run)
+    assert isinstance(error, RuntimeError)
+
+
+@ranks(2)
+@pytest.mark.parametrize("where", ["between_blocks", "with_the_root"])
+def test_a_parameter_shared_across_units(where: str) -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        model = seeded(Stack)
+        if where == "between_blocks":
+            model.blocks[1].up.weight = model.blocks[0].up.weight
+        else:
+            model.head.bias = model.blocks[0].extra = nn.Parameter(torch.ones(3))
+
+        def shard() -> None:
+            for unit in (*model.blocks, model):
+                fsdp.fully_shard(unit)
+
+        return [_first_error(shard, lambda: model(my_batches(1)[0]))]
+
+    (error,) = check_engines_agree(run)
+    assert isinstance(error, ValueError)
+
+
+@ranks(2)
+@pytest.mark.parametrize("units", ["all", "one_block"])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda parameters: torch.optim.AdamW(parameters),
+        lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=True),
+        lambda parameters: torch.optim.AdamW([{"params": list(parameters), "lr": 0.1}]),
+    ],
+    ids=["adamw", "foreach", "groups"],
+)
+def test_an_optimizer_from_before_sharding(units: str, make_optimizer: Callable[..., Any]) -> None:
+    model = seeded(Stack)
+    optimizer = make_optimizer(model.parameters())
+    for unit in (*model.blocks, model) if units == "all" else (model.blocks[0],):
+        _our_engine.fully_shard(unit)
+    square_loss(model, my_batches(1)[0]).backward()
+    with pytest.raises(InvariantError, match="after fully_shard"):
+        optimizer.step()
+
+
+@ranks(2)
+def test_an_optimizer_of_other_parameters_is_left_in_peace() -> None:
+    model = seeded(Stack)
+    ignored = set(model.blocks[0].parameters())
+    early = torch.optim.SGD(ignored, lr=0.1)
+    _our_engine.fully_shard(model, ignored_params=ignored)
+    late = torch.optim.SGD([p for p in model.parameters() if isinstance(p, DTensor)], lr=0.1)
+    square_loss(model, my_batches(1)[0]).backward()
+    before = model.blocks[0].gain.detach().clone()
+    early.step()
+    late.step()
+    assert not torch.equal(model.blocks[0].gain, before)
+
+
+def _differing(what: str) -> nn.Module:
+    """A model that is not the same on every rank."""
+    rank = dist.get_rank()
+    model = seeded(Stack)
+    if what == "shape":
+        model.blocks[1].down = nn.Linear(13 + rank, DIM)
+    elif what == "transposed":
+        # The same number of elements: gathered together, the bytes would fit.
+        shape = (6, 4) if rank == 0 else (4, 6)
+        model.blocks[1].extra = nn.Parameter(torch.ones(shape))
+    elif what == "dtype":
+        dtype = torch.float32 if rank == 0 else torch.float64
+        model.blocks[1].to(dtype)
+    elif what == "name":
+        setattr(model.blocks[1], f"extra{rank}", nn.Parameter(torch.ones(4)))
+    else:
+        model.blocks[1].requires_grad_(rank == 0)
+    return model
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("what", ["shape", "transposed", "dtype", "name", "requires_grad"])
+def test_ranks_with_different_parameters(what: str) -> None:
+    model = _differing(what)
+
+    def shard() -> None:
+        for unit in (*model.blocks, model):
+            _our_engine.fully_shard(unit)
+
+    error = _first_error(shard, lambda: square_loss(model, my_batches(1)[0]).backward())
+    assert isinstance(error, ShoalError), error
+    assert "rank" in str(error)
+    assert ("down.weight" if what == "shape" else "") in str(error)
+
+
+def _shard_after_replicate(fsdp: ModuleType, apply: Callable[..., Any]) -> BaseException | None:
+    layer = _layer()
+    apply(layer)
+    x = my_batches(1)[0]
+    return _first_error(lambda: fsdp.fully_shard(layer), lambda: layer(x).sum().backward())
+
+
+@ranks(2)
+def test_replicate_on_a_sharded_module() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+
+    def run(fsdp: ModuleType) -> list[Any]:
+        return [
+            error_of(lambda: replicate(sharded_stack(fsdp))),
+            error_of(lambda: replicate_by_fsdp(sharded_stack(fsdp), mesh=mesh)),
+        ]
+
+    errors = check_engines_agree(run)
+    assert [type(error) for error in errors] == [RuntimeError] * 2
+
+
+@ranks(2)
+def test_a_replicated_module_is_not_sharded() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+
+    def run(fsdp: ModuleType) -> list[Any]:
+        return [
+            _shard_after_replicate(fsdp, replicate),
+            _shard_after_replicate(fsdp, lambda layer: replicate_by_fsdp(layer, mesh=mesh)),
+        ]
+
+    errors = check_engines_agree(run)
+    assert [type(error) for error in errors] == [RuntimeError, AssertionError]
+
+
+@ranks(2)
+def test_a_replicated_module_inside_a_sharded_one_keeps_its_parameters() -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(_layer(), nn.ReLU(), nn.Linear(8, 5))
+
+    def run(fsdp: ModuleType) -> list[Any]:
+        model = seeded(make)
+        replicate(model[0])
+        fsdp.fully_shard(model)
+        assert [isinstance(p, DTensor) for p in model.parameters()] == [False] * 2 + [True] * 2
+        result = train(model, my_batches())
+        plain = seeded(make)
+        train(plain, all_batches())
+        assert_close_to(plain, model)
+        return result
+
+    check_engines_agree(run)
