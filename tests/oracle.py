@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.tensor.sharded import ShardedTensor
 
 Checkpoint = Literal["none", "inside", "outside", "reentrant"]
 CHECKPOINTS = get_args(Checkpoint)
@@ -96,13 +97,13 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a tensor that may be sharded."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return tensor.full_tensor() if isinstance(tensor, (DTensor, ShardedTensor)) else tensor
 
 
-def check_training_equals_unsharded(device: str, checkpoint: Checkpoint) -> None:
+def check_training_equals_unsharded(device: str, checkpoint: Checkpoint, **options: Any) -> None:
     """Losses, gradients, parameters, buffers and optimizer state, step by step."""
     plain = build(checkpoint, device)
-    sharded = shard(build(checkpoint, device))
+    sharded = shard(build(checkpoint, device), **options)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (plain, sharded)]
     for whole, part in batches(5, dist.get_rank(), dist.get_world_size(), device):
         expected, loss = loss_of(plain, whole), loss_of(sharded, part)

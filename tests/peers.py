@@ -7,9 +7,7 @@ unsharded model says that torch's engine is right.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -48,7 +46,9 @@ class Engine:
         """A mixed precision policy."""
         return self.api.MixedPrecisionPolicy(**dtypes)
 
-    def shard(self, model: nn.Module, dtypes: Mapping[str, Any] | None = None, **options: Any):
+    def shard(
+        self, model: nn.Module, dtypes: Mapping[str, Any] | None = None, **options: Any
+    ) -> Any:
         """Shard the model's `blocks`, if it has any, then the model."""
         if not self.is_sharded:
             return model
@@ -75,8 +75,7 @@ class Engine:
 
 PLAIN = Engine(name="plain", module=None)
 TORCH = Engine(name="torch", module="torch.distributed.fsdp")
-import os  # DEV
-SHOAL = Engine(name="shoal", module=os.environ.get("PEERS", "shoal.fsdp"))  # DEV
+SHOAL = Engine(name="shoal", module="shoal.fsdp")
 
 
 class Stack(nn.Module):
@@ -101,7 +100,7 @@ def mlp() -> nn.Module:
     return Block(DIM, "none")
 
 
-def stack(block: Callable[[], nn.Module] = mlp, num: int = 3) -> Stack:
+def stack(block: Callable[[], nn.Module] = mlp, num: int = 3) -> Any:
     """A stack with the same weights on every call."""
     torch.manual_seed(0)
     return Stack(block, num)
@@ -123,7 +122,7 @@ def copies(tensors: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor
     return {n: None if t is None else t.detach().clone() for n, t in tensors.items()}
 
 
-def gradients(model: nn.Module) -> dict[str, torch.Tensor | None]:
+def gradients(model: nn.Module) -> dict[str, Any]:
     """Copies of the gradients by name; none where there is none."""
     return copies({name: p.grad for name, p in model.named_parameters()})
 
@@ -167,6 +166,11 @@ def error_of(call: Callable[[], Any]) -> Exception | None:
     return None
 
 
+def check_names(error: Exception, what: str) -> None:
+    """A refusal says what it refuses."""
+    assert what in str(error), f"{error!r} does not name {what}"
+
+
 def check_engines_agree(
     scenario: Callable[..., Any], *args: Any, plain: bool = True, exact: bool | None = None
 ) -> None:
@@ -200,9 +204,7 @@ def check_same(actual: Any, expected: Any, *, exact: bool, where: str) -> None:
         assert actual == expected, f"{where}: {actual!r}, expected {expected!r}"
 
 
-def _check_tensors(
-    actual: torch.Tensor, expected: torch.Tensor, exact: bool, where: str
-) -> None:
+def _check_tensors(actual: torch.Tensor, expected: torch.Tensor, exact: bool, where: str) -> None:
     assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
     if isinstance(expected, DTensor):
         assert isinstance(actual, DTensor), f"{where}: {type(actual)}"
@@ -273,16 +275,9 @@ class LoggedReduce(ReduceScatter):
 def log_traffic(model: nn.Module) -> list[str]:
     """Log the collectives of every unit below `model`, by the names of their modules."""
     log: list[str] = []
-    for name, module in model.named_modules():
+    modules: list[tuple[str, Any]] = list(model.named_modules())
+    for name, module in modules:
         if hasattr(module, "set_custom_all_gather"):
             module.set_custom_all_gather(LoggedGather(name or "root", log))
             module.set_custom_reduce_scatter(LoggedReduce(name or "root", log))
     return log
-
-
-@contextmanager
-def quiet(category: type[Warning] = UserWarning) -> Iterator[None]:
-    """Let torch's engine warn about what shoal's does well."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", category)
-        yield

@@ -2,6 +2,7 @@
 
     ShoalError
     ├── UsageError (ValueError)        wrong input: the command line answers it with exit code 2
+    │   ├── ShardedTwiceError          something manages the module already (an AssertionError too)
     │   └── MeshError                  a mesh or group that cannot do what is asked of it
     │       └── MissingAxisError       an axis is needed and not given (an AssertionError too)
     ├── InvariantError (RuntimeError)  the engine was used out of order, or is inconsistent
@@ -23,6 +24,13 @@ class ShoalError(Exception):
 
 class UsageError(ShoalError, ValueError):
     """Input that cannot work."""
+
+
+class ShardedTwiceError(UsageError, AssertionError):
+    """A module that another call, or another engine, manages already.
+
+    An AssertionError too, because torch answers these mistakes with one.
+    """
 
 
 class MeshError(UsageError):

@@ -1,7 +1,8 @@
 """Checkpoints that are whole or not there.
 
 In: named tensors, plain or sharded (`DTensor`, `ShardedTensor`), and a few JSON values. Out: a
-folder that appears all at once, holds no pickle, and loads on any number of ranks, every byte checked first.
+folder that appears all at once, holds no pickle, and loads on any number of ranks, every
+byte checked first.
 """
 
 from shoal.checkpoint.latest import latest, step_folder

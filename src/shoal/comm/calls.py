@@ -66,6 +66,16 @@ class Slots:
         self._offsets = offsets
 
     @classmethod
+    def like(cls, piece: Tensor, tensor: Tensor, size: int) -> Slots:
+        """Cut one tensor into `size` pieces, each as large as `piece`."""
+        if tensor.numel() != size * piece.numel() or tensor.dtype != piece.dtype:
+            raise UsageError(
+                f"{tensor.numel()} elements of {tensor.dtype} are not {size} × {piece.numel()} of "
+                f"{piece.dtype}, a piece for each of {size} ranks"
+            )
+        return cls(size, tensor.data if tensor.dim() == 1 else tensor.data.view(-1))
+
+    @classmethod
     def equal(cls, tensor: Tensor, size: int) -> Slots:
         """Cut one tensor into `size` pieces of equal length."""
         if tensor.numel() % size:
@@ -100,9 +110,8 @@ class Slots:
             return self.pieces[rank].data
         if self._offsets is None:
             numel = self.flat.numel() // self.size
-            return self.flat.narrow(0, rank * numel, numel)
-        start = self._offsets[rank]
-        return self.flat.narrow(0, start, self._offsets[rank + 1] - start)
+            return self.flat[rank * numel : (rank + 1) * numel]
+        return self.flat[self._offsets[rank] : self._offsets[rank + 1]]
 
     def tensors(self) -> list[Tensor]:
         """What to keep alive while the slots are in use."""
@@ -138,17 +147,6 @@ class Call:
     op: Reduction | None = None
     root: int = -1
     tag: int = 0
-
-    def __post_init__(self) -> None:
-        slots = self.input if isinstance(self.input, Slots) else self.output
-        common = self.common
-        if not isinstance(slots, Slots) or slots.flat is None or common is None:
-            return
-        if slots.flat.numel() != slots.size * common.numel() or slots.flat.dtype != common.dtype:
-            raise UsageError(
-                f"{self.kind} over {slots.size} ranks: {slots.flat.numel()} elements of "
-                f"{slots.flat.dtype} are not {slots.size} × {common.numel()} of {common.dtype}"
-            )
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that the collective reads or writes."""
@@ -192,9 +190,9 @@ def move(target: Tensor, source: Tensor) -> None:
     Shapes may differ where numbers of elements agree. A copy onto itself is skipped: engines
     gather in place.
     """
-    target, source = target.data, source.data
     if target.data_ptr() == source.data_ptr() and target.device == source.device:
         return
+    target, source = target.data, source.data
     if target.shape != source.shape:
         if target.numel() != source.numel():
             raise UsageError(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from shoal import _torch
-from shoal.comm.calls import Call, Kind, Slots, move, reduction_name
+from shoal.comm.calls import Call, Kind, Reduction, Slots, move, reduction_name
 
 
 def among_clones(call: Call, rank: int, size: int, fill: bool) -> None:
@@ -104,43 +104,46 @@ def _spread(slots: Slots, piece: Tensor, rank: int, fill: bool) -> None:
         move(slots[rank], piece)
 
 
-def _reduce_clones(output: object, piece: object, op: object, size: int) -> None:
+def _reduce_clones(output: object, piece: object, op: Reduction | None, size: int) -> None:
     assert isinstance(output, Tensor)
     assert isinstance(piece, Tensor)
-    assert isinstance(op, ReduceOp)
-    kind, factor = _torch.reduction_and_factor(op)
+    assert op is not None
     output, piece = output.data, piece.data
     if output.shape != piece.shape:
         piece = piece.reshape(output.shape)
-    reduce = _REDUCE.get(kind)
+    reduce = _REDUCE.get(_torch.reduction_kind(op))
     if reduce is None:
         raise NotImplementedError(f"reduction {reduction_name(op)} is not supported here")
-    reduce(output, piece, size, factor)
+    reduce(output, piece, size, op)
 
 
-def _sum(output: Tensor, piece: Tensor, size: int, factor: float) -> None:
+def _sum(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
     if piece.dtype == torch.bool:
         return move(output, piece)
-    torch.mul(piece, size if factor == 1 else size * factor, out=output)
+    torch.mul(piece, size, out=output)
 
 
-def _product(output: Tensor, piece: Tensor, size: int, factor: float) -> None:
+def _premultiplied_sum(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
+    torch.mul(piece, size * _torch.premultiplier(op), out=output)
+
+
+def _product(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
     if piece.dtype == torch.bool:
         return move(output, piece)
     torch.pow(piece, size, out=output)
 
 
-def _xor(output: Tensor, piece: Tensor, size: int, factor: float) -> None:
+def _xor(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
     move(output, piece if size % 2 else torch.zeros_like(piece))
 
 
-def _same(output: Tensor, piece: Tensor, size: int, factor: float) -> None:
+def _same(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
     move(output, piece)
 
 
-_REDUCE: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor, int, float], None]] = {
+_REDUCE: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor, int, Reduction], None]] = {
     ReduceOp.SUM: _sum,
-    ReduceOp.PREMUL_SUM: _sum,
+    ReduceOp.PREMUL_SUM: _premultiplied_sum,
     ReduceOp.PRODUCT: _product,
     ReduceOp.BXOR: _xor,
     ReduceOp.AVG: _same,

@@ -101,7 +101,7 @@ class CudaLink:
             stream.wait_event(self._reached)
         last = self._last
         # What was queued outside a graph capture cannot be waited for inside it, nor the reverse.
-        if last is not None and last.stream != stream and last.captured == captured:
+        if last is not None and last.stream is not stream and last.captured == captured:
             stream.wait_event(last.event)
         event = torch.cuda.Event()
         _torch.make_current(stream)

@@ -9,7 +9,7 @@ over the same tensors every step prepares it once.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,12 +25,8 @@ class Waitable(Protocol):
         ...
 
 
-class Started(NamedTuple):
-    """A launch as a backend answers it."""
-
-    work: Waitable | None
-    finish: Callable[[], object] | None = None
-    """What is left to do on this rank when the work is over."""
+Started = tuple[Waitable | None, Callable[[], object] | None]
+"""A launch: the work of the backend, and what is left to do on this rank when it is over."""
 
 
 class Pending:

@@ -165,7 +165,9 @@ class PythonGroup(ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gather into one tensor."""
-        return self._start([Call(Kind.ALL_GATHER, input, Slots.equal(output, self._size))], opts)
+        return self._start(
+            [Call(Kind.ALL_GATHER, input, Slots.like(input, output, self._size))], opts
+        )
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
@@ -173,7 +175,7 @@ class PythonGroup(ProcessGroup):
         """Gather several tensors, each into one."""
         return self._start(
             [
-                Call(Kind.ALL_GATHER, input, Slots.equal(output, self._size))
+                Call(Kind.ALL_GATHER, input, Slots.like(input, output, self._size))
                 for output, input in zip(outputs, inputs, strict=True)
             ],
             opts,
@@ -219,7 +221,7 @@ class PythonGroup(ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce one tensor, and keep this rank's piece."""
-        slots = Slots.equal(input, self._size)
+        slots = Slots.like(output, input, self._size)
         return self._start([Call(Kind.REDUCE_SCATTER, slots, output, _op(opts))], opts)
 
     def reduce_scatter_single_coalesced(
@@ -229,7 +231,7 @@ class PythonGroup(ProcessGroup):
         op = _op(opts)
         return self._start(
             [
-                Call(Kind.REDUCE_SCATTER, Slots.equal(input, self._size), output, op)
+                Call(Kind.REDUCE_SCATTER, Slots.like(output, input, self._size), output, op)
                 for output, input in zip(outputs, inputs, strict=True)
             ],
             opts,
@@ -326,7 +328,7 @@ def _answer_gathers_from_c() -> None:
     ) -> Work | None:
         if not isinstance(group, PythonGroup):
             return None
-        call = Call(Kind.ALL_GATHER, input, Slots.equal(output, group.size()))
+        call = Call(Kind.ALL_GATHER, input, Slots.like(input, output, group.size()))
         work = group.run([call], asynchronous)
         _held_for_c.add(work)
         return work

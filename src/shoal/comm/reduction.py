@@ -36,7 +36,7 @@ def reduce_in_order(pieces: Sequence[Tensor], op: Reduction, out: Tensor) -> Non
 
     Not for autograd: none of them may require a gradient, unless gradients are switched off.
     """
-    kind, factor = _torch.reduction_and_factor(op)
+    kind = _torch.reduction_kind(op)
     step = _STEP.get(kind)
     if step is None:
         raise NotImplementedError(f"reduction {reduction_name(op)} is not supported here")
@@ -51,7 +51,7 @@ def reduce_in_order(pieces: Sequence[Tensor], op: Reduction, out: Tensor) -> Non
         step(total, piece, out=total)
     if kind == ReduceOp.AVG:
         total.div_(len(pieces))
-    elif factor != 1:
-        total.mul_(factor)
+    elif kind == ReduceOp.PREMUL_SUM:
+        total.mul_(_torch.premultiplier(op))
     if wide:
         out.copy_(total)

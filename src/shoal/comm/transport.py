@@ -3,8 +3,8 @@
     Transport(group).all_gather(output, shard)  ->  Pending  ->  wait()  ->  output
 
 Every collective is asynchronous and answers with one `Pending`. Those of a training step go to the
-group's own methods: c10d's functions check again what was checked here, for some 5 to 40 µs of host
-time each. They can be prepared, so that the checks are made once for many launches.
+group's own methods, since c10d's functions check again what was checked here. They can be prepared,
+so that the checks are made once for many launches.
 
 What a backend lacks is served here rather than by the caller:
 
@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from shoal import _torch
 from shoal.comm import gloo
 from shoal.comm.calls import Reduction
-from shoal.comm.pending import Pending, Prepared, Started
+from shoal.comm.pending import Pending, Prepared
 from shoal.errors import MeshError, UsageError
 
 # Every backend carries these as they are; everything else travels as bytes.
@@ -49,7 +49,7 @@ _CARRIED = frozenset(
 class Transport:
     """The collectives of one process group, for flat contiguous tensors."""
 
-    __slots__ = ("_backends", "_gather", "_swap", "group", "rank", "size")
+    __slots__ = ("_backends", "_gather", "_swap", "_uses_gloo", "group", "rank", "size")
 
     def __init__(self, group: ProcessGroup) -> None:
         if not isinstance(group, ProcessGroup):
@@ -63,6 +63,7 @@ class Transport:
         # "cpu:gloo,cuda:nccl" -> which backend serves which device type
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = dict(pairs)
+        self._uses_gloo = "gloo" in self._backends.values()
         self._gather = _torch.gather_method(group)
         self._swap = _torch.all_to_all_method(group)
 
@@ -77,11 +78,11 @@ class Transport:
         self._check(reason, output, input)
         self._check_numel(reason, "output", output.numel(), self.size * input.numel())
         sent, received = _as_carried(input), _as_carried(output)
-        if input.device.type == "cpu" and self._backends.get("cpu") == "gloo":
+        if self._is_on_gloo(input) and input.is_cpu:
             start = partial(gloo.start_gather, self._swap, received, sent, self.size)
-        else:
-            start = partial(_started, self._gather, received, sent)
-        return Prepared(output, reason, start)
+            return Prepared(output, reason, start)
+        gather = self._gather
+        return Prepared(output, reason, lambda: (gather(received, sent), None))
 
     def reduce_scatter(
         self,
@@ -108,9 +109,9 @@ class Transport:
         self._check_reducible(reason, input, op)
         if self._is_on_gloo(input):
             start = partial(gloo.start_reduce_scatter, self._swap, output, input, op, self.size)
-        else:
-            start = partial(_started, _torch.scatter_method(self.group, op), output, input)
-        return Prepared(output, reason, start)
+            return Prepared(output, reason, start)
+        scatter = _torch.scatter_method(self.group, op)
+        return Prepared(output, reason, lambda: (scatter(output, input), None))
 
     def all_reduce(
         self, tensor: Tensor, op: Reduction = ReduceOp.SUM, *, reason: str = "all-reduce"
@@ -126,13 +127,12 @@ class Transport:
         self._check_reducible(reason, tensor, op)
         finish: Callable[[], object] | None = None
         if self._is_on_gloo(tensor):
-            kind, factor = _torch.reduction_and_factor(op)
-            if kind == ReduceOp.AVG:
+            if op == ReduceOp.AVG:
                 op, finish = ReduceOp.SUM, partial(tensor.div_, self.size)
-            elif kind == ReduceOp.PREMUL_SUM:
-                op, finish = ReduceOp.SUM, partial(tensor.mul_, factor)
+            elif op == ReduceOp.PREMUL_SUM:
+                op, finish = ReduceOp.SUM, partial(tensor.mul_, _torch.premultiplier(op))
         reduce = _torch.all_reduce_method(self.group, op)
-        return Prepared(tensor, reason, lambda: Started(reduce(tensor), finish))
+        return Prepared(tensor, reason, lambda: (reduce(tensor), finish))
 
     def broadcast(self, tensor: Tensor, source: int, *, reason: str = "broadcast") -> Pending:
         """Overwrite `tensor` with the one of rank `source` of this group."""
@@ -170,7 +170,7 @@ class Transport:
         return Pending(output, work, reason)
 
     def _is_on_gloo(self, tensor: Tensor) -> bool:
-        return self._backends.get(tensor.device.type) == "gloo"
+        return self._uses_gloo and self._backends.get(tensor.device.type) == "gloo"
 
     def _splits(
         self, reason: str, name: str, tensor: Tensor, carried: Tensor, numels: Sequence[int] | None
@@ -192,13 +192,11 @@ class Transport:
         return [numel * bytes_per_element for numel in numels]
 
     def _check(self, reason: str, output: Tensor, input: Tensor | None = None) -> None:
-        for name, tensor in (("output", output), ("input", input)):
-            if tensor is not None and (tensor.dim() != 1 or not tensor.is_contiguous()):
-                raise UsageError(
-                    f"{reason}: {name} must be one-dimensional and contiguous, got shape "
-                    f"{tuple(tensor.shape)} with strides {tensor.stride()}; pass tensor.view(-1)"
-                )
-        if input is not None and (output.dtype != input.dtype or output.device != input.device):
+        _check_flat(reason, "output", output)
+        if input is None:
+            return
+        _check_flat(reason, "input", input)
+        if output.dtype != input.dtype or output.device != input.device:
             raise UsageError(
                 f"{reason}: output and input must share dtype and device, got "
                 f"{output.dtype} on {output.device} and {input.dtype} on {input.device}"
@@ -216,15 +214,17 @@ class Transport:
             raise NotImplementedError(
                 f"{reason}: no backend reduces {tensor.dtype}; convert it to a wider type first"
             )
-        if op == ReduceOp.AVG and not tensor.dtype.is_floating_point:
+        if not tensor.dtype.is_floating_point and op == ReduceOp.AVG:
             raise UsageError(f"{reason}: AVG of {tensor.dtype} is not whole; reduce with SUM")
+
+
+def _check_flat(reason: str, name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 1 or not tensor.is_contiguous():
+        raise UsageError(
+            f"{reason}: {name} must be one-dimensional and contiguous, got shape "
+            f"{tuple(tensor.shape)} with strides {tensor.stride()}; pass tensor.view(-1)"
+        )
 
 
 def _as_carried(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype in _CARRIED else tensor.view(torch.uint8)
-
-
-def _started(
-    method: Callable[[Tensor, Tensor], dist.Work], output: Tensor, input: Tensor
-) -> Started:
-    return Started(method(output, input))

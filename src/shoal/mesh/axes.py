@@ -5,7 +5,7 @@ No process group is needed to check them, so a mistake is found before any is ma
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal import _torch
 from shoal.errors import MeshError, MissingAxisError
+
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -146,9 +148,8 @@ def reshard_size(reshard_after_forward: bool | int | None, shard_size: int) -> i
             f"{reshard_after_forward}"
         )
     if reshard_after_forward == 1 and shard_size > 1:
-        warnings.warn(
+        _LOGGER.warning(
             "reshard_after_forward=1 keeps parameters whole after forward, as False does; "
-            "pass True to reshard them",
-            stacklevel=2,
+            "pass True to reshard them"
         )
     return reshard_after_forward

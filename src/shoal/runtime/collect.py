@@ -205,6 +205,7 @@ def _sharded_forms(
                 f"{layout} does not support; use the layout Even"
             )
     packing = layout.pack(specs, info.shard_mesh_size)
+    replica = info.replicate_mesh_rank if isinstance(info, HSDPMeshInfo) else 0
     return [
         ShardedForm(
             placement=Placement(
@@ -212,6 +213,7 @@ def _sharded_forms(
                 index=index,
                 group=info.shard_process_group,
                 rank=info.shard_mesh_rank,
+                replica=replica,
             )
         )
         for index in range(len(specs))

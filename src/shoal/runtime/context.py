@@ -31,8 +31,6 @@ class Context:
     ) -> None:
         self.units = tuple(units)
         self.recorder: Recorder | None = None
-        self.is_last_backward = True
-        """Whether the end of a backward waits for the reductions."""
         self._roots = frozenset(roots)
         self._order = Order(self.units)
         self._seen: dict[Unit, None] = {}
@@ -55,9 +53,8 @@ class Context:
             return
         self._abandon_broken_backward()
         for unit in self.units:
-            is_left_over = unit.phase in (Phase.HELD, Phase.FORWARD) and not unit.is_kept
-            if is_left_over and (unit.options.reshards_after_backward or unit.is_stale):
-                unit.reshard()
+            if unit.phase is Phase.FORWARD:  # an earlier forward raised
+                unit.phase = Phase.HELD
         self._seen = {}
 
     def end_forward(self, *, expects_backward: bool) -> None:
@@ -101,7 +98,7 @@ class Context:
         if reshard and not unit.is_kept and not _torch.inside_backward():
             unit.reshard(to_post=True)
 
-    def enter_backward(self, unit: Unit, run: Pass, then: Sequence[Unit] | None) -> None:
+    def enter_backward(self, unit: Unit, run: Pass, then: Sequence[Unit | None] | None) -> None:
         """Give a unit its full parameters again; start the gather of the one before it."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -123,13 +120,17 @@ class Context:
             unit.phase = Phase.BACKWARD
         if self.recorder is not None:
             self._began[unit] = self._mark()
-        if then is not None:
-            for target in then:
-                self._prefetch(target)
-        else:
+        if then is None:
             # The root's backward comes first, although its forward did too: it is around.
-            last = unit in self._roots
-            self._prefetch(self._order.last if last else self._order.before(unit))
+            is_root = unit in self._roots
+            then = (self._order.last if is_root else self._order.before(unit),)
+        for target in then:
+            if target is not None and self._is_needed_in_backward(target):
+                self._prefetch(target)
+
+    def _is_needed_in_backward(self, unit: Unit) -> bool:
+        # The root's backward has begun: if it is not held, backward needs no more of it.
+        return unit.options.gathers_in_backward and unit not in self._roots
 
     def gradient_arrived(self, unit: Unit) -> None:
         """A gradient was accumulated; when all are there the unit is reduced.
@@ -190,16 +191,15 @@ class Context:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
         for unit in self.units:
             unit.open_passes.clear()
-            if unit.has_grads or (unit.options.reduces_unused and not unit.was_reduced):
+            if unit.has_grads or unit.waits_for_reduction:
                 self._reduce(unit)
             unit.was_reduced = False
             if unit.phase is Phase.BACKWARD:
                 self._free(unit)
             elif unit.phase is not Phase.HELD or unit.options.reshards_after_backward:
                 unit.reshard()
-        if self.is_last_backward:
-            while self._reductions:
-                self._finish_reduction()
+        while self._reductions:
+            self._finish_reduction()
         self._end = None
 
     def _abandon_broken_backward(self) -> None:

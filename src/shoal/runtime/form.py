@@ -30,6 +30,10 @@ class Form(ABC):
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """What this rank holds, as the tensor that an optimizer sees."""
 
+    def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """This rank's part of a gradient, as the tensor that an optimizer sees."""
+        return self.shard(local)
+
     @abstractmethod
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """The bytes in a sharded tensor; None if it is not of this form."""
@@ -56,6 +60,11 @@ class ShardedForm(Form):
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """See `Form.shard`."""
         return ShardedTensor(local, self.placement)
+
+    def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+        """See `Form.grad`; checks nothing, since it is made anew in every step."""
+        assert isinstance(parameter, ShardedTensor)
+        return sharded.like(parameter, local)
 
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `Form.local_of`."""

@@ -82,8 +82,11 @@ class FSDPModule(TorchFSDPModule):
         state.context.reset()
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the next backward waits for its reductions at its end."""
-        context_of(self, own_state(self)).is_last_backward = is_last_backward  # pyright: ignore
+        """Accepted: here the end of every backward orders compute after its reductions.
+
+        On CUDA that is an event between streams and stops nobody, so there is nothing to save by
+        putting it off.
+        """
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -151,7 +154,7 @@ class FSDPModule(TorchFSDPModule):
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
-        warnings.warn("use set_gradient_divide_factor instead", FutureWarning, stacklevel=2)
+        warnings.warn("use set_gradient_divide_factor instead", DeprecationWarning, stacklevel=2)
         self.set_gradient_divide_factor(factor)
 
     def set_gradient_divide_factor(self, factor: float) -> None:
@@ -325,11 +328,13 @@ def _refuse_several(module: object, what: str) -> None:
 
 
 def _refuse_custom(unit: Unit, what: str) -> None:
-    from shoal.runtime.group_memory import GroupAllGather
+    from shoal.runtime.group_memory import GroupAllGather, GroupReduceScatter
 
-    given = unit.options.all_gather
-    if given is not None and not isinstance(given, GroupAllGather):
-        raise AssertionError(f"cannot call {what} when there is a custom all-gather: {given!r}")
+    for given in (unit.options.all_gather, unit.options.reduce_scatter):
+        if given is not None and not isinstance(given, (GroupAllGather, GroupReduceScatter)):
+            raise AssertionError(
+                f"cannot call {what} when a collective is custom: {type(given).__name__}"
+            )
 
 
 def _second_group(unit: Unit, made: dict[tuple[int, ...], dist.ProcessGroup]) -> dist.ProcessGroup:

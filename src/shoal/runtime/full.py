@@ -88,10 +88,10 @@ class FullParameters:
             datas = self._lay_beside(packing, arena)
         # `.data` gives a parameter a version counter of its own, so that writing a gather into
         # the buffer does not look like an in-place change of what autograd saved.
-        self._datas = [data.data for data in datas]
+        self._datas = datas
         self.parameters = tuple(
-            nn.Parameter(form.full(data), requires_grad=False)
-            for form, data in zip(forms, self._datas, strict=True)
+            nn.Parameter(form.full(data.data), requires_grad=False)
+            for form, data in zip(forms, datas, strict=True)
         )
         self._freeable = [p for p in self.parameters if type(p) is nn.Parameter]
         self._packing = packing

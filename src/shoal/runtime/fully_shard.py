@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal import _torch
-from shoal.errors import InvariantError, UsageError
+from shoal.errors import InvariantError, ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout
 from shoal.mesh import (
     DataParallelMeshDims,
@@ -79,6 +79,7 @@ def fully_shard(
         reshards = False
     ModuleState(modules, units, policy, reshards, device)
     for one in modules:
+        _torch.register_composable(one, "fully_shard")
         _swap_class(one)
     return module
 
@@ -91,18 +92,18 @@ def _modules_of(module: object) -> list[nn.Module]:
     for one in given:
         if not isinstance(one, nn.Module):
             raise UsageError(f"fully_shard takes modules, got a {type(one).__name__} in the list")
-        if isinstance(one, (nn.ModuleList, nn.ModuleDict)):
+        if getattr(one.forward, "__func__", None) is nn.Module.forward:
             raise UsageError(
                 f"fully_shard does not support containers that do not implement forward: got "
                 f"{type(one).__name__}; call it on each of its children"
             )
         if state_of(one) is not None:
-            raise UsageError(
+            raise ShardedTwiceError(
                 f"fully_shard was called twice on the same {type(one).__name__}; call it once on "
                 "each block and once on the whole model"
             )
         if _torch.replicates(one):
-            raise UsageError(
+            raise ShardedTwiceError(
                 f"replicate() manages this {type(one).__name__} already, so it cannot be sharded; "
                 "use one of the two"
             )

@@ -1,4 +1,7 @@
-"""Collectives from memory that the process group's backend allocates, such as NCCL's own."""
+"""Collectives from memory that the process group's backend allocates, such as NCCL's own.
+
+A backend that cannot allocate (gloo, and NCCL on devices without support) gets ordinary memory.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +19,13 @@ class _GroupMemory:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._backend = _torch.allocating_backend(group, device)
-        if self._backend is None:
-            raise NotImplementedError(
-                f"shoal: the process group's backend cannot allocate memory on {device}; only "
-                "NCCL can, on devices with multicast or registration support"
-            )
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
         """See `policy.Comm`."""
+        if self._backend is None:
+            return torch.empty(*size, dtype=dtype, device=device)
         return self._backend.allocate_tensor(*size, dtype=dtype, device=device)
 
 
@@ -40,7 +40,7 @@ class GroupAllGather(_GroupMemory):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See `policy.AllGather`."""
-        return _torch.all_gather_flat(output_tensor, input_tensor, group)
+        return _torch.gather_method(group)(output_tensor, input_tensor)
 
 
 class GroupReduceScatter(_GroupMemory):
@@ -55,4 +55,4 @@ class GroupReduceScatter(_GroupMemory):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See `policy.ReduceScatter`."""
-        return _torch.reduce_scatter_flat(output_tensor, input_tensor, op, group)
+        return _torch.scatter_method(group, op)(output_tensor, input_tensor)

@@ -45,7 +45,11 @@ def _is_imagined(unit: Unit) -> bool:
 
 def _describe(unit: Unit) -> dict[str, object]:
     parameters = {
-        member.spec.name: [list(member.spec.shape), str(member.spec.dtype)]
+        member.spec.name: [
+            list(member.spec.shape),
+            str(member.spec.dtype),
+            "trained" if member.sharded.requires_grad else "frozen",
+        ]
         for member in unit.shards.members
     }
     return {"unit": unit.name, "layout": repr(unit.layout), "parameters": parameters}

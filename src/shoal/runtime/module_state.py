@@ -22,7 +22,7 @@ from shoal.runtime.context import Context
 from shoal.runtime.guard import check_ranks_agree
 from shoal.runtime.phase import Phase
 from shoal.runtime.policy import MixedPrecisionPolicy
-from shoal.runtime.reach import Reach
+from shoal.runtime.reach import Reach, map_tensors
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import Pass, Unit
 
@@ -138,12 +138,10 @@ class ModuleState:
         if self.device.type == "cpu":
             return args, kwargs
 
-        def move(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.device != self.device:
-                return leaf.to(self.device)
-            return leaf
+        def move(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor if tensor.device == self.device else tensor.to(self.device)
 
-        return _torch.tree_map(move, (args, kwargs))
+        return map_tensors(move, (args, kwargs))
 
     def _hook_outputs(self, context: Context, runs: Runs, outputs: Reach) -> None:
         """Arrange to be told when backward reaches the module."""
@@ -172,6 +170,12 @@ def state_of(module: nn.Module) -> ModuleState | None:
 def context_of(module: nn.Module, state: ModuleState) -> Context:
     """The context of the model that a module belongs to; the first to run becomes its root."""
     if state.context is None:
+        if len(state.modules) > 1:
+            names = ", ".join(type(module).__name__ for module in state.modules)
+            raise RuntimeError(
+                f"a model needs a single root module, but the first to run was one of a list given "
+                f"to fully_shard ({names}). Call fully_shard on the module that contains them, too."
+            )
         found: dict[ModuleState, str] = {}
         for name, child in module.named_modules():
             below = state_of(child)
@@ -213,9 +217,9 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     if dtype is None:
         return values
 
-    def cast(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.dtype != dtype:
-            return leaf.to(dtype)
-        return leaf
+    def cast(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dtype is dtype or not tensor.is_floating_point():
+            return tensor
+        return tensor.to(dtype)
 
-    return _torch.tree_map(cast, values)
+    return map_tensors(cast, values)

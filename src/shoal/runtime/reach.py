@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+import copy
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
@@ -39,6 +41,34 @@ class Reach:
     def has_leaf(self) -> bool:
         """Whether a backward ends in one of them, where no hook tells in time."""
         return torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in self.tensors)
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:
+    """Replace the tensors of a value, in whatever it can be looked into; the rest stays."""
+    if isinstance(value, torch.Tensor):
+        return function(value)
+    if isinstance(value, _PLAIN):
+        return value
+    if is_dataclass(value) and not isinstance(value, type):
+        result = copy.copy(value)
+        for field in fields(value):
+            new = map_tensors(function, getattr(value, field.name))
+            object.__setattr__(result, field.name, new)
+        return result
+    if isinstance(value, PackedSequence):
+        return value._replace(data=function(value.data))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, dict):
+        items = {key: map_tensors(function, item) for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        result = copy.copy(value)
+        result.update(items)
+        return result
+    if isinstance(value, (list, tuple, set)):
+        return type(value)(map_tensors(function, item) for item in value)
+    return value
 
 
 def _leaves(value: Any) -> Iterator[Any]:

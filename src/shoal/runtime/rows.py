@@ -70,7 +70,9 @@ class Rows:
         self._trained, self._dtype = trained, dtype
         self._columns: list[tuple[int, int, int]] = []
         self._offsets: dict[int, int] = {}
-        if isinstance(whole, EvenPacking) and not any(whole.dims[i] for i in trained):
+        dtypes = {whole.params[i].dtype for i in trained}
+        is_rows = isinstance(whole, EvenPacking) and not any(whole.dims[i] for i in trained)
+        if is_rows and len(dtypes) == 1:
             self._packing = None
             self._settle_columns(whole, trained)
         else:
@@ -100,7 +102,9 @@ class Rows:
                 grads[i] if i in grads else rows.new_zeros(unit.shards.members[i].spec.shape)
                 for i in self._in_order
             ]
-            if tensors and self.shard_numel:
+            if len({tensor.dtype for tensor in tensors}) > 1:
+                tensors = [tensor.to(rows.dtype) for tensor in tensors]
+            if self.shard_numel:
                 _torch.chunk_into_columns(tensors, unit.size, rows.view(unit.size, -1))
             return
         targets = self._targets_in(rows)

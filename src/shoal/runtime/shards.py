@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shoal import _torch
 from shoal.errors import InvariantError, UsageError
 from shoal.layout import Packing, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
@@ -80,7 +81,7 @@ class Shards:
         self._offload = offload
         tensors = [bytes_of(source.parameter.detach()) for source in sources]
         self.buffer = self._place(shard_of(packing, rank, tensors))
-        views = shard_views(packing, rank, self.buffer)
+        views = self._views()
         self.members = tuple(
             Member(source, self._adopt(source, view))
             for source, view in zip(sources, views, strict=True)
@@ -100,6 +101,14 @@ class Shards:
         buffer = buffer.cpu()
         return buffer.pin_memory() if self._offload.pin_memory else buffer
 
+    def _views(self) -> list[torch.Tensor]:
+        """This rank's local tensors: memory of the buffer, but each a tensor of its own."""
+        views = shard_views(self.packing, self._rank, self.buffer)
+        return [
+            _torch.alias(view.reshape(-1).view(torch.uint8)).view(view.dtype).view(view.shape)
+            for view in views
+        ]
+
     def home_device(self, device: torch.device) -> torch.device:
         """Where the shards live, when `device` computes."""
         return torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device
@@ -112,10 +121,11 @@ class Shards:
     @property
     def version(self) -> tuple[int, int]:
         """Changes with in-place operations on the parameters or their local tensors."""
-        count = 0
+        outside = inside = 0
         for member in self.members:
-            count += member.sharded._version
-        return count, self.buffer._version
+            outside += member.sharded._version
+            inside += member.local._version
+        return outside, inside
 
     def follow(self) -> None:
         """Notice parameters that were replaced or moved since, and take their values over."""
@@ -161,7 +171,7 @@ class Shards:
             self.packing = self.packing.with_dtypes(dtypes)
         num_bytes, device = self.packing.shard_bytes, locals_[0].device
         self.buffer = self._place(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
-        views = shard_views(self.packing, self._rank, self.buffer)
+        views = self._views()
         with torch.no_grad():
             for index, (member, view) in enumerate(zip(self.members, views, strict=True)):
                 if not view.is_meta:

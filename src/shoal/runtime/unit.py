@@ -90,6 +90,7 @@ class Unit:
         self._partial: dict[tuple[int, ...], torch.Tensor] = {}
         count_updates(self)
 
+    @torch.inference_mode(False)
     def prepare(self, arena: Arena, streams: Streams) -> None:
         """Make what depends on the parameters as they are at the first step."""
         self.streams = streams
@@ -296,6 +297,14 @@ class Unit:
         return any(parameter.grad is not None for parameter in self.full.parameters)
 
     @property
+    def waits_for_reduction(self) -> bool:
+        """Whether the end of a backward has to reduce though no gradient came in it."""
+        options = self.options
+        return options.reduces and (
+            bool(self._kept_grads) or (options.reduces_unused and not self.was_reduced)
+        )
+
+    @property
     def has_all_grads(self) -> bool:
         """Whether every parameter that is trained has its gradient."""
         return all(p.grad is not None for p in self.full.parameters if p.requires_grad)
@@ -356,7 +365,7 @@ class Unit:
             if grad.dtype is not sharded.dtype:
                 grad = grad.to(sharded.dtype)
             if sharded.grad is None:
-                sharded.grad = member.form.shard(grad)
+                sharded.grad = member.form.grad(sharded, grad)
             else:
                 held = member.form.local_of(sharded.grad)
                 if held is None:

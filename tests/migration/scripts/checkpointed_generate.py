@@ -27,13 +27,16 @@ class Generator(Transformer):
 def main(device: torch.device) -> Results:
     model = Generator().to(device)
     for index, layer in enumerate(model.layers):
-        model.layers[index] = fully_shard(checkpoint_wrapper(layer))
+        model.layers[index] = checkpoint_wrapper(layer)
+        fully_shard(model.layers[index])
     fully_shard(model)
     assert isinstance(model, FSDPModule)
     register_fsdp_forward_method(model, "generate")
 
     # One optimizer for each parameter, which steps when its gradient is there.
-    optimizers = {p: torch.optim.AdamW([p], lr=1e-2) for p in model.parameters()}
+    optimizers: dict[Tensor, torch.optim.Optimizer] = {
+        parameter: torch.optim.AdamW([parameter], lr=1e-2) for parameter in model.parameters()
+    }
     steps: list[tuple[int, ...]] = []
 
     def step(parameter: Tensor) -> None:

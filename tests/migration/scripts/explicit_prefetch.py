@@ -55,7 +55,7 @@ def main(device: torch.device) -> Results:
     counts.append(num_gathered(model))
     layers[2].unshard()
     counts.append(num_gathered(model))
-    gathered = model.layers[2].out.weight.detach().double().norm().item()
+    gathered = model.get_parameter("layers.2.out.weight").detach().double().norm().item()
     for layer in layers[1:3]:
         layer.reshard()
     counts.append(num_gathered(model))

@@ -32,8 +32,10 @@ class TunedTransformer(Transformer):
         super().__init__()
         self.requires_grad_(False)
         for layer in self.layers:
-            layer.mix = LoRALinear(layer.mix)
-            layer.out = LoRALinear(layer.out)
+            for name in ("mix", "out"):
+                base = layer.get_submodule(name)
+                assert isinstance(base, nn.Linear)
+                setattr(layer, name, LoRALinear(base))
         self.temperature = nn.Parameter(torch.ones(()))
 
     def forward(self, tokens: Tensor) -> Tensor:

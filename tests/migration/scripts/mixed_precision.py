@@ -34,11 +34,11 @@ def main(device: torch.device) -> Results:
         weight = linear.get_parameter("weight")
         seen.append(f"{weight.dtype} {args[0].dtype} {output.dtype}")
 
-    model.layers[0].out.register_forward_hook(look)
+    model.get_submodule("layers.0.out").register_forward_hook(look)
     model.head.register_forward_hook(look)
 
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    losses, norms = [], []
+    losses, norms, gradients = [], [], {}
     for tokens in batches(4, device):
         loss = next_token_loss(model, tokens)
         loss.backward()

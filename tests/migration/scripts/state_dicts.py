@@ -62,7 +62,7 @@ def through_rank_0(
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     weights = get_model_state_dict(model, options=whole)
     moments = get_optimizer_state_dict(model, optimizer, options=whole)
-    found = {name: reading(tensor) for name, tensor in weights.items()}
+    found = {name: reading(torch.as_tensor(tensor)) for name, tensor in weights.items()}
     file = io.BytesIO()
     torch.save((weights, moments), file)
     file.seek(0)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.comm.calls import Call, Kind, Slots, move
+from shoal.comm.calls import Slots, move
 from shoal.errors import UsageError
 
 
 def test_equal_slots_are_views_of_one_tensor() -> None:
     tensor = torch.arange(6.0).view(3, 2)
-    slots = Slots.equal(tensor, 3)
+    slots = Slots.like(torch.zeros(2), tensor, 3)
     slots[1].fill_(9)
     assert tensor.tolist() == [[0, 1], [9, 9], [4, 5]]
     assert (slots.num_bytes, slots.is_even) == (24, True)
@@ -40,11 +40,11 @@ def test_listed_slots_are_the_tensors() -> None:
         (lambda: Slots.uneven(torch.zeros(4), [1, 2], 2), r"add up to 4 rows, got \[1, 2\]"),
         (lambda: Slots.uneven(torch.zeros(4), [4], 2), r"must be 2 numbers"),
         (
-            lambda: Call(Kind.ALL_GATHER, torch.zeros(2), Slots.equal(torch.zeros(8), 2)),
-            r"all_gather over 2 ranks: 8 elements of torch.float32 are not 2 × 2",
+            lambda: Slots.like(torch.zeros(2), torch.zeros(8), 2),
+            r"8 elements of torch.float32 are not 2 × 2",
         ),
         (
-            lambda: Call(Kind.ALL_GATHER, torch.zeros(2).int(), Slots.equal(torch.zeros(4), 2)),
+            lambda: Slots.like(torch.zeros(2).int(), torch.zeros(4), 2),
             r"of torch.float32 are not 2 × 2 of torch.int32",
         ),
         (lambda: move(torch.zeros(2), torch.zeros(3)), "of 2 elements cannot receive 3 elements"),

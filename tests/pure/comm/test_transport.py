@@ -8,8 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shoal.comm import Pending, Transport
+from shoal.comm import Pending, Prepared, Transport
 from shoal.comm.local import run_local
+from shoal.comm.pending import Started
 from shoal.errors import MeshError, RankError, UsageError
 
 
@@ -51,6 +52,44 @@ def test_a_failed_wait_names_the_reason_and_may_be_repeated() -> None:
         pending.wait()
     assert not pending.waited
     pending.wait()
+
+
+def test_what_is_left_to_do_is_done_without_a_work_too() -> None:
+    finished: list[int] = []
+    pending = Pending(torch.zeros(2), None, "copy of layer 3", lambda: finished.append(1))
+    assert not pending.waited
+    pending.wait()
+    pending.wait()
+    assert pending.waited
+    assert finished == [1]
+
+
+def test_a_failed_launch_names_the_reason() -> None:
+    def start() -> Started:
+        raise RuntimeError("connection refused")
+
+    with pytest.raises(RankError, match=r"gather of layer 3 could not be started: connection"):
+        Prepared(torch.zeros(2), "gather of layer 3", start).launch()
+
+
+def test_a_prepared_collective_reads_its_tensors_at_each_launch() -> None:
+    def body() -> list[list[float]]:
+        transport = world()
+        shard, gathered, reduced = torch.zeros(1), torch.zeros(2), torch.zeros(1)
+        gather = transport.prepare_all_gather(gathered, shard, reason="gather of layer 3")
+        scatter = transport.prepare_reduce_scatter(reduced, gathered, ReduceOp.AVG)
+        total = transport.prepare_all_reduce(shard)
+        assert "gather of layer 3" in repr(gather)
+        found = []
+        for step in range(2):
+            shard.fill_(10 * step + transport.rank)
+            assert gather.launch().wait() is gathered
+            scatter.launch().wait()
+            total.launch().wait()
+            found.append([*gathered.tolist(), reduced.item(), shard.item()])
+        return found
+
+    assert run_local(2, body) == [[[0, 1, rank, 1], [10, 11, 10 + rank, 21]] for rank in range(2)]
 
 
 def test_collectives_on_thread_ranks() -> None:

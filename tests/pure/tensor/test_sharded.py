@@ -4,6 +4,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from cuts import LAYOUTS, SHAPES, parameters, placements, random_tensors, sharded
+from cuts import LAYOUTS, parameters, placements, random_tensors, sharded
 from pure.layout.strategies import (
     assert_same_bits,
     layouts_for,
@@ -21,8 +22,9 @@ from pure.layout.strategies import (
 )
 from pure.layout.strategies import random_tensors as random_bits
 from shoal.comm.local import run_local
+from shoal.comm.transport import Transport
 from shoal.errors import MeshError, UsageError
-from shoal.layout import Flat, Layout, Packing, Rows, Whole
+from shoal.layout import Even, Flat, Layout, Packing, Rows, Whole
 from shoal.tensor import Placement, ShardedTensor
 from shoal.tensor.sharded import like
 
@@ -250,6 +252,31 @@ def test_placements_agree_where_ranks_hold_the_same() -> None:
     run_local(2, rank)
 
 
-def test_shapes_of_the_helpers_cover_what_they_say() -> None:
-    assert any(not shape for shape in SHAPES)
-    assert any(0 in shape for shape in SHAPES)
+@pytest.mark.parametrize(
+    ("layout", "num_gathers", "num_broadcasts"), [(Even(), 1, 0), (Flat(), 1, 0), (Whole(), 0, 1)]
+)
+def test_a_tensor_that_few_hold_is_broadcast_and_others_are_gathered(
+    layout: Layout, num_gathers: int, num_broadcasts: int
+) -> None:
+    calls: list[str] = []
+
+    def rank() -> None:
+        (tensor,) = sharded([torch.arange(640.0)], layout)
+        assert torch.equal(tensor.full_tensor(), torch.arange(640.0))
+
+    def counted(name: str) -> Any:
+        original = getattr(Transport, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            return original(*args, **kwargs)
+
+        return call
+
+    with (
+        patch.object(Transport, "all_gather", counted("all_gather")),
+        patch.object(Transport, "broadcast", counted("broadcast")),
+    ):
+        run_local(4, rank)
+    assert calls.count("all_gather") == 4 * num_gathers
+    assert calls.count("broadcast") == 4 * num_broadcasts

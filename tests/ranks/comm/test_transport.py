@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from harness import ranks
+from shoal import _torch
 from shoal.comm import Transport
 from shoal.comm.reduction import reduce_in_order
 from shoal.errors import RankError
@@ -83,6 +84,72 @@ def test_all_reduce_averages(world_size: int) -> None:
     torch.testing.assert_close(tensor, mean.mean(0))
     assert pending.wait() is tensor, "waiting again must not divide again"
     torch.testing.assert_close(tensor, mean.mean(0))
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("by", ["all_reduce", "reduce_scatter"])
+def test_premultiplied_sums_that_gloo_lacks(by: str, world_size: int) -> None:
+    transport = world()
+    op = _torch.premultiplied_sum(0.25)
+    inputs = [contribution(rank, NUMEL * world_size, torch.float32) for rank in range(world_size)]
+    expected = torch.stack(inputs).sum(0) * 0.25
+    tensor = inputs[transport.rank]
+    if by == "all_reduce":
+        torch.testing.assert_close(transport.all_reduce(tensor, op).wait(), expected)
+    else:
+        output = transport.reduce_scatter(torch.empty(NUMEL), tensor, op).wait()
+        torch.testing.assert_close(output, expected.chunk(world_size)[transport.rank])
+
+
+@ranks(2)
+def test_prepared_collectives_follow_their_tensors() -> None:
+    transport = world()
+    shard, gathered, reduced = torch.zeros(3), torch.zeros(6), torch.zeros(3)
+    gather = transport.prepare_all_gather(gathered, shard)
+    scatter = transport.prepare_reduce_scatter(reduced, gathered)
+    for step in range(3):
+        shard.fill_(10.0 * step + transport.rank)
+        gather.launch().wait()
+        assert gathered.tolist() == [10.0 * step] * 3 + [10.0 * step + 1] * 3
+        assert scatter.launch().wait().tolist() == [2 * (10.0 * step + transport.rank)] * 3
+
+
+@ranks(2)
+def test_reductions_in_flight_do_not_share_memory() -> None:
+    transport = world()
+    transport.reduce_scatter(torch.empty(3), torch.zeros(6)).wait()  # leaves memory behind
+    inputs = [torch.full((6,), float(10 * index + transport.rank)) for index in range(3)]
+    outputs = [torch.empty(3) for _ in inputs]
+    pendings = [
+        transport.reduce_scatter(output, input)
+        for output, input in zip(outputs, inputs, strict=True)
+    ]
+    dist.barrier()  # all have arrived
+    for index, pending in enumerate(pendings):
+        assert pending.wait().tolist() == [20.0 * index + 1] * 3
+
+
+@ranks(2)
+def test_collectives_in_inference_mode_leave_memory_that_training_can_use() -> None:
+    transport = world()
+    for mode in (True, False):
+        with torch.inference_mode(mode):
+            gathered = torch.empty(10)
+            shard = torch.full((5,), float(transport.rank))
+            transport.all_gather(gathered, shard).wait()
+            assert gathered.tolist() == [0.0] * 5 + [1.0] * 5
+            transport.reduce_scatter(shard, gathered).wait()
+            assert shard.tolist() == [2.0 * transport.rank] * 5
+
+
+@ranks(2)
+def test_a_gather_is_hidden_from_autograd() -> None:
+    transport = world()
+    shard = torch.full((2,), float(transport.rank), requires_grad=True)
+    gathered = torch.empty(4)
+    transport.all_gather(gathered, shard).wait()
+    assert not gathered.requires_grad
+    assert gathered.tolist() == [0, 0, 1, 1]
 
 
 @ranks(2)

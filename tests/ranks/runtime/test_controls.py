@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -14,11 +13,9 @@ from peers import (
     DIM,
     PLAIN,
     SHOAL,
-    TORCH,
     Engine,
     LoggedGather,
     LoggedReduce,
-    Stack,
     check_engines_agree,
     check_same,
     copies,
@@ -28,12 +25,9 @@ from peers import (
     log_traffic,
     loss_of,
     mlp,
-    snapshot,
     stack,
     train,
 )
-from shoal.runtime.events import EventKind
-from shoal.runtime.fully_shard import watch
 
 
 def registered(model: nn.Module) -> list[bool]:
@@ -169,105 +163,6 @@ def test_only_the_root_is_reset() -> None:
     check_engines_agree(wrong_reset, plain=False)
 
 
-class Announcing(nn.Module):
-    """A block that says when it computes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = mlp()
-        self.name, self.log = "", []
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.log.append(f"forward {self.name}")
-        y = self.inner(x)
-        y.register_hook(self._announce)
-        return y * 1.0  # so that backward enters the unit before it comes to the hook
-
-    def _announce(self, gradient: torch.Tensor) -> None:
-        self.log.append(f"backward {self.name}")
-
-
-def prefetching(engine: Engine, ahead: int) -> tuple[Stack, list[str]]:
-    """Blocks that gather `ahead` others early, in both directions, and the log they write."""
-    model = engine.shard(stack(Announcing, 4))
-    blocks = list(model.blocks)
-    log = log_traffic(model)
-    for index, block in enumerate(blocks):
-        block.name, block.log = f"blocks.{index}", log
-        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
-        block.set_modules_to_backward_prefetch(blocks[max(index - ahead, 0) : index][::-1])
-    return model, log
-
-
-def prefetched(engine: Engine, ahead: int) -> list[Any]:
-    model, log = prefetching(engine, ahead)
-    seen: list[Any] = []
-    for batch in inputs(3):
-        loss_of(model(engine.part(batch))).backward()
-        seen.append([line for line in log if line.startswith("gather")])
-        log.clear()
-    return [*seen, snapshot(model)]
-
-
-@ranks(2)
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_gathers_come_in_the_order_of_the_explicit_prefetch(ahead: int) -> None:
-    check_engines_agree(prefetched, ahead, plain=False)
-
-
-@ranks(2)
-@pytest.mark.parametrize("engine", [TORCH, SHOAL], ids=["torch", "shoal"])
-@pytest.mark.parametrize("ahead", [1, 2, 3])
-def test_explicit_prefetch_is_launched_before_the_block_computes(
-    engine: Engine, ahead: int
-) -> None:
-    model, log = prefetching(engine, ahead)
-    for batch in inputs(3):
-        log.clear()
-        loss_of(model(engine.part(batch))).backward()
-        turn = log.index("forward blocks.3")
-        forward, backward = log[: turn + 1], log[turn:]
-        for index in range(4):
-            begun = forward[: forward.index(f"forward blocks.{index}")]
-            for other in range(index, min(index + ahead, 3) + 1):
-                assert f"gather blocks.{other}" in begun, (index, log)
-            begun = backward[: backward.index(f"backward blocks.{index}")]
-            for other in range(max(index - ahead, 0), index + 1):
-                assert f"gather blocks.{other}" in begun, (index, log)
-
-
-@ranks(2)
-def test_events_show_the_order_of_explicit_prefetch() -> None:
-    model = SHOAL.shard(stack(num=3))
-    blocks = list(model.blocks)
-    model.set_modules_to_forward_prefetch(blocks)
-    batch = SHOAL.part(inputs(1)[0])
-    loss_of(model(batch)).backward()
-    with watch(model) as recorder:
-        loss_of(model(batch)).backward()
-    events = recorder.events()
-    gathers = sorted((e for e in events if e.kind is EventKind.GATHER), key=lambda e: e.start_us)
-    assert [e.unit for e in gathers[:4]] == ["root", "blocks.0", "blocks.1", "blocks.2"]
-    first = min(e.start_us for e in events if e.kind is EventKind.FORWARD and e.unit == "blocks.0")
-    assert all(gather.start_us < first for gather in gathers[:4])
-
-
-def wrong_prefetch(engine: Engine) -> list[Any]:
-    """Gathers of units that do not come next, or not at all."""
-    model = engine.shard(stack(num=4))
-    first, second, third, fourth = model.blocks
-    first.set_modules_to_forward_prefetch([fourth, second])
-    third.set_modules_to_forward_prefetch([first])
-    third.set_modules_to_backward_prefetch([fourth, first])
-    second.set_modules_to_backward_prefetch([third])
-    return train(engine, model)
-
-
-@ranks(2)
-def test_prefetch_of_the_wrong_units_changes_no_number() -> None:
-    check_engines_agree(wrong_prefetch, plain=False)
-
-
 class Lookup(nn.Module):
     """Its backward needs no parameter."""
 
@@ -308,155 +203,6 @@ def not_gathered_in_backward(engine: Engine) -> list[Any]:
 @ranks(2)
 def test_units_that_backward_need_not_gather() -> None:
     check_engines_agree(not_gathered_in_backward, plain=False)
-
-
-def custom(engine: Engine, dtypes: dict[str, Any]) -> list[Any]:
-    """Own collectives: they get the unit's buffers, and their results count."""
-    model = engine.shard(stack(num=2), dtypes)
-    comms = []
-    log: list[str] = []
-    for name in ("", "blocks.0"):
-        gather, reduce = LoggedGather(name, log), LoggedReduce(name, log)
-        comms.append((gather, reduce))
-        model.get_submodule(name).set_custom_all_gather(gather)
-        model.get_submodule(name).set_custom_reduce_scatter(reduce)
-    steps = train(engine, model, 2)
-    used = [
-        (
-            {(b.dtype, b.dim(), str(b.device)) for b in gather.buffers},
-            {(b.dtype, b.dim(), str(b.device)) for b in reduce.buffers},
-            [op == dist.ReduceOp.AVG for op in reduce.ops],
-        )
-        for gather, reduce in comms
-    ]
-    return [steps, used, sorted(log)]
-
-
-@ranks(2)
-@pytest.mark.parametrize("dtypes", [{}, {"param_dtype": torch.bfloat16}])
-def test_own_collectives(dtypes: dict[str, Any]) -> None:
-    check_engines_agree(custom, dtypes, plain=False)
-
-
-class Doubling(LoggedReduce):
-    """A reduction whose result shows that it was this one."""
-
-    def __call__(self, output_tensor: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-        work = super().__call__(output_tensor, *args, **kwargs)
-        if work is not None:
-            work.wait()
-        output_tensor.mul_(2)
-
-
-def doubled(engine: Engine) -> list[Any]:
-    model = engine.shard(stack(num=2))
-    model.blocks[1].set_custom_reduce_scatter(Doubling("", []))
-    loss_of(model(engine.part(inputs(1)[0]))).backward()
-    return [gradients(model)]
-
-
-@ranks(2)
-def test_what_an_own_reduction_writes_is_the_gradient() -> None:
-    check_engines_agree(doubled, plain=False)
-
-
-def divided(engine: Engine, factor: float | None, force: bool, dtypes: dict[str, Any]) -> list[Any]:
-    model = engine.shard(stack(num=2), dtypes)
-    for module in (model, *model.blocks):
-        if factor is not None:
-            module.set_gradient_divide_factor(factor)
-        module.set_force_sum_reduction_for_comms(force)
-    loss_of(model(engine.part(inputs(1)[0]))).backward()
-    return [gradients(model)]
-
-
-@ranks(2)
-@pytest.mark.parametrize("reduce", [torch.float32, torch.float16])
-@pytest.mark.parametrize(("factor", "force"), [(None, True), (2.0, False), (1.0, True), (6.0, True)])
-def test_divide_factors(factor: float | None, force: bool, reduce: torch.dtype) -> None:
-    check_engines_agree(divided, factor, force, {"reduce_dtype": reduce}, plain=False)
-
-
-@ranks(2, 4)
-def test_a_divide_factor_replaces_the_number_of_ranks() -> None:
-    """Also where the backend has no operation that multiplies first, which torch needs."""
-    plain, sharded = stack(num=2), SHOAL.shard(stack(num=2))
-    for module in (sharded, *sharded.blocks):
-        module.set_gradient_divide_factor(0.5)
-    (batch,) = inputs(1)
-    loss_of(plain(batch)).backward()
-    loss_of(sharded(SHOAL.part(batch))).backward()
-    factor = dist.get_world_size() / 0.5
-    expected = {n: p.grad * factor for n, p in plain.named_parameters() if p.grad is not None}
-    check_same(gradients(sharded), expected, exact=False, where="plain")
-
-
-def one_divided(engine: Engine) -> list[Any]:
-    """The old name of the same; and of one unit alone."""
-    model = engine.shard(stack(num=2))
-    model.blocks[0].set_force_sum_reduction_for_comms(True)
-    with pytest.warns(DeprecationWarning):
-        model.blocks[0].set_reduce_scatter_divide_factor(1.0)
-    loss_of(model(engine.part(inputs(1)[0]))).backward()
-    return [gradients(model)]
-
-
-@ranks(2)
-def test_factors_are_for_one_unit() -> None:
-    check_engines_agree(one_divided, plain=False)
-
-
-class Expert(nn.Module):
-    """Ranks use different parameters of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.paths = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = x.split(4)  # the unsharded model does what all ranks do
-        first = dist.get_rank() if len(parts) == 1 else 0
-        return torch.cat([self.paths[(first + i) % 2](part) for i, part in enumerate(parts)])
-
-
-def experts(engine: Engine) -> list[Any]:
-    model = engine.shard(stack(Expert, 2))
-    if engine.is_sharded:
-        model.set_reduce_scatter_unused_params(True)
-    loss_of(model(engine.part(inputs(1)[0]))).backward()
-    found = gradients(model)
-    unused = {n: found.pop(n) for n in list(found) if ".paths.2." in n}
-    # Torch gives zeros to parameters that no rank has used.
-    assert not engine.is_sharded or all(not g.full_tensor().any() for g in unused.values())
-    return [found]
-
-
-@ranks(2)
-def test_parameters_that_some_ranks_do_not_use() -> None:
-    check_engines_agree(experts)
-
-
-@ranks(2)
-@pytest.mark.parametrize("recurse", [True, False])
-def test_unused_parameters_get_zeros_where_asked(recurse: bool) -> None:
-    def scenario(engine: Engine) -> list[Any]:
-        model = engine.shard(stack(Unused, 1))
-        model.set_reduce_scatter_unused_params(True, recurse=recurse)
-        loss_of(model(engine.part(inputs(1)[0]))).backward()
-        return [gradients(model)]
-
-    check_engines_agree(scenario, plain=False)
-
-
-class Unused(nn.Module):
-    """Has a layer that it does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used, self.unused = mlp(), nn.Linear(DIM, DIM)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.used(x)
 
 
 def with_setting(engine: Engine, setting: Callable[[Any], None]) -> list[Any]:
@@ -609,6 +355,6 @@ def test_mistakes_are_refused_as_torch_refuses_them() -> None:
 @ranks(2)
 def test_symmetric_memory_is_refused_where_there_is_none() -> None:
     model = SHOAL.shard(stack(num=1))
-    with pytest.raises(RuntimeError, match="(?i)symm"):
+    with pytest.raises(RuntimeError, match=r"(?i)symm"):
         model.set_symm_mem_for_comm()
     assert error_of(lambda: loss_of(model(SHOAL.part(inputs(1)[0]))).backward()) is None

@@ -1,7 +1,6 @@
 """Tensors that say themselves how they are gathered: few bits and a rest instead of weights."""
 
 import types
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -45,44 +44,33 @@ _KEPT = {
 """What quantisation libraries keep their own class for; everything else gives plain tensors."""
 
 
-def split(weight: torch.Tensor, step: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Whole steps in eight bits, and what is left of each number in sixteen."""
-    steps = (weight / step).round()
-    return steps.to(torch.int8), (weight - steps * step).half()
-
-
-def join(parts: tuple[torch.Tensor, ...], step: float, dtype: torch.dtype) -> torch.Tensor:
-    """The weights that the parts stand for."""
-    steps, rest = parts
-    return (steps.float() * step + rest.float()).to(dtype)
-
-
 class Gathered(torch.Tensor):
     """A weight that travels as two tensors of fewer bits."""
 
+    whole: torch.Tensor
     calls: list[Any]
     """What the engine said at each gather, for tests to look at."""
 
     @staticmethod
-    def __new__(cls, inner: torch.Tensor, calls: list[Any]) -> "Gathered":
+    def __new__(cls, whole: torch.Tensor, calls: list[Any]) -> "Gathered":
         return torch.Tensor._make_wrapper_subclass(
             cls,
-            inner.size(),
-            strides=inner.stride(),
-            storage_offset=inner.storage_offset(),
-            dtype=inner.dtype,
-            device=inner.device,
-            requires_grad=inner.requires_grad,
+            whole.size(),
+            strides=whole.stride(),
+            storage_offset=whole.storage_offset(),
+            dtype=whole.dtype,
+            device=whole.device,
+            requires_grad=whole.requires_grad,
         )
 
-    def __init__(self, inner: torch.Tensor, calls: list[Any]) -> None:
-        self.inner, self.calls = inner, calls
+    def __init__(self, whole: torch.Tensor, calls: list[Any]) -> None:
+        self.whole, self.calls = whole, calls
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.inner})"
+        return f"{type(self).__name__}({self.whole})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["inner"], None
+        return ["whole"], None
 
     @classmethod
     def __torch_dispatch__(
@@ -92,13 +80,13 @@ class Gathered(torch.Tensor):
 
         def unwrap(tensor: Gathered) -> torch.Tensor:
             calls.append(tensor.calls)
-            return tensor.inner
+            return tensor.whole
 
         args, kwargs = tree_map_only(Gathered, unwrap, (args, kwargs or {}))
         output = func(*args, **kwargs)
         if func not in _KEPT:
             return output
-        return tree_map_only(torch.Tensor, lambda inner: cls(inner, calls[0]), output)
+        return tree_map_only(torch.Tensor, lambda whole: cls(whole, calls[0]), output)
 
     def fsdp_post_all_gather(
         self,
@@ -110,7 +98,7 @@ class Gathered(torch.Tensor):
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         shapes = [(tuple(output.shape), output.dtype) for output in all_gather_outputs]
         self.calls.append([metadata, shapes, param_dtype])
-        weight = join(all_gather_outputs, metadata, param_dtype)
+        weight = self.join(all_gather_outputs, metadata).to(param_dtype)
         if out is None:
             return weight, (weight,)
         # The rows that padding added come last.
@@ -120,7 +108,7 @@ class Gathered(torch.Tensor):
 
 
 class WithEverything(Gathered):
-    """The signature with the parameter's surroundings."""
+    """Whole steps in eight bits and the rest in sixteen; the signature with all surroundings."""
 
     def fsdp_pre_all_gather(
         self,
@@ -135,23 +123,47 @@ class WithEverything(Gathered):
             [mesh.mesh.tolist(), outer_size, outer_stride, type(module).__name__, policy]
         )
         # As many rows as the first rank has, which has most.
-        num_missing = -(-outer_size[0] // mesh.size()) - self.inner.size(0)
-        rows = torch.cat([self.inner, self.inner.new_zeros(num_missing, *outer_size[1:])])
-        return split(rows, _STEP), _STEP
+        num_missing = -(-outer_size[0] // mesh.size()) - self.whole.size(0)
+        rows = torch.cat([self.whole, self.whole.new_zeros(num_missing, *outer_size[1:])])
+        return self.cut(rows), _STEP
+
+    @staticmethod
+    def cut(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors of the same size: torch asks for that where shards are uneven."""
+        steps = (rows / _STEP).round()
+        return steps.to(torch.int8), (rows - steps * _STEP).half()
+
+    @staticmethod
+    def join(parts: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
+        """Undo `cut`."""
+        steps, rest = parts
+        return steps.float() * metadata + rest.float()
 
 
 class WithMesh(Gathered):
-    """The older signature."""
+    """Eight bits for each number, a scale for each row; the older signature."""
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[torch.Tensor, ...], Any]:
         self.calls.append([mesh.mesh.tolist(), mesh.ndim])
-        return split(self.inner, _STEP), _STEP
+        return self.cut(self.whole), None
+
+    @staticmethod
+    def cut(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two tensors of different sizes."""
+        scale = rows.abs().amax(1, keepdim=True) / 127
+        return (rows / scale).round().to(torch.int8), scale
+
+    @staticmethod
+    def join(parts: tuple[torch.Tensor, ...], metadata: Any) -> torch.Tensor:
+        """Undo `cut`."""
+        numbers, scale = parts
+        return numbers.float() * scale
 
 
 class Layers(nn.Module):
     """Parameters with hooks and without in one unit; rows that may not divide the world."""
 
-    def __init__(self, kind: Callable[..., Gathered], num_rows: int) -> None:
+    def __init__(self, kind: type[Gathered], num_rows: int) -> None:
         super().__init__()
         self.up = nn.Linear(DIM, num_rows)
         self.down = nn.Linear(num_rows, 4)
@@ -163,18 +175,18 @@ class Layers(nn.Module):
         return self.down(torch.relu(self.up(x)))
 
 
-def _plain(num_rows: int) -> nn.Module:
+def _plain(kind: type[Any], num_rows: int) -> nn.Module:
     """The layers with the weights that arrive after the gather."""
-    model = seeded(lambda: Layers(WithMesh, num_rows))
+    model = seeded(lambda: Layers(kind, num_rows))
     for layer in (model.up, model.down):
-        parts = split(layer.weight.detach().inner, _STEP)
-        layer.weight = nn.Parameter(join(parts, _STEP, torch.float32))
+        parts = kind.cut(layer.weight.detach().whole)
+        layer.weight = nn.Parameter(kind.join(parts, _STEP))
     return model
 
 
-def _check_gradients(model: nn.Module, num_rows: int) -> None:
+def _check_gradients(model: Layers, kind: type[Gathered]) -> None:
     """Gradients are those of the weights that arrived, in full precision."""
-    plain = _plain(num_rows)
+    plain = _plain(kind, model.up.out_features)
     square_loss(plain, all_batches(1)[0]).backward()
     square_loss(model, my_batches(1)[0]).backward()
     for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
@@ -182,6 +194,11 @@ def _check_gradients(model: nn.Module, num_rows: int) -> None:
         assert type(q.grad._local_tensor) is torch.Tensor
         torch.testing.assert_close(full(q.grad), p.grad, msg=lambda m, n=name: f"{n}: {m}")
     model.zero_grad()
+
+
+def _what_was_said(model: Layers) -> list[str]:
+    """Each thing once: how often an engine gathers is its own affair."""
+    return sorted({repr(call) for call in model.calls})
 
 
 @ranks(2, 4)
@@ -193,8 +210,8 @@ def test_a_gather_of_two_tensors_with_metadata(num_rows: int, reshard_after_forw
         fsdp.fully_shard(model, reshard_after_forward=reshard_after_forward)
         assert isinstance(model.up.weight, DTensor)
         assert type(model.up.weight._local_tensor) is WithEverything
-        _check_gradients(model, num_rows)
-        return [train(model, my_batches()), model.calls]
+        _check_gradients(model, WithEverything)
+        return [train(model, my_batches()), _what_was_said(model)]
 
     check_engines_agree(run)
 
@@ -205,8 +222,8 @@ def test_the_signature_with_the_mesh_alone() -> None:
         model = seeded(lambda: Layers(WithMesh, 12))
         fsdp.fully_shard(model.up)
         fsdp.fully_shard(model)
-        _check_gradients(model, 12)
-        return [train(model, my_batches()), model.calls]
+        _check_gradients(model, WithMesh)
+        return [train(model, my_batches()), _what_was_said(model)]
 
     check_engines_agree(run)
 
@@ -218,8 +235,8 @@ def test_mixed_precision_reaches_the_hooks(kind: type[Gathered]) -> None:
         model = seeded(lambda: Layers(kind, 12))
         fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(**BF16))
         result = train(model, my_batches())
-        assert [_STEP, torch.bfloat16] in [[call[0], call[-1]] for call in model.calls]
-        return [result, model.calls]
+        assert torch.bfloat16 in [call[-1] for call in model.calls]
+        return [result, _what_was_said(model)]
 
     check_engines_agree(run)
 
@@ -231,8 +248,8 @@ def test_hooks_on_two_axes() -> None:
     def run(fsdp: ModuleType) -> list[Any]:
         model = seeded(lambda: Layers(WithEverything, 13))
         fsdp.fully_shard(model, mesh=mesh)
-        _check_gradients(model, 13)
-        return [train(model, my_batches()), model.calls]
+        _check_gradients(model, WithEverything)
+        return [train(model, my_batches()), _what_was_said(model)]
 
     check_engines_agree(run, exact=True)
 

@@ -1,4 +1,4 @@
-"""Where shards lie: dims beyond the first, uneven rows, other meshes, parameters on a mesh."""
+"""Where shards lie: on dims beyond the first, in uneven rows, on another mesh."""
 
 import copy
 from collections.abc import Callable
@@ -9,17 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import (
-    Placement,
     Replicate,
     Shard,
-    distribute_module,
-    distribute_tensor,
 )
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import shoal.mesh
 from differential import (
@@ -190,9 +185,7 @@ class Experts(nn.Module):
         return self.expert(torch.relu(self.dense(x)))
 
 
-def _on_two_meshes(
-    fsdp: ModuleType, everyone: DeviceMesh, few: DeviceMesh, **options: Any
-) -> Any:
+def _on_two_meshes(fsdp: ModuleType, everyone: DeviceMesh, few: DeviceMesh, **options: Any) -> Any:
     """Dense weights over all ranks, the expert's over the inner axis: two groups, one unit."""
     ours = fsdp is not ENGINES[0]
     result = fsdp.ShardPlacementResult if ours else torch_common.ShardPlacementResult
@@ -259,222 +252,3 @@ def test_what_two_meshes_in_one_unit_exclude() -> None:
 
     errors = check_engines_agree(run)
     assert all(isinstance(error, ValueError) for error in errors)
-
-
-class Pair(nn.Module):
-    """Two layers as tensor parallelism cuts them, and one that it may leave whole."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(DIM, 12)
-        self.down = nn.Linear(12, 6)
-        self.head = nn.Linear(6, 6)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.down(torch.relu(self.up(x))).clone())
-
-
-def _tensor_parallel(
-    fsdp: ModuleType, mesh: DeviceMesh, data: Any, *, whole_head: bool = False, **options: Any
-) -> Any:
-    model = seeded(Pair)
-    plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    if not whole_head:
-        plan["head"] = ColwiseParallel(output_layouts=Replicate())
-    parallelize_module(model, mesh["tensor"], plan)
-    fsdp.fully_shard(model.up, mesh=mesh[data], **options)
-    return fsdp.fully_shard(model, mesh=mesh[data], **options)
-
-
-def _batches_of_data_ranks(mesh: DeviceMesh, num: int = 3) -> tuple[list[Any], list[Any]]:
-    """Batches alike on the ranks that share a model, and all of them joined."""
-    batches = [
-        [torch.randn(4, DIM, generator=torch.Generator().manual_seed(place)) for _ in range(num)]
-        for place in range(mesh["shard"].size())
-    ]
-    mine = batches[mesh["shard"].get_local_rank()]
-    return mine, [torch.cat(step) for step in zip(*batches, strict=True)]
-
-
-_2D = ((2, 2), ("shard", "tensor"))
-_3D = ((1, 2, 2), ("replicate", "shard", "tensor"))
-# Torch warns of an output that is a view, and tensor parallelism makes such outputs.
-_quietly = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
-
-
-@_quietly
-@ranks(4)
-@pytest.mark.parametrize("sizes", [_2D, _3D], ids=["two_axes", "three_axes"])
-@pytest.mark.parametrize(("dim", "max_norm"), [(0, 0.5), (1, 0.5), (0, None)])
-def test_tensor_parallel_parameters(
-    sizes: tuple[Any, Any], dim: int, max_norm: float | None
-) -> None:
-    mesh = init_device_mesh("cpu", sizes[0], mesh_dim_names=sizes[1])
-    data = "shard" if len(sizes[0]) == 2 else ("replicate", "shard")
-    mine, joined = _batches_of_data_ranks(mesh)
-
-    def run(fsdp: ModuleType) -> list[Any]:
-        # Norms are of parameters on one mesh: with plain ones among them, torch clips nothing.
-        model = _tensor_parallel(
-            fsdp,
-            mesh,
-            data,
-            whole_head=max_norm is None,
-            shard_placement_fn=lambda p: Shard(min(dim, p.ndim - 1)),
-        )
-        result = train(model, mine, max_norm=max_norm)
-        plain = seeded(Pair)
-        train(plain, joined, max_norm=max_norm)
-        assert_close_to(plain, model)
-        return result
-
-    check_engines_agree(run, exact=True)
-
-
-@_quietly
-@ranks(4)
-def test_tensor_parallel_parameters_in_mixed_precision() -> None:
-    mesh = init_device_mesh("cpu", _2D[0], mesh_dim_names=_2D[1])
-    mine, _ = _batches_of_data_ranks(mesh)
-
-    def run(fsdp: ModuleType) -> list[Any]:
-        policy = fsdp.MixedPrecisionPolicy(**BF16)
-        return train(_tensor_parallel(fsdp, mesh, "shard", mp_policy=policy), mine)
-
-    check_engines_agree(run, exact=True)
-
-
-@_quietly
-@ranks(4)
-def test_a_state_dict_of_tensor_parallel_parameters_goes_round() -> None:
-    mesh = init_device_mesh("cpu", _2D[0], mesh_dim_names=_2D[1])
-    mine, _ = _batches_of_data_ranks(mesh)
-
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _tensor_parallel(fsdp, mesh, "shard")
-        train(model, mine)
-        saved = copy.deepcopy(model.state_dict())
-        whole = {name: full(value) for name, value in get_model_state_dict(model).items()}
-        other = _tensor_parallel(fsdp, mesh, "shard")
-        other.load_state_dict(saved)
-        again = _tensor_parallel(fsdp, mesh, "shard")
-        set_model_state_dict(again, saved)
-        outputs = [m(mine[0]) for m in (model, other, again)]
-        return [facts(saved), facts(whole), facts(outputs), train(other, mine)]
-
-    check_engines_agree(run, exact=True)
-
-
-@_quietly
-@ranks(4)
-def test_what_tensor_parallel_parameters_exclude() -> None:
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=_2D[1])
-
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = seeded(Pair)
-        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel()})
-        fsdp.fully_shard(model.up, mesh=mesh["shard"], reshard_after_forward=2)
-        fsdp.fully_shard(model, mesh=mesh["shard"])
-        return [error_of(lambda: model(my_batches(1)[0]))]
-
-    (error,) = check_engines_agree(run)
-    assert isinstance(error, NotImplementedError)
-
-
-_PLACEMENTS: dict[str, dict[str, Placement]] = {
-    "up.weight": {"tensor": Shard(0)},
-    "up.bias": {"tensor": Shard(0)},
-    "down.weight": {"tensor": Shard(1)},
-}
-
-
-def _on_whole_mesh(mesh: DeviceMesh) -> Pair:
-    """Every parameter on every axis: cut over the tensor axis, whole on the others."""
-
-    def distribute(name: str, module: nn.Module, mesh: DeviceMesh) -> None:
-        for short, parameter in list(module.named_parameters(recurse=False)):
-            wanted = _PLACEMENTS.get(f"{name}.{short}", {})
-            placements = [wanted.get(axis, Replicate()) for axis in mesh.mesh_dim_names or ()]
-            data = distribute_tensor(parameter.detach(), mesh, placements)
-            setattr(module, short, nn.Parameter(data))
-
-    return distribute_module(seeded(Pair), mesh, distribute)
-
-
-@_quietly
-@ranks(4)
-@pytest.mark.parametrize(
-    ("shape", "names", "shard", "replicate"),
-    [
-        ((2, 2), ("a", "tensor"), "a", None),
-        ((2, 2), ("a", "tensor"), None, "a"),
-        ((2, 2), ("a", "b"), "b", "a"),
-        ((2, 2), ("a", "b"), ("a", "b"), None),
-        ((2, 2), ("a", "b"), None, ("a", "b")),
-        ((1, 2, 2), ("a", "b", "tensor"), "b", "a"),
-        ((2, 1, 2), ("a", "b", "tensor"), ("a", "b"), None),
-    ],
-    ids=str,
-)
-def test_data_parallel_axes_of_a_larger_mesh(
-    shape: tuple[int, ...],
-    names: tuple[str, ...],
-    shard: str | tuple[str, ...] | None,
-    replicate: str | tuple[str, ...] | None,
-) -> None:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    split = [Replicate() if name == "tensor" else Shard(0) for name in names]
-    generator = torch.Generator().manual_seed(1)
-    batches = [torch.randn(8, DIM, generator=generator) for _ in range(3)]
-
-    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        output = model(distribute_tensor(x, mesh, split))
-        return output.redistribute(placements=split).to_local().pow(2).mean()
-
-    def run(fsdp: ModuleType) -> list[Any]:
-        dims = fsdp.DataParallelMeshDims(shard=shard, replicate=replicate)
-        model = _on_whole_mesh(mesh)
-        fsdp.fully_shard(model.up, mesh=mesh, dp_mesh_dims=dims)
-        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-        result = train(model, batches, loss_of=loss_of)
-        plain = seeded(Pair)
-        train(plain, batches)
-        assert_close_to(plain, model)
-        return result
-
-    check_engines_agree(run, exact="tensor" in names)
-
-
-@ranks(4)
-def test_data_parallel_axes_that_are_refused() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "tensor"))
-    nameless = init_device_mesh("cpu", (2, 2))
-    other = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "tensor"))
-
-    def refusal(fsdp: ModuleType, model: nn.Module, **options: Any) -> BaseException | None:
-        dims = fsdp.DataParallelMeshDims(**options.pop("dims", {"shard": "a"}))
-        return error_of(
-            lambda: fsdp.fully_shard(model, **{"mesh": mesh, "dp_mesh_dims": dims, **options})
-        )
-
-    def cut() -> nn.Module:
-        layer = nn.Linear(8, 8, bias=False)
-        layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)] * 2))
-        return layer
-
-    def run(fsdp: ModuleType) -> list[Any]:
-        return [
-            error_of(fsdp.DataParallelMeshDims),
-            refusal(fsdp, seeded(Pair)),
-            refusal(fsdp, _on_whole_mesh(mesh), dims={"shard": "data"}),
-            refusal(fsdp, _on_whole_mesh(mesh), dims={"replicate": "data"}),
-            refusal(fsdp, cut()),
-            refusal(fsdp, cut(), dims={"replicate": "a"}),
-            refusal(fsdp, seeded(Pair), mesh=nameless),
-            refusal(fsdp, _on_whole_mesh(other)),
-            refusal(fsdp, _on_whole_mesh(mesh), reshard_after_forward=2),
-        ]
-
-    errors = check_engines_agree(run)
-    kinds = [ValueError] * 8 + [NotImplementedError]
-    assert [type(error) for error in errors] == kinds

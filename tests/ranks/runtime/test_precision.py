@@ -45,6 +45,9 @@ POLICIES: dict[str, dict[str, Any]] = {
 class Noting(nn.Module):
     """Notes what it computes with, and keeps a running mean in a buffer."""
 
+    mean: torch.Tensor
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(DIM, DIM)
@@ -92,7 +95,7 @@ def test_no_policy_and_a_wide_one_train_as_the_unsharded_model() -> None:
     check_engines_agree(full_precision, {"reduce_dtype": FP64})
 
 
-def bf16_by_hand(reduce: torch.dtype, num_batches: int) -> dict[str, torch.Tensor | None]:
+def bf16_by_hand(reduce: torch.dtype, num_batches: int) -> dict[str, torch.Tensor]:
     """Gradients of a bf16 copy on this rank's rows, summed over batches and averaged over ranks."""
     model = stack().to(BF16)
     total = {name: torch.zeros_like(p, dtype=reduce) for name, p in model.named_parameters()}
@@ -283,8 +286,6 @@ def test_buffers_are_left_alone() -> None:
     after = {name: (id(b), b.dtype, b.data_ptr()) for name, b in model.named_buffers()}
     assert after == before
     assert int(model.blocks[0].count) == 1
-
-
 
 
 def small_frozen(engine: Engine) -> list[Any]:

@@ -1,0 +1,124 @@
+"""Which gathers are launched when, as the user asked for it."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from harness import ranks
+from peers import (
+    SHOAL,
+    TORCH,
+    Engine,
+    Stack,
+    check_engines_agree,
+    inputs,
+    log_traffic,
+    loss_of,
+    mlp,
+    snapshot,
+    stack,
+    train,
+)
+from shoal.runtime.events import EventKind
+from shoal.runtime.fully_shard import watch
+
+
+class Announcing(nn.Module):
+    """A block that says when it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = mlp()
+        self.name, self.log = "", []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.log.append(f"forward {self.name}")
+        y = self.inner(x)
+        y.register_hook(self._announce)
+        return y * 1.0  # so that backward enters the unit before it comes to the hook
+
+    def _announce(self, gradient: torch.Tensor) -> None:
+        self.log.append(f"backward {self.name}")
+
+
+def prefetching(engine: Engine, ahead: int) -> tuple[Stack, list[str]]:
+    """Blocks that gather `ahead` others early, in both directions, and the log they write."""
+    model = engine.shard(stack(Announcing, 4))
+    blocks = list(model.blocks)
+    log = log_traffic(model)
+    for index, block in enumerate(blocks):
+        block.name, block.log = f"blocks.{index}", log
+        block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
+        block.set_modules_to_backward_prefetch(blocks[max(index - ahead, 0) : index][::-1])
+    return model, log
+
+
+def prefetched(engine: Engine, ahead: int) -> list[Any]:
+    model, log = prefetching(engine, ahead)
+    seen: list[Any] = []
+    for batch in inputs(3):
+        loss_of(model(engine.part(batch))).backward()
+        seen.append([line for line in log if line.startswith("gather")])
+        log.clear()
+    return [*seen, snapshot(model)]
+
+
+@ranks(2)
+@pytest.mark.parametrize("ahead", [0, 1, 2, 3], ids=["implicit", "one", "two", "three"])
+def test_gathers_come_in_the_order_of_torch(ahead: int) -> None:
+    check_engines_agree(prefetched, ahead, plain=False)
+
+
+@ranks(2)
+@pytest.mark.parametrize("engine", [TORCH, SHOAL], ids=["torch", "shoal"])
+@pytest.mark.parametrize("ahead", [1, 2, 3])
+def test_explicit_prefetch_is_launched_before_the_block_computes(
+    engine: Engine, ahead: int
+) -> None:
+    model, log = prefetching(engine, ahead)
+    for batch in inputs(3):
+        log.clear()
+        loss_of(model(engine.part(batch))).backward()
+        turn = log.index("forward blocks.3")
+        forward, backward = log[: turn + 1], log[turn:]
+        for index in range(4):
+            begun = forward[: forward.index(f"forward blocks.{index}")]
+            for other in range(index, min(index + ahead, 3) + 1):
+                assert f"gather blocks.{other}" in begun, (index, log)
+            begun = backward[: backward.index(f"backward blocks.{index}")]
+            for other in range(max(index - ahead, 0), index + 1):
+                assert f"gather blocks.{other}" in begun, (index, log)
+
+
+@ranks(2)
+def test_events_show_the_order_of_explicit_prefetch() -> None:
+    model = SHOAL.shard(stack(num=3))
+    blocks = list(model.blocks)
+    model.set_modules_to_forward_prefetch(blocks)
+    batch = SHOAL.part(inputs(1)[0])
+    loss_of(model(batch)).backward()
+    with watch(model) as recorder:
+        loss_of(model(batch)).backward()
+    events = recorder.events()
+    gathers = sorted((e for e in events if e.kind is EventKind.GATHER), key=lambda e: e.start_us)
+    assert [e.unit for e in gathers[:4]] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    first = min(e.start_us for e in events if e.kind is EventKind.FORWARD and e.unit == "blocks.0")
+    assert all(gather.start_us < first for gather in gathers[:4])
+
+
+def wrong_prefetch(engine: Engine) -> list[Any]:
+    """Gathers of units that do not come next, or not at all."""
+    model = engine.shard(stack(num=4))
+    first, second, third, fourth = model.blocks
+    first.set_modules_to_forward_prefetch([fourth, second])
+    third.set_modules_to_forward_prefetch([first])
+    third.set_modules_to_backward_prefetch([fourth, first])
+    second.set_modules_to_backward_prefetch([third])
+    return train(engine, model)
+
+
+@ranks(2)
+def test_prefetch_of_the_wrong_units_changes_no_number() -> None:
+    check_engines_agree(wrong_prefetch, plain=False)
