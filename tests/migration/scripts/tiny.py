@@ -110,5 +110,6 @@ def launch(main: Callable[[torch.device], Results]) -> None:
         results = main(device)
         if dist.get_rank() == 0:
             print(json.dumps(results, indent=1))
+        dist.barrier()  # a rank that leaves while others still talk can bring them down
     finally:
         dist.destroy_process_group()
