@@ -138,11 +138,13 @@ class Context:
         One that comes when the unit is not in its backward waits for the end.
         """
         self._begin_backward()
-        if unit.phase is Phase.SHARDED and unit.options.gathers_in_backward:
-            self._refuse_blind(unit)
-        if unit.phase is not Phase.BACKWARD or not unit.has_all_grads:
+        if unit.phase is not Phase.BACKWARD:
+            if unit.phase is Phase.SHARDED and unit.options.gathers_in_backward:
+                self._refuse_blind(unit)
             return
-        unit.open_passes = {run for run in unit.open_passes if run.reaches_inputs}
+        if any(run.reaches_inputs for run in unit.open_passes) or not unit.has_all_grads:
+            return
+        unit.open_passes.clear()
         self._free_if_left(unit)
 
     def leave_backward(self, unit: Unit, run: Pass) -> None:
@@ -208,9 +210,7 @@ class Context:
 
     def _free_if_left(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD and not unit.open_passes:
-            grads_wait = unit.has_grads
-            if grads_wait:
-                self._reduce(unit)
+            self._reduce(unit)
             self._free(unit)
 
     def _free(self, unit: Unit) -> None:
@@ -227,6 +227,8 @@ class Context:
             unit.keep_grads()
             return
         grads = unit.take_grads()
+        if not grads and not unit.waits_for_reduction:
+            return
         self._free(unit)  # before memory is needed for the reduction
         while len(self._reductions) >= unit.options.max_reductions:
             self._finish_reduction()

@@ -84,7 +84,9 @@ class ModuleState:
             args, kwargs = self._to_device(args, kwargs)
         policy = self.policy
         if policy.param_dtype is not None and policy.cast_forward_inputs:
-            args, kwargs = _cast((args, kwargs), policy.param_dtype)
+            args = tuple(_cast(arg, policy.param_dtype) for arg in args)
+            if kwargs:
+                kwargs = _cast(kwargs, policy.param_dtype)
         if not self.units:
             return args, kwargs, []
         if len(self.modules) > 1 and not self._to_run:
@@ -200,7 +202,7 @@ def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
     tensors = inputs.differentiable
     # With leaves alone a pass counts as open until the end of backward: a leaf's own hook would
     # come before nodes that do not depend on it, and pile up on a tensor that outlives the step.
-    run = Pass(reaches_inputs=bool(tensors) or inputs.has_leaf, version=unit.version)
+    run = Pass(reaches_inputs=bool(tensors) or inputs.has_leaf, version=unit.gathered_version)
 
     def leave(_: object) -> None:
         context.leave_backward(unit, run)
@@ -216,6 +218,10 @@ def _cast(values: Any, dtype: torch.dtype | None) -> Any:
     """Cast the floating-point tensors of nested containers; give the rest through."""
     if dtype is None:
         return values
+    if isinstance(values, torch.Tensor):
+        return (
+            values if values.dtype is dtype or not values.is_floating_point() else values.to(dtype)
+        )
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is dtype or not tensor.is_floating_point():

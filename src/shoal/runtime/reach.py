@@ -24,6 +24,8 @@ class Reach:
     @classmethod
     def of(cls, value: Any) -> Reach:
         """Look into containers and dataclasses."""
+        if isinstance(value, torch.Tensor):
+            return cls(tensors=(value,), is_opaque=False)
         leaves = list(_leaves(value))
         return cls(
             tensors=tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)),

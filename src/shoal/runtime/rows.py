@@ -37,7 +37,9 @@ class Rows:
         memory = self._take(num_bytes, dtype)
         rows = memory.view(dtype)
         self._copy_in(grads, rows)
-        indices = self._trained if unit.options.reduces_unused else tuple(sorted(grads))
+        indices = self._trained
+        if len(grads) != len(indices) and not unit.options.reduces_unused:
+            indices = tuple(sorted(grads))
         return self._reduce(indices, memory, rows)
 
     def _take(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
@@ -50,24 +52,21 @@ class Rows:
     def _common_dtype(self, grads: Mapping[int, torch.Tensor]) -> torch.dtype:
         dtypes = {grad.dtype for grad in grads.values()}
         if not dtypes:
-            return self._dtype or self._unit.full.parameters[self._find_trained()[0]].dtype
+            return self._dtype or self._unit.full.parameters[self._unit.trained[0]].dtype
         if len(dtypes) > 1:
             return torch.float32
         return next(iter(dtypes))
 
-    def _find_trained(self) -> tuple[int, ...]:
-        members = self._unit.shards.members
-        return tuple(i for i, member in enumerate(members) if member.sharded.requires_grad)
-
     def _settle(self, dtype: torch.dtype) -> None:
         """Lay out the parameters that are trained; all of them where cuts depend on neighbours."""
-        trained = self._find_trained()
-        if trained == self._trained and dtype is self._dtype:
-            return
         unit = self._unit
+        trained = unit.trained
+        if trained is self._trained and dtype is self._dtype:
+            return
         whole = unit.shards.packing
         self._targets.clear()
         self._trained, self._dtype = trained, dtype
+        self._shapes: list[tuple[int, torch.Size, tuple[int, ...], int]] | None = None
         self._columns: list[tuple[int, int, int]] = []
         self._offsets: dict[int, int] = {}
         dtypes = {whole.params[i].dtype for i in trained}
@@ -77,9 +76,10 @@ class Rows:
             self._settle_columns(whole, trained)
         else:
             self._packing = whole.with_dtypes([dtype] * len(whole.params))
+            self._is_zero_copy = [self._packing.is_zero_copy(i) for i in range(len(whole.params))]
             numel = self._packing.shard_bytes // dtype.itemsize
             self.shard_numel = numel
-            for index in range(len(whole.params)):
+            for index in trained:
                 piece = self._packing.piece(index, unit.rank)
                 self._offsets[index] = piece.offset_bytes // dtype.itemsize
         self._num_rows_numel = unit.size * self.shard_numel
@@ -107,19 +107,18 @@ class Rows:
             if self.shard_numel:
                 _torch.chunk_into_columns(tensors, unit.size, rows.view(unit.size, -1))
             return
-        targets = self._targets_in(rows)
         into: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for index in range(len(targets)):
+        for index, targets in enumerate(self._targets_in(rows)):
             grad = grads.get(index)
             if grad is None:
-                for target in targets[index]:
+                for target in targets:
                     target.zero_()
-                continue
-            into.extend(targets[index])
-            if self._packing.is_zero_copy(index):
-                sources.append(grad.reshape(-1))
+            elif self._is_zero_copy[index]:
+                into.extend(targets)
+                sources.append(grad)
             else:
+                into.extend(targets)
                 flat = grad.reshape(-1)
                 sources.extend(s.of_full(flat) for s in self._packing.stripes(index))
         if into:
@@ -137,7 +136,7 @@ class Rows:
             offset = self._packing.gathered_offset(index)
             if offset is not None:
                 start = offset // rows.dtype.itemsize
-                targets.append([rows[start : start + param.numel]] if param.numel else [])
+                targets.append([rows[start : start + param.numel].view(param.shape)])
             else:
                 targets.append([s.of_rows(matrix) for s in self._packing.stripes(index)])
         self._targets[rows.data_ptr()] = targets
@@ -224,12 +223,16 @@ class Rows:
             self._division = (key, division)
         return self._division[1]
 
-    def views(self, output: torch.Tensor) -> dict[int, torch.Tensor]:
-        """Every gradient in this rank's row of the reduced matrix."""
-        members = self._unit.shards.members
-        return {
-            index: output[offset : offset + members[index].local.numel()].view(
-                members[index].local.shape
-            )
-            for index, offset in self._offsets.items()
-        }
+    def views(self, output: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
+        """Every gradient in this rank's row of the reduced matrix, by parameter."""
+        if self._shapes is None:
+            members = self._unit.shards.members
+            self._shapes = [
+                (i, members[i].local.shape, members[i].local.stride(), offset)
+                for i, offset in self._offsets.items()
+            ]
+        start = output.storage_offset()
+        return [
+            (i, output.as_strided(shape, stride, start + offset))
+            for i, shape, stride, offset in self._shapes
+        ]

@@ -60,6 +60,7 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.is_host = device.type == "cpu"
         self.gathering = Lane(device)
         self.reducing = Lane(device)
 

@@ -85,6 +85,8 @@ class Unit:
         self._gathered_version: tuple[int, ...] = ()
         self._on_grad: Callable[[Unit], None] | None = None
         self._counted: set[int] = set()
+        self.trained: tuple[int, ...] = ()
+        """The parameters that get gradients; the same object for as long as they stay the same."""
         self._prepared: torch.Tensor | None = None
         self._kept_grads: dict[int, torch.Tensor] = {}
         self._partial: dict[tuple[int, ...], torch.Tensor] = {}
@@ -163,6 +165,11 @@ class Unit:
         return self.version != self._gathered_version
 
     @property
+    def gathered_version(self) -> tuple[int, ...]:
+        """The version that the full parameters have."""
+        return self._gathered_version
+
+    @property
     def version(self) -> tuple[int, ...]:
         """Changes with optimizer steps, and with in-place operations on the shards."""
         return self.num_updates, *self.shards.version
@@ -184,8 +191,12 @@ class Unit:
             self.prepare(self.arena, self.streams)
         self._gathered_version = self.version
         output = self.full.begin()
-        with self.streams.gathering(), torch.no_grad():
-            self._pending = self._gather(output)
+        if self.streams.is_host:
+            with torch.no_grad():
+                self._pending = self._gather(output)
+        else:
+            with self.streams.gathering(), torch.no_grad():
+                self._pending = self._gather(output)
 
     def _gather(self, output: torch.Tensor) -> Pending:
         reason = f"the gather of unit {self.name!r}"
@@ -274,22 +285,25 @@ class Unit:
     def watch_all_grads(self) -> None:
         """Call the hook for every parameter's gradient, and not for the first one's only."""
         self._counted.add(-1)
+        self.trained = ()
         self._follow_requires_grad()
 
     def _follow_requires_grad(self) -> None:
         """Freeze and unfreeze as the sharded parameters were; have a gradient noticed."""
-        watched = False
-        for index, member in enumerate(self.shards.members):
-            full, wanted = self.full.parameters[index], member.sharded.requires_grad
-            if full.requires_grad is not wanted:
-                full.requires_grad_(wanted)
-            if not wanted or (watched and -1 not in self._counted):
-                continue
-            watched = True
-            hook = self._on_grad
+        trained = tuple(
+            i for i, member in enumerate(self.shards.members) if member.sharded.requires_grad
+        )
+        if trained == self.trained and self._counted:
+            return
+        self.trained = trained
+        for index, parameter in enumerate(self.full.parameters):
+            parameter.requires_grad_(index in trained)
+        hook = self._on_grad
+        for index in trained if -1 in self._counted else trained[:1]:
             if hook is not None and index not in self._counted:
                 self._counted.add(index)
-                full.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(self))
+                parameter = self.full.parameters[index]
+                parameter.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(self))
 
     @property
     def has_grads(self) -> bool:
@@ -307,23 +321,26 @@ class Unit:
     @property
     def has_all_grads(self) -> bool:
         """Whether every parameter that is trained has its gradient."""
-        return all(p.grad is not None for p in self.full.parameters if p.requires_grad)
+        parameters = self.full.parameters
+        return all(parameters[index].grad is not None for index in self.trained)
 
     def take_grads(self) -> dict[int, torch.Tensor]:
         """Take the gradients that arrived off the full parameters."""
         grads: dict[int, torch.Tensor] = {}
-        for index, parameter in enumerate(self.full.parameters):
+        parameters, members = self.full.parameters, self.shards.members
+        for index in self.trained:
+            parameter = parameters[index]
             grad = parameter.grad
             if grad is None:
                 continue
-            if grad.is_sparse:
+            if grad.layout is not torch.strided:
                 raise NotImplementedError(
-                    f"parameter {self.shards.members[index].spec.name!r} of unit {self.name!r} has "
-                    "a sparse gradient, which shoal does not support; make it dense "
+                    f"parameter {members[index].spec.name!r} of unit {self.name!r} has a sparse "
+                    "gradient, which shoal does not support; make it dense "
                     "(Embedding(sparse=False))"
                 )
             parameter.grad = None
-            grads[index] = self.shards.members[index].form.grad_data(grad)
+            grads[index] = members[index].form.grad_data(grad)
         return grads
 
     def keep_grads(self) -> None:
@@ -358,23 +375,33 @@ class Unit:
 
     def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
         """Put reduced gradients on the sharded parameters."""
-        views = self.rows.views(output)
-        for index in indices:
-            member, grad = self.shards.members[index], views[index]
+        members, wanted = self.shards.members, set(indices)
+        for index, grad in self.rows.views(output):
+            if index not in wanted:
+                continue
+            member = members[index]
             sharded = member.sharded
             if grad.dtype is not sharded.dtype:
                 grad = grad.to(sharded.dtype)
-            if sharded.grad is None:
+            if grad.device != member.local.device:
+                grad = self._offload(grad)
+            held = sharded.grad
+            if held is None:
                 sharded.grad = member.form.grad(sharded, grad)
             else:
-                held = member.form.local_of(sharded.grad)
-                if held is None:
+                local = member.form.local_of(held)
+                if local is None:
                     raise InvariantError(
                         f"the gradient of {member.spec.name!r} of unit {self.name!r} was replaced "
-                        f"by a {type(sharded.grad).__name__}; set it to None instead"
+                        f"by a {type(held).__name__}; set it to None instead"
                     )
-                held.add_(grad)
+                local.add_(grad)
             _torch.run_post_accumulate_hooks(sharded)
+
+    def _offload(self, grad: torch.Tensor) -> torch.Tensor:
+        """Copy a gradient to where its shard lives, before the host reads it."""
+        # One copy per parameter, waited for: the optimizer that follows runs on the host.
+        return grad.to("cpu")
 
     def forget_grads(self) -> None:
         """Drop every gradient that has not reached the shards."""
