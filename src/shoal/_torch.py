@@ -26,7 +26,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
+)
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 
@@ -44,10 +46,16 @@ make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
 """A tensor with metadata and no memory: `make_wrapper(cls, shape, dtype=, device=, ...)`."""
 
 
-def gather_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work]:
-    """The group's own all-gather into one tensor (output, input); torch 2.13 renamed it."""
+def gather_method(
+    group: dist.ProcessGroup, *, asynchronous: bool = True
+) -> Callable[[Tensor, Tensor], dist.Work]:
+    """The group's own all-gather into one tensor (output, input); torch 2.13 renamed it.
+
+    Where it is not asynchronous, NCCL works on the current stream instead of one of its own.
+    """
     method = getattr(group, "all_gather_single", None) or cast(Any, group)._allgather_base
     options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = asynchronous
     return lambda output, input: method(output, input, options)
 
 
@@ -59,13 +67,17 @@ def all_to_all_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], di
 
 
 def scatter_method(
-    group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    *,
+    asynchronous: bool = True,
 ) -> Callable[[Tensor, Tensor], dist.Work]:
     """The group's own reduce-scatter of one tensor (output, input); torch 2.13 renamed it."""
     method = getattr(group, "reduce_scatter_single", None)
     method = method or cast(Any, group)._reduce_scatter_base
     options = dist.distributed_c10d.ReduceScatterOptions()
     options.reduceOp = cast(Any, op)
+    options.asyncOp = asynchronous
     return lambda output, input: method(output, input, options)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -135,10 +136,16 @@ def _wrap_fsdp2(model: Transformer, run: Run) -> nn.Module:
 
 
 def _wrap_shoal(model: Transformer, run: Run) -> nn.Module:
-    from shoal.runtime.fully_shard import fully_shard
-    from shoal.runtime.policy import MixedPrecisionPolicy
+    from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 
     return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
+
+
+def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
+    from shoal.fsdp import MixedPrecisionPolicy, fully_shard
+    from shoal.layout import Flat
+
+    return _shard_units(model, run, partial(fully_shard, layout=Flat()), MixedPrecisionPolicy)
 
 
 ENGINES: dict[str, Engine] = {
@@ -175,6 +182,13 @@ ENGINES: dict[str, Engine] = {
         Engine(
             name="shoal",
             wrap=_wrap_shoal,
+            uses_group=True,
+            casts=True,
+            refuses=_peer_refuses,
+        ),
+        Engine(
+            name="shoal-flat",
+            wrap=_wrap_shoal_flat,
             uses_group=True,
             casts=True,
             refuses=_peer_refuses,

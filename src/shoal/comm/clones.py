@@ -94,7 +94,9 @@ def _spread(slots: Slots, piece: Tensor, rank: int, fill: bool) -> None:
         pieces = [slot.data for slot in slots.pieces]
         _torch.foreach_copy(pieces, [piece.data.reshape(pieces[0].shape)] * slots.size)
     elif not fill:
-        move(slots[rank], piece)
+        # Engines gather in place: then the piece is this rank's slot.
+        if piece.data_ptr() != slots.flat.data_ptr() + rank * piece.nbytes:
+            move(slots[rank], piece)
     elif slots.is_even:
         # A copy first, since the piece may be one of the slots.
         slots.flat.view(slots.size, -1).copy_(piece.data.reshape(1, -1).clone())

@@ -93,32 +93,43 @@ class CudaLink:
     ) -> PythonWork:
         """Queue the copies, then the spin, behind what the link already carries."""
         current = _torch.current_stream(self._device_index)
-        stream = self._stream if asynchronous else current
         captured = torch.cuda.is_current_stream_capturing()
-        if asynchronous:
-            # One event serves all launches: a wait is for what was recorded when it was queued.
-            self._reached.record(current)
-            stream.wait_event(self._reached)
-        last = self._last
-        # What was queued outside a graph capture cannot be waited for inside it, nor the reverse.
-        if last is not None and last.stream is not stream and last.captured == captured:
-            stream.wait_event(last.event)
-        event = torch.cuda.Event()
+        if not asynchronous:
+            self._occupy(current, move, duration_us, captured)
+            return CudaWork(calls, None, current)
+        stream = self._stream
+        # One event serves all launches: a wait is for what was recorded when it was queued.
+        self._reached.record(current)
+        stream.wait_event(self._reached)
         _torch.make_current(stream)
         try:
-            move()
-            if duration_us > 0:
-                _torch.spin(int(duration_us * self._cycles_per_us))
-            event.record(stream)
+            event = self._occupy(stream, move, duration_us, captured)
         finally:
             _torch.make_current(current)
-        self._last = _Launch(stream, event, captured)
-        if not asynchronous:
-            return CudaWork(calls, None, stream)
         work = CudaWork(calls, event, stream)
         if not captured:
             self._keep(work)
         return work
+
+    def _occupy(
+        self,
+        stream: torch.cuda.Stream,
+        move: Callable[[], None],
+        duration_us: float,
+        captured: bool,
+    ) -> torch.cuda.Event:
+        """Be carried on the current stream, after what went before on any other."""
+        last = self._last
+        # What was queued outside a graph capture cannot be waited for inside it, nor the reverse.
+        if last is not None and last.stream is not stream and last.captured == captured:
+            stream.wait_event(last.event)
+        move()
+        if duration_us > 0:
+            _torch.spin(int(duration_us * self._cycles_per_us))
+        event = torch.cuda.Event()
+        event.record(stream)
+        self._last = _Launch(stream, event, captured)
+        return event
 
     def _keep(self, work: CudaWork) -> None:
         # A work that its owner drops without waiting keeps its tensors here until it is over.

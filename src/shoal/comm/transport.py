@@ -49,7 +49,17 @@ _CARRIED = frozenset(
 class Transport:
     """The collectives of one process group, for flat contiguous tensors."""
 
-    __slots__ = ("_backends", "_gather", "_swap", "_uses_gloo", "group", "rank", "size")
+    __slots__ = (
+        "_backends",
+        "_gather",
+        "_gather_in_stream",
+        "_scatters",
+        "_swap",
+        "_uses_gloo",
+        "group",
+        "rank",
+        "size",
+    )
 
     def __init__(self, group: ProcessGroup) -> None:
         if not isinstance(group, ProcessGroup):
@@ -65,6 +75,8 @@ class Transport:
         self._backends = dict(pairs)
         self._uses_gloo = "gloo" in self._backends.values()
         self._gather = _torch.gather_method(group)
+        self._gather_in_stream = _torch.gather_method(group, asynchronous=False)
+        self._scatters: dict[tuple[str, bool], Callable[[Tensor, Tensor], dist.Work]] = {}
         self._swap = _torch.all_to_all_method(group)
 
     def all_gather(self, output: Tensor, input: Tensor, *, reason: str = "all-gather") -> Pending:
@@ -83,6 +95,14 @@ class Transport:
             return Prepared(output, reason, start)
         gather = self._gather
         return Prepared(output, reason, lambda: (gather(received, sent), None))
+
+    def gather_in_stream(self, output: Tensor, input: Tensor) -> None:
+        """Gather on the current CUDA stream, in order with what it was given; checks nothing."""
+        self._gather_in_stream(_as_carried(output), _as_carried(input))
+
+    def reduce_scatter_in_stream(self, output: Tensor, input: Tensor, op: Reduction) -> None:
+        """Reduce on the current CUDA stream, in order with what it was given; checks nothing."""
+        self._scatter_by(op, asynchronous=False)(output, input)
 
     def reduce_scatter(
         self,
@@ -110,8 +130,19 @@ class Transport:
         if self._is_on_gloo(input):
             start = partial(gloo.start_reduce_scatter, self._swap, output, input, op, self.size)
             return Prepared(output, reason, start)
-        scatter = _torch.scatter_method(self.group, op)
+        scatter = self._scatter_by(op)
         return Prepared(output, reason, lambda: (scatter(output, input), None))
+
+    def _scatter_by(
+        self, op: Reduction, *, asynchronous: bool = True
+    ) -> Callable[[Tensor, Tensor], dist.Work]:
+        key = (str(op), asynchronous)
+        method = self._scatters.get(key)
+        if method is None:
+            method = _torch.scatter_method(self.group, op, asynchronous=asynchronous)
+            if op in (ReduceOp.SUM, ReduceOp.AVG):  # others may carry a factor
+                self._scatters[key] = method
+        return method
 
     def all_reduce(
         self, tensor: Tensor, op: Reduction = ReduceOp.SUM, *, reason: str = "all-reduce"

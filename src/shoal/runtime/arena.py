@@ -46,6 +46,14 @@ class Arena:
         if not self._buries:
             storage.resize_(0)
 
+    def adopt(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
+        """Let memory that came from elsewhere be taken back; returns what `detach` wants."""
+        if not self._swaps:
+            return None
+        slot = self.blank(storage.nbytes()).untyped_storage()
+        self.bury(slot)
+        return slot
+
     def attach(self, storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage | None:
         """Give an empty storage memory; returns what has to be given back with `detach`."""
         if not self._swaps:
@@ -73,6 +81,10 @@ class Arena:
         """
         self._users[num_bytes] += 1
 
+    def keeps_rows(self, num_bytes: int) -> bool:
+        """Whether memory of that size comes back in the next step."""
+        return self._users[num_bytes] > 1
+
     def take_rows(self, num_bytes: int) -> torch.Tensor:
         """Memory to reduce from; what is in there is arbitrary."""
         rows = self._rows[num_bytes]
@@ -83,7 +95,7 @@ class Arena:
     def give_rows(self, rows: torch.Tensor) -> None:
         """Return what `take_rows` gave, once the current stream may overwrite it."""
         num_bytes = rows.numel()
-        if self._users[num_bytes] > 1:
+        if self.keeps_rows(num_bytes):
             self._rows[num_bytes].append(rows)
 
     @property

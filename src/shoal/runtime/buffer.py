@@ -24,6 +24,17 @@ class Buffer:
         self._arena = arena
         self._slot: torch.UntypedStorage | None = None
 
+    @classmethod
+    def around(cls, tensor: torch.Tensor, arena: Arena) -> Buffer:
+        """Take over the memory of a tensor that has some: it counts as filled."""
+        storage = tensor.untyped_storage()
+        buffer = cls.__new__(cls)
+        buffer.num_bytes = storage.nbytes()
+        buffer.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        buffer._storage, buffer._arena = storage, arena
+        buffer._slot = arena.adopt(storage)
+        return buffer
+
     def settle(self) -> None:
         """All views are made; from here on there is memory only between `fill` and `empty`."""
         self._arena.bury(self._storage)

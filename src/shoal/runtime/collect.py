@@ -15,6 +15,7 @@ from shoal.errors import UsageError
 from shoal.layout import Even, Layout, ParamSpec
 from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from shoal.runtime.form import Form, ShardedForm, bytes_of, dtensor_form
+from shoal.runtime.gather_hooks import has_hooks_before_sharding, refusal
 from shoal.runtime.module_state import state_of
 from shoal.runtime.policy import ShardPlacementResult
 from shoal.runtime.shards import Home, Source
@@ -89,7 +90,19 @@ def move_to(
                 f"a DTensor parameter on {tensor.device} cannot train on a mesh of "
                 f"{device.type!r} devices; distribute it over a mesh of that type"
             )
-        tensor.data = tensor.to(device)
+        _move(tensor, device)
+
+
+@torch.no_grad()
+def _move(tensor: torch.Tensor, device: torch.device) -> None:
+    moved = tensor.to(device)
+    if not _torch.is_traceable_wrapper_subclass(tensor):
+        tensor.data = moved
+        return
+    # A wrapper has no data of its own to be replaced.
+    if isinstance(tensor, nn.Parameter):
+        moved = nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    torch.utils.swap_tensors(tensor, moved)
 
 
 def check(found: Sequence[Found]) -> None:
@@ -112,6 +125,7 @@ def check(found: Sequence[Found]) -> None:
                 f"parameter {name!r} is not contiguous (strides {parameter.stride()}), which "
                 "fully_shard does not support; replace it by a contiguous copy before"
             )
+        has_hooks_before_sharding(name, bytes_of(parameter))
 
 
 def group(
@@ -204,6 +218,8 @@ def _sharded_forms(
                 f"shoal: parameter {item.name!r} is a DTensor (tensor parallelism), which "
                 f"{layout} does not support; use the layout Even"
             )
+        if has_hooks_before_sharding(item.name, item.parameter):
+            raise refusal(item.name, f"the layout {layout}; use Even")
     packing = layout.pack(specs, info.shard_mesh_size)
     replica = info.replicate_mesh_rank if isinstance(info, HSDPMeshInfo) else 0
     return [

@@ -106,10 +106,20 @@ class Context:
                 "supported, because the reduction of its gradients has no derivative"
             )
         self._begin_backward()
+        unit.was_entered = True
         unit.open_passes.add(run)
-        if unit.phase is Phase.BACKWARD:
+        phase = unit.phase
+        if phase is Phase.BACKWARD:
             return
-        if run.version != unit.version:
+        if phase is Phase.SHARDED:
+            if unit.options.gathers_in_backward:
+                self._launch_gather(unit)
+            else:
+                unit.gathered_version = unit.version
+        elif phase is not Phase.GATHERING:
+            unit.gathered_version = unit.version
+        # The bytes that are there, or on their way, are those of this version.
+        if run.version != unit.gathered_version:
             raise InvariantError(
                 f"the parameters of unit {unit.name!r} were changed between its forward and its "
                 "backward, so its gradients would belong to other weights. Call optimizer.step() "
@@ -139,8 +149,10 @@ class Context:
         """
         self._begin_backward()
         if unit.phase is not Phase.BACKWARD:
-            if unit.phase is Phase.SHARDED and unit.options.gathers_in_backward:
+            is_blind = unit.phase is Phase.SHARDED and not unit.was_entered
+            if is_blind and unit.options.gathers_in_backward:
                 self._refuse_blind(unit)
+            unit.has_late_grads = True
             return
         if any(run.reaches_inputs for run in unit.open_passes) or not unit.has_all_grads:
             return
@@ -150,8 +162,8 @@ class Context:
     def leave_backward(self, unit: Unit, run: Pass) -> None:
         """One pass has reached its inputs; after the last one the unit is reduced and freed."""
         if run not in unit.open_passes:
-            is_blind = unit.phase is Phase.SHARDED and unit.options.gathers_in_backward
-            if is_blind and not unit.was_reduced and self._end is None:
+            is_blind = unit.phase is Phase.SHARDED and not unit.was_entered
+            if is_blind and unit.options.gathers_in_backward:
                 self._refuse_blind(unit)
             return
         unit.open_passes.discard(run)
@@ -193,9 +205,9 @@ class Context:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
         for unit in self.units:
             unit.open_passes.clear()
-            if unit.has_grads or unit.waits_for_reduction:
+            if unit.has_late_grads or unit.phase is Phase.BACKWARD or unit.waits_for_reduction:
                 self._reduce(unit)
-            unit.was_reduced = False
+            unit.was_reduced = unit.was_entered = unit.has_late_grads = False
             if unit.phase is Phase.BACKWARD:
                 self._free(unit)
             elif unit.phase is not Phase.HELD or unit.options.reshards_after_backward:

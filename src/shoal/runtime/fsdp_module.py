@@ -149,7 +149,7 @@ class FSDPModule(TorchFSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """What the next forward's gathers wait for, instead of all that compute was given."""
         context = context_of(self, own_state(self))  # pyright: ignore[reportArgumentType]
-        if context.units:
+        if context.units and context.streams.gathering is not None:
             context.streams.gathering.waits_for = event  # pyright: ignore
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:

@@ -96,6 +96,9 @@ class FullParameters:
         self._freeable = [p for p in self.parameters if type(p) is nn.Parameter]
         self._packing = packing
         self.rename(unit)
+
+    def settle(self) -> None:
+        """All views of the buffers are made: leave them without memory."""
         self._gathered.settle()
         if self._laid_out is not None:
             self._laid_out.settle()

@@ -11,6 +11,7 @@ from torch import nn
 from shoal.errors import UsageError
 from shoal.layout.buffer import shard_of, shard_views
 from shoal.runtime.fsdp_module import FSDPModule
+from shoal.runtime.gather_hooks import refusal
 from shoal.runtime.module_state import state_of
 from shoal.runtime.unit import Unit
 
@@ -61,6 +62,10 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 
 @torch.no_grad()
 def _write_back(unit: Unit) -> None:
+    if unit.shards.extended:
+        # What was gathered may have lost precision that the shards still have.
+        name = unit.shards.members[min(unit.shards.extended)].spec.name
+        raise refusal(name, "full_parameters(writeback=True)")
     full = [
         member.form.grad_data(parameter.detach())
         for member, parameter in zip(unit.shards.members, unit.full.parameters, strict=True)

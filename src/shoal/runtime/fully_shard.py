@@ -24,6 +24,7 @@ from shoal.mesh import (
 from shoal.runtime.collect import check, collect, group, move_to
 from shoal.runtime.events import Recorder
 from shoal.runtime.fsdp_module import FSDPModule, own_state
+from shoal.runtime.gather_hooks import refusal
 from shoal.runtime.module_state import ModuleState, context_of, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.post_forward import PostForward
@@ -133,6 +134,9 @@ def _keep_within(info: FSDPMeshInfo, unit: Unit) -> PostForward:
         raise NotImplementedError(
             f"shoal: reshard_after_forward as a number needs the layout Even, got {unit.layout}"
         )
+    if unit.shards.extended:
+        name = unit.shards.members[min(unit.shards.extended)].spec.name
+        raise refusal(name, "reshard_after_forward as a number")
     return PostForward(unit, info)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -34,7 +34,25 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
         by_ranks.setdefault(ranks, []).append(unit)
     for ranks, shared in by_ranks.items():
         if len(ranks) > 1 and not _is_imagined(shared[0]):
-            _compare(ranks, [_describe(unit) for unit in shared])
+            _compare(
+                ranks,
+                [_describe(unit) for unit in shared],
+                "have sharded different models",
+                "Build the same model, with the same units, on every rank.",
+            )
+
+
+def check_inputs_agree(unit: Unit, inputs: Mapping[str, object]) -> None:
+    """Raise on every rank if ranks would send different tensors for the same parameters."""
+    ranks = tuple(sorted(unit.mesh_info.mesh.mesh.flatten().tolist()))
+    if len(ranks) > 1 and not _is_imagined(unit):
+        sent = {"unit": unit.name, "layout": repr(unit.layout), "parameters": inputs}
+        _compare(
+            ranks,
+            [sent],
+            "send different tensors for one parameter",
+            "fsdp_pre_all_gather must return the same dtypes and shapes on every rank: pad them.",
+        )
 
 
 def _is_imagined(unit: Unit) -> bool:
@@ -55,7 +73,9 @@ def _describe(unit: Unit) -> dict[str, object]:
     return {"unit": unit.name, "layout": repr(unit.layout), "parameters": parameters}
 
 
-def _compare(ranks: tuple[int, ...], mine: list[dict[str, object]]) -> None:
+def _compare(
+    ranks: tuple[int, ...], mine: list[dict[str, object]], accusation: str, advice: str
+) -> None:
     store, rank = _torch.default_store(), dist.get_rank()
     digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
     key = f"shoal/agree/{digest}/{next(_counters.setdefault(ranks, itertools.count()))}"
@@ -67,14 +87,12 @@ def _compare(ranks: tuple[int, ...], mine: list[dict[str, object]]) -> None:
             theirs = json.loads(store.get(f"{key}/{other}"))
             difference = _difference(mine, theirs)
             if difference and not verdict:
-                verdict = (
-                    f"rank {rank} and rank {other} have sharded different models: {difference}"
-                )
+                verdict = f"rank {rank} and rank {other} {accusation}: {difference}"
         store.set(f"{key}/verdict", verdict)
     store.wait([f"{key}/verdict"], _TIMEOUT)
     verdict = store.get(f"{key}/verdict").decode()
     if verdict:
-        raise RankError(f"{verdict}. Build the same model, with the same units, on every rank.")
+        raise RankError(f"{verdict}. {advice}")
 
 
 def _difference(mine: list[dict[str, object]], theirs: list[dict[str, object]]) -> str | None:

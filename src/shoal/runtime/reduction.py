@@ -8,7 +8,7 @@ divide, cast, add       → `.grad` of the sharded parameters
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,6 @@ import torch
 from torch.distributed import ReduceOp
 
 from shoal import _torch
-from shoal.comm.transport import Pending
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -30,6 +29,11 @@ class Division:
     after: float | None
     reduce_op: Any
     all_reduce_op: Any
+
+    @property
+    def is_in_collective(self) -> bool:
+        """Whether the collective itself does all of it."""
+        return self.before in (None, 1) and self.after in (None, 1)
 
     @classmethod
     def of(
@@ -68,7 +72,7 @@ class Division:
 class Reduction:
     """One reduction of a unit's gradients, in flight."""
 
-    __slots__ = ("_event", "_output", "_pending", "_rows", "indices", "unit")
+    __slots__ = ("_output", "_rows", "_wait", "indices", "unit")
 
     def __init__(
         self,
@@ -76,26 +80,19 @@ class Reduction:
         indices: Sequence[int],
         rows: torch.Tensor,
         output: torch.Tensor,
-        pending: Pending | None,
-        event: torch.cuda.Event | None = None,
+        wait: Callable[[], object],
     ) -> None:
         self.unit = unit
         self.indices = indices
         """The parameters whose gradients these are."""
         self._rows: torch.Tensor | None = rows
         self._output = output
-        self._pending = pending
-        self._event = event
+        self._wait = wait
 
     def wait(self) -> None:
         """Order the current stream (on CPU, the host) after the collectives."""
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-            self._event = None
-        if self._pending is not None:
-            self._pending.wait()
-            self._pending = None
         if self._rows is not None:
+            self._wait()
             self.unit.arena.give_rows(self._rows)
             self._rows = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -139,56 +140,75 @@ class Rows:
                 targets.append([rows[start : start + param.numel].view(param.shape)])
             else:
                 targets.append([s.of_rows(matrix) for s in self._packing.stripes(index)])
-        self._targets[rows.data_ptr()] = targets
+        if self._unit.arena.keeps_rows(rows.nbytes):
+            self._targets[rows.data_ptr()] = targets
         return targets
 
     def _reduce(
         self, indices: tuple[int, ...], memory: torch.Tensor, rows: torch.Tensor
     ) -> Reduction | None:
-        unit, options = self._unit, self._unit.options
+        unit = self._unit
         division = self._divided()
-        plain = (
-            unit.replicas is None
-            and options.all_reduce_hook is None
-            and division.before is None
-            and division.after is None
-        )
-        if plain and unit.transport is not None and unit.size > 1:
-            output = self._output(rows)
+        scatters = unit.transport is not None and unit.size > 1
+        output = self._output(rows) if scatters else torch.empty_like(rows)
+        lane = unit.streams.reducing
+        if lane is not None:
+            with lane:
+                is_done = self._chain(indices, rows, output, division)
+                mark = lane.mark()
+            reduction = Reduction(unit, indices, memory, output, partial(lane.join, mark))
+        elif scatters and self._is_single(division):
             pending = self._scatter(output, rows, division)
-            return Reduction(unit, indices, memory, output, pending)
-        with unit.streams.reducing() as lane:
-            output = self._chain(indices, rows, division)
-        event = lane.done()
-        if output is None:
-            Reduction(unit, (), memory, rows, None, event).wait()
+            return Reduction(unit, indices, memory, output, pending.wait)
+        else:
+            is_done = self._chain(indices, rows, output, division)
+            reduction = Reduction(unit, indices, memory, output, _nothing)
+        if not is_done:  # kept until the replicas add theirs
+            reduction.wait()
             return None
-        return Reduction(unit, indices, memory, output, None, event)
+        return reduction
+
+    def _is_single(self, division: Division) -> bool:
+        """Whether one collective is all there is to do."""
+        steps = (self._unit.replicas, self._unit.options.all_reduce_hook)
+        return division.is_in_collective and not any(step is not None for step in steps)
 
     def _chain(
-        self, indices: tuple[int, ...], rows: torch.Tensor, division: Division
-    ) -> torch.Tensor | None:
-        """Reduce in several steps, one after the other on the current stream."""
+        self,
+        indices: tuple[int, ...],
+        rows: torch.Tensor,
+        output: torch.Tensor,
+        division: Division,
+    ) -> bool:
+        """Reduce, step after step on the current stream; False if replicas are still to come."""
         unit, options = self._unit, self._unit.options
         if division.before is not None and division.before != 1:
             rows.div_(division.before)
         if unit.transport is None or unit.size == 1:
-            output = rows.clone()
+            output.copy_(rows)
         else:
-            output = self._output(rows)
-            self._scatter(output, rows, division).wait()
+            self._scatter_now(output, rows, division)
         if unit.replicas is not None:
-            output = unit.add_partial(indices, output)
+            unit.add_partial(indices, output)
             if not options.all_reduces:
                 unit.keep_partial(indices, output)
-                return None
+                return False
             reason = f"the all-reduce of unit {unit.name!r}"
             unit.replicas.all_reduce(output, division.all_reduce_op, reason=reason).wait()
         if options.all_reduce_hook is not None:
             unit.streams.run_hook(options.all_reduce_hook, output, options.all_reduce_hook_stream)
         if division.after is not None and division.after != 1:
             output.div_(division.after)
-        return output
+        return True
+
+    def _scatter_now(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> None:
+        """Reduce over the ranks that shard, in order with the current stream."""
+        unit, options = self._unit, self._unit.options
+        on_host = unit.streams.reducing is None
+        if on_host or options.reduce_scatter is not None or options.reduce_group is not None:
+            self._scatter(output, rows, division).wait()
+        elif unit.transport is not None:
+            unit.transport.reduce_scatter_in_stream(output, rows, division.reduce_op)
 
     def _output(self, rows: torch.Tensor) -> torch.Tensor:
         custom = self._unit.options.reduce_scatter
@@ -236,3 +256,7 @@ class Rows:
             (i, output.as_strided(shape, stride, start + offset))
             for i, shape, stride, offset in self._shapes
         ]
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

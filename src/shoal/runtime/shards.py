@@ -17,7 +17,9 @@ from shoal import _torch
 from shoal.errors import InvariantError, UsageError
 from shoal.layout import Packing, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
+from shoal.layout.even import EvenPacking
 from shoal.runtime.form import Form, bytes_of
+from shoal.runtime.gather_hooks import cut, has_hooks, without
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
 from shoal.runtime.updates import mark_replaced
 
@@ -43,12 +45,14 @@ class Source:
 class Member:
     """One sharded parameter of a unit."""
 
-    __slots__ = ("form", "homes", "local", "sharded", "spec")
+    __slots__ = ("form", "homes", "local", "places", "sharded", "spec")
 
     def __init__(self, source: Source, sharded: nn.Parameter) -> None:
         self.spec = source.spec
         self.homes = source.homes
         self.form = source.form
+        # Straight into the dictionaries: `setattr` on a module costs ten times as much.
+        self.places = [(home.module._parameters, home.name) for home in source.homes]
         self.take(sharded)
 
     def take(self, sharded: nn.Parameter) -> None:
@@ -59,9 +63,8 @@ class Member:
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put a parameter where this one belongs."""
-        # Straight into the dictionary: `setattr` on a module costs ten times as much.
-        for home in self.homes:
-            home.module._parameters[home.name] = parameter
+        for parameters, name in self.places:
+            parameters[name] = parameter
 
 
 class Shards:
@@ -76,22 +79,54 @@ class Shards:
         offload: OffloadPolicy,
     ) -> None:
         self.unit = unit
-        self.packing = packing
+        self.whole = packing
+        """How all parameters are cut, and so their gradients."""
         self._rank = rank
         self._offload = offload
         tensors = [bytes_of(source.parameter.detach()) for source in sources]
-        self.buffer = self._place(shard_of(packing, rank, tensors))
-        views = self._views()
+        self._leave_out(tensors)
+        stored = [
+            torch.empty(param.shape, dtype=param.dtype, device=tensor.device)
+            if i in self.extended
+            else tensor
+            for i, (param, tensor) in enumerate(zip(self.packing.params, tensors, strict=True))
+        ]
+        self.buffer = self._place(shard_of(self.packing, rank, stored))
+        locals_ = self._views()
+        for index in self.extended:
+            locals_[index] = self._cut(index, tensors[index])
         self.members = tuple(
-            Member(source, self._adopt(source, view))
-            for source, view in zip(sources, views, strict=True)
+            Member(source, self._adopt(source, local, index in self.extended))
+            for index, (source, local) in enumerate(zip(sources, locals_, strict=True))
         )
         self.register()
 
-    def _adopt(self, source: Source, view: torch.Tensor) -> nn.Parameter:
+    def _leave_out(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Find the tensors that say themselves how they are gathered: they keep their memory."""
+        params = self.whole.params
+        self.extended = frozenset(
+            index for index, tensor in enumerate(tensors) if has_hooks(params[index].name, tensor)
+        )
+        self.packing = without(self.whole, self.extended)
+        """Where parameters lie in the buffer; those that are not in there have no elements."""
+
+    def _cut(self, index: int, tensor: torch.Tensor) -> torch.Tensor:
+        packing = self.whole
+        assert isinstance(packing, EvenPacking)
+        return cut(
+            packing.params[index].name,
+            tensor,
+            dim=packing.dims[index],
+            num_chunks=packing.world_size,
+            rank=self._rank,
+            place=self._place,
+        )
+
+    def _adopt(self, source: Source, local: torch.Tensor, is_extended: bool) -> nn.Parameter:
         original = source.parameter
-        sharded = nn.Parameter(source.form.shard(view), requires_grad=original.requires_grad)
-        vars(sharded).update(vars(original))
+        sharded = nn.Parameter(source.form.shard(local), requires_grad=original.requires_grad)
+        if not is_extended:  # there the attributes are the tensor itself
+            vars(sharded).update(vars(original))
         mark_replaced(original, source.spec.name)
         return sharded
 
@@ -116,7 +151,9 @@ class Shards:
     def register(self) -> None:
         """Put the sharded parameters on the modules."""
         for member in self.members:
-            member.register(member.sharded)
+            sharded = member.sharded
+            for parameters, name in member.places:
+                parameters[name] = sharded
 
     @property
     def version(self) -> tuple[int, int]:
@@ -131,13 +168,19 @@ class Shards:
         """Notice parameters that were replaced or moved since, and take their values over."""
         changed = False
         for member in self.members:
-            first = member.homes[0]
-            found = first.module._parameters.get(first.name)
+            parameters, name = member.places[0]
+            found = parameters.get(name)
             if found is not member.sharded:
                 self._replace(member, found)
             if member.form.local_of(member.sharded) is not member.local:
                 changed = True
         if changed:
+            self._rehome()
+
+    def follow_hooks(self) -> None:
+        """Notice shards that were given hooks, or others without them."""
+        found = {i for i, m in enumerate(self.members) if has_hooks(m.spec.name, m.local)}
+        if found != self.extended:
             self._rehome()
 
     def _replace(self, member: Member, found: nn.Parameter | None) -> None:
@@ -153,8 +196,7 @@ class Shards:
                 "(torch.func.functional_call with other parameters is not supported)."
             )
         member.sharded = found
-        for home in member.homes:
-            home.module._parameters[home.name] = found
+        member.register(found)
 
     def _rehome(self) -> None:
         """Copy every local tensor into a buffer again, in the dtypes and on the device of now."""
@@ -167,15 +209,20 @@ class Shards:
                 "all of them to one device"
             )
         dtypes = [local.dtype for local in locals_]
-        if dtypes != [param.dtype for param in self.packing.params]:
-            self.packing = self.packing.with_dtypes(dtypes)
+        if dtypes != [param.dtype for param in self.whole.params]:
+            self.whole = self.whole.with_dtypes(dtypes)
+        self._leave_out(locals_)
         num_bytes, device = self.packing.shard_bytes, locals_[0].device
         self.buffer = self._place(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
         views = self._views()
         with torch.no_grad():
             for index, (member, view) in enumerate(zip(self.members, views, strict=True)):
-                if not view.is_meta:
-                    view.copy_(locals_[index])
-                member.form.rehome(member.sharded, view)
+                local = locals_[index]
+                if index not in self.extended:
+                    if not view.is_meta:
+                        view.copy_(local)
+                    member.form.rehome(member.sharded, view)
+                elif type(local) is torch.Tensor:  # it lies in the buffer that is given up
+                    local.data = self._place(local.clone())
                 member.take(member.sharded)
-                member.spec = self.packing.params[index]
+                member.spec = self.whole.params[index]

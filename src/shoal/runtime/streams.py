@@ -7,8 +7,7 @@ has to be recorded on a second stream.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch
 
@@ -16,60 +15,54 @@ from shoal import _torch
 
 
 class Lane:
-    """One stream beside compute."""
+    """One CUDA stream beside compute."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
-        self._start = torch.cuda.Event() if self._stream is not None else None
+        self._index = torch.cuda.current_device() if device.index is None else device.index
+        self._stream = torch.cuda.Stream(device, priority=-1)
+        self._start = torch.cuda.Event()
+        self._compute: torch.cuda.Stream | None = None
+        self._events: list[torch.cuda.Event] = []
         self.waits_for: torch.cuda.Event | None = None
         """What to wait for instead of all that compute was given so far; used once."""
 
-    @contextmanager
-    def __call__(self) -> Iterator[Lane]:
+    def __enter__(self) -> Lane:
         """Work here, after what compute was given so far."""
-        if self._stream is None:
-            yield self
-            return
-        assert self._start is not None
-        assert self._device.index is not None
-        compute = _torch.current_stream(self._device.index)
+        self._compute = compute = _torch.current_stream(self._index)
         if self.waits_for is not None:
             self._stream.wait_event(self.waits_for)
             self.waits_for = None
         else:
+            # One event serves all: a wait is for what was recorded when it was queued.
             self._start.record(compute)
             self._stream.wait_event(self._start)
         _torch.make_current(self._stream)
-        try:
-            yield self
-        finally:
-            _torch.make_current(compute)
+        return self
 
-    def done(self) -> torch.cuda.Event | None:
-        """Marks all that the lane was given so far."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()
+    def __exit__(self, *_: object) -> None:
+        assert self._compute is not None
+        _torch.make_current(self._compute)
+
+    def mark(self) -> torch.cuda.Event:
+        """Marks all that the lane was given so far; hand it to `join`."""
+        event = self._events.pop() if self._events else torch.cuda.Event()
         event.record(self._stream)
         return event
 
+    def join(self, mark: torch.cuda.Event) -> None:
+        """Let the current stream wait for a mark."""
+        _torch.current_stream(self._index).wait_event(mark)
+        self._events.append(mark)
+
 
 class Streams:
-    """The lanes of one model."""
+    """The lanes of one model; none on CPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.is_host = device.type == "cpu"
-        self.gathering = Lane(device)
-        self.reducing = Lane(device)
-
-    def gathered(self) -> Callable[[], None] | None:
-        """Waits on the current stream for what the gathering lane was given so far."""
-        event = self.gathering.done()
-        if event is None:
-            return None
-        return lambda: torch.cuda.current_stream(self.device).wait_event(event)
+        is_cuda = device.type == "cuda"
+        self.gathering = Lane(device) if is_cuda else None
+        self.reducing = Lane(device) if is_cuda else None
 
     def run_hook(
         self,

@@ -13,19 +13,19 @@ import torch
 from torch import nn
 
 from shoal import _torch
-from shoal.comm.transport import Pending, Transport
+from shoal.comm.transport import Transport
 from shoal.errors import InvariantError
 from shoal.layout import Layout
-from shoal.layout.buffer import shard_views
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shoal.runtime.arena import Arena
 from shoal.runtime.full import FullParameters
+from shoal.runtime.gather import Gather
 from shoal.runtime.phase import Phase, check_transition
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, Options
 from shoal.runtime.post_forward import PostForward
 from shoal.runtime.reduction import Reduction
 from shoal.runtime.rows import Rows
-from shoal.runtime.shards import Shards, Source
+from shoal.runtime.shards import Member, Shards, Source
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
 
@@ -78,11 +78,16 @@ class Unit:
         self.is_kept = False
         """Whether the user asked for the full parameters, and has not given them back."""
         self.num_updates = 0
+        self.was_entered = False
+        """Whether this backward has come to the unit."""
+        self.has_late_grads = False
+        """Whether gradients came when the unit was not in its backward."""
         self.was_reduced = False
         """Whether this backward has reduced something already."""
         self._phase = Phase.SHARDED
-        self._pending: Pending | None = None
-        self._gathered_version: tuple[int, ...] = ()
+        self._wait: Callable[[], object] | None = None
+        self.gathered_version: tuple[int, ...] = ()
+        """The version that the full parameters have."""
         self._on_grad: Callable[[Unit], None] | None = None
         self._counted: set[int] = set()
         self.trained: tuple[int, ...] = ()
@@ -108,16 +113,26 @@ class Unit:
         stored = [param.dtype for param in packing.params]
         compute = [self.policy.compute_dtype(dtype) for dtype in stored]
         self.compute_packing = packing if stored == compute else packing.with_dtypes(compute)
-        self._is_uniform = len(set(stored)) == 1 and len(set(compute)) == 1
-        self._gather_dtype = compute[0] if len(set(compute)) == 1 else torch.uint8
-        self._stored_dtype = stored[0]
+        gather_dtype = compute[0] if len(set(compute)) == 1 else torch.uint8
         forms = [member.form for member in self.shards.members]
-        self.full = FullParameters(
-            self.name, self.compute_packing, forms, arena, self._gather_dtype
+        self.full = FullParameters(self.name, self.compute_packing, forms, arena, gather_dtype)
+        self.gather = Gather(
+            self.name,
+            self.shards,
+            self.compute_packing,
+            self.full.gathered,
+            self.transport,
+            streams,
         )
+        self.full.settle()
         for member, parameter in zip(self.shards.members, self.full.parameters, strict=True):
             attributes = {k: v for k, v in vars(member.sharded).items() if k != "_shoal_name"}
             vars(parameter).update(attributes)
+        self._registrations = [
+            (home.module._parameters, home.name, parameter)
+            for member, parameter in zip(self.shards.members, self.full.parameters, strict=True)
+            for home in member.homes
+        ]
         self._counted.clear()
         self._follow_requires_grad()
         self.rows = Rows(self)
@@ -162,12 +177,7 @@ class Unit:
     @property
     def is_stale(self) -> bool:
         """Whether the shards were changed since they were last gathered."""
-        return self.version != self._gathered_version
-
-    @property
-    def gathered_version(self) -> tuple[int, ...]:
-        """The version that the full parameters have."""
-        return self._gathered_version
+        return self.version != self.gathered_version
 
     @property
     def version(self) -> tuple[int, ...]:
@@ -184,64 +194,33 @@ class Unit:
         """SHARDED → GATHERING: start the all-gather of this unit's shards."""
         self.phase = Phase.GATHERING
         if self.post is not None and self.post.is_active:
-            self._pending = self.post.launch()
+            self._wait = self.post.launch().wait
             return
-        self.shards.follow()
-        if self._prepared is not self.shards.buffer:
-            self.prepare(self.arena, self.streams)
-        self._gathered_version = self.version
-        output = self.full.begin()
-        if self.streams.is_host:
-            with torch.no_grad():
-                self._pending = self._gather(output)
-        else:
-            with self.streams.gathering(), torch.no_grad():
-                self._pending = self._gather(output)
-
-    def _gather(self, output: torch.Tensor) -> Pending:
-        reason = f"the gather of unit {self.name!r}"
-        shard = self._gather_input()
-        if self.transport is None or self.size == 1:
-            output.copy_(shard)
-            return Pending(output, None, reason, self.streams.gathered())
-        custom = self.options.all_gather
-        if custom is None:
-            return self.transport.all_gather(output, shard, reason=reason)
-        given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
-        work = custom(given, shard, self.transport.group, async_op=True)
-        return Pending(output, work, reason, lambda: output.copy_(given))
-
-    def _gather_input(self) -> torch.Tensor:
-        """This rank's shard in the compute dtype, on the device that computes."""
-        buffer = self.shards.buffer
-        if buffer.device != self.device:
-            buffer = buffer.to(self.device, non_blocking=True)
-        if self._is_uniform:
-            shard = buffer.view(self._stored_dtype)
-            return shard if self._gather_dtype is shard.dtype else shard.to(self._gather_dtype)
-        if self.compute_packing is self.shards.packing:
-            return buffer
-        cast = torch.empty(self.compute_packing.shard_bytes, dtype=torch.uint8, device=self.device)
-        stored = shard_views(self.shards.packing, self.rank, buffer)
-        _torch.foreach_copy(shard_views(self.compute_packing, self.rank, cast), stored)
-        return cast.view(self._gather_dtype)
+        if not _torch.inside_backward():
+            self.shards.follow()
+            if self._prepared is not self.shards.buffer:
+                self.prepare(self.arena, self.streams)
+        self.gathered_version = self.version
+        self.full.begin()
+        self._wait = self.gather.launch(self.options.all_gather)
 
     def wait_gather(self) -> None:
         """Wait for the bytes alone; `finish_gather` does the rest."""
-        assert self._pending is not None
-        self._pending.wait()
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
     def finish_gather(self) -> None:
         """GATHERING → HELD: wait, lay the parameters out, register them on the modules."""
         self.wait_gather()
-        self._pending = None
         if self.post is not None and self.post.is_active:
             self.post.restore(self.full)
         else:
             self.full.finish()
-        self._follow_requires_grad()
-        for member, parameter in zip(self.shards.members, self.full.parameters, strict=True):
-            member.register(parameter)
+        if not _torch.inside_backward():
+            self._follow_requires_grad()
+        for homes, name, parameter in self._registrations:
+            homes[name] = parameter
         self.phase = Phase.HELD
 
     def hold(self) -> None:
@@ -306,11 +285,6 @@ class Unit:
                 parameter.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(self))
 
     @property
-    def has_grads(self) -> bool:
-        """Whether any gradient waits to be reduced."""
-        return any(parameter.grad is not None for parameter in self.full.parameters)
-
-    @property
     def waits_for_reduction(self) -> bool:
         """Whether the end of a backward has to reduce though no gradient came in it."""
         options = self.options
@@ -364,10 +338,11 @@ class Unit:
         with torch.no_grad():
             return self.rows.launch(grads)
 
-    def add_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> torch.Tensor:
+    def add_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
         """Add what was reduced without the replicas, if there is any."""
         partial = self._partial.pop(indices, None)
-        return output if partial is None else output.add_(partial)
+        if partial is not None:
+            output.add_(partial)
 
     def keep_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
         """Keep a gradient that the replicas have still to add theirs to."""
@@ -375,28 +350,32 @@ class Unit:
 
     def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
         """Put reduced gradients on the sharded parameters."""
-        members, wanted = self.shards.members, set(indices)
+        members = self.shards.members
+        wanted = None if len(indices) == len(self.trained) else set(indices)
         for index, grad in self.rows.views(output):
-            if index not in wanted:
+            if wanted is not None and index not in wanted:
                 continue
             member = members[index]
-            sharded = member.sharded
-            if grad.dtype is not sharded.dtype:
-                grad = grad.to(sharded.dtype)
-            if grad.device != member.local.device:
+            sharded, local = member.sharded, member.local
+            if grad.dtype is not local.dtype:
+                grad = grad.to(local.dtype)
+            if grad.device != local.device:
                 grad = self._offload(grad)
             held = sharded.grad
             if held is None:
                 sharded.grad = member.form.grad(sharded, grad)
             else:
-                local = member.form.local_of(held)
-                if local is None:
-                    raise InvariantError(
-                        f"the gradient of {member.spec.name!r} of unit {self.name!r} was replaced "
-                        f"by a {type(held).__name__}; set it to None instead"
-                    )
-                local.add_(grad)
+                self._accumulate(member, held, grad)
             _torch.run_post_accumulate_hooks(sharded)
+
+    def _accumulate(self, member: Member, held: torch.Tensor, grad: torch.Tensor) -> None:
+        local = member.form.local_of(held)
+        if local is None:
+            raise InvariantError(
+                f"the gradient of {member.spec.name!r} of unit {self.name!r} was replaced by a "
+                f"{type(held).__name__}; set it to None instead"
+            )
+        local.add_(grad)
 
     def _offload(self, grad: torch.Tensor) -> torch.Tensor:
         """Copy a gradient to where its shard lives, before the host reads it."""

@@ -1,0 +1,105 @@
+"""How a unit's shards become gathered bytes: copy in, cast, one all-gather."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from shoal import _torch
+from shoal.comm.pending import Pending, Prepared
+from shoal.comm.transport import Transport
+from shoal.layout.buffer import shard_views
+from shoal.layout.packing import Packing
+from shoal.runtime.policy import AllGather
+from shoal.runtime.shards import Shards
+from shoal.runtime.streams import Streams
+
+
+class Gather:
+    """The all-gather of one unit, prepared once and launched in every step.
+
+    Where shards have to be cast, or come from another device, they are written straight to this
+    rank's place in the output, from where the collective sends them.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        shards: Shards,
+        packing: Packing,
+        output: torch.Tensor,
+        transport: Transport | None,
+        streams: Streams,
+    ) -> None:
+        self._reason = f"the gather of unit {unit!r}"
+        self._streams = streams
+        self._output = output
+        self._transport = transport
+        rank = 0 if transport is None else transport.rank
+        numel = packing.shard_bytes // output.dtype.itemsize
+        self._mine = output[rank * numel : (rank + 1) * numel]
+        stored = shards.buffer
+        is_as_stored = packing is shards.packing and stored.device == output.device
+        self._copy_in: Callable[[], object] | None = None
+        if not is_as_stored or transport is None or transport.size == 1:
+            self._copy_in = self._copy_of(shards, packing, rank)
+        self._prepared: Prepared | None = None
+        if transport is not None and transport.size > 1:
+            sent = stored.view(output.dtype) if is_as_stored else self._mine
+            self._prepared = transport.prepare_all_gather(output, sent, reason=self._reason)
+            self._sent = sent
+
+    def _copy_of(self, shards: Shards, packing: Packing, rank: int) -> Callable[[], object]:
+        """What writes the shards to this rank's place."""
+        before = [param.dtype for param in shards.packing.params]
+        after = [param.dtype for param in packing.params]
+        if len(set(before)) == 1 and len(set(after)) == 1:
+            stored, mine = shards.buffer.view(before[0]), self._mine
+            return lambda: mine.copy_(stored, non_blocking=True)
+        if packing is shards.packing:
+            stored, mine = shards.buffer, self._mine.view(torch.uint8)
+            return lambda: mine.copy_(stored, non_blocking=True)
+        sources = shard_views(shards.packing, rank, shards.buffer)
+        targets = shard_views(packing, rank, self._mine.view(torch.uint8))
+        return lambda: _torch.foreach_copy(targets, sources)
+
+    def launch(self, custom: AllGather | None) -> Callable[[], object]:
+        """Start it, beside compute; returns what makes the current stream (or the host) wait."""
+        lane = self._streams.gathering
+        if lane is None:
+            with torch.no_grad():
+                return self._launch(custom)
+        with lane, torch.no_grad():
+            if self._copy_in is not None:
+                self._copy_in()
+            if custom is not None:
+                self._run_custom(custom)
+            elif self._transport is not None and self._prepared is not None:
+                self._transport.gather_in_stream(self._output, self._sent)
+            mark = lane.mark()
+        return partial(lane.join, mark)
+
+    def _launch(self, custom: AllGather | None) -> Callable[[], object]:
+        if self._copy_in is not None:
+            self._copy_in()
+        if self._prepared is None:
+            return _nothing
+        if custom is not None:
+            return self._run_custom(custom).wait
+        return self._prepared.launch().wait
+
+    def _run_custom(self, custom: AllGather) -> Pending:
+        assert self._transport is not None
+        output = self._output
+        given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
+        work = custom(given, self._sent, self._transport.group, async_op=True)
+        pending = Pending(output, work, self._reason, lambda: output.copy_(given))
+        if self._streams.gathering is not None:
+            pending.wait()
+        return pending
+
+
+def _nothing() -> None:
+    """There is nothing to wait for."""

@@ -1,0 +1,407 @@
+"""Gather hooks in the situations of training: what full parameters consist of, what is refused."""
+
+import types
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._pytree import tree_map_only
+
+from differential import (
+    DIM,
+    ENGINES,
+    assert_close_to,
+    check_engines_agree,
+    error_of,
+    full,
+    my_batches,
+    seeded,
+    square_loss,
+    state_of_model,
+    train,
+)
+from harness import ranks
+from shoal.errors import InvariantError, RankError, UsageError
+from shoal.layout import Flat
+from shoal.runtime.full_parameters import full_parameters
+
+_our_engine = ENGINES[1]
+_aten = torch.ops.aten
+_KEPT = {
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten.slice.Tensor,
+    _aten.copy_.default,
+    _aten._to_copy.default,
+    _aten.as_strided.default,
+    _aten.split.Tensor,
+    _aten.clone.default,
+    _aten.detach.default,
+    _aten.view.default,
+}
+
+
+class Wrapped(torch.Tensor):
+    """A tensor around another one, which has it for all that trains and shards it."""
+
+    whole: torch.Tensor
+    kept = _KEPT
+
+    @staticmethod
+    def __new__(cls, whole: torch.Tensor) -> "Wrapped":
+        return torch.Tensor._make_wrapper_subclass(
+            cls,
+            whole.size(),
+            strides=whole.stride(),
+            dtype=whole.dtype,
+            device=whole.device,
+            requires_grad=whole.requires_grad,
+        )
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self.whole = whole
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.whole})"
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["whole"], None
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(Wrapped, lambda t: t.whole, (args, kwargs or {}))
+        output = func(*args, **kwargs)
+        return tree_map_only(torch.Tensor, cls, output) if func in cls.kept else output
+
+
+class Plainly(Wrapped):
+    """Travels as it is; the full parameter is the very tensor that was gathered."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.whole,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        (output,) = outputs
+        return None if out is not None else (output, (output,))
+
+
+class Halved(Wrapped):
+    """What a full parameter can be: a tensor of few bits that computes in many."""
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in (_aten.detach.default, _aten.as_strided.default):
+            (half,), rest = (args[0].whole,), args[1:]
+            return cls(func(half, *rest))
+        args, kwargs = tree_map_only(Halved, lambda t: t.whole.float(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+class Narrowly(Wrapped):
+    """Travels as bfloat16 and stays so: as libraries of float8 tensors do it."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.whole.bfloat16(),), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        (output,) = outputs
+        return None if out is not None else (Halved(output), (output,))
+
+
+def _layers(kind: Callable[[torch.Tensor], torch.Tensor], *, bias: bool = True) -> nn.Sequential:
+    """Weights of a class of their own, biases that have none."""
+    model = nn.Sequential(
+        nn.Linear(DIM, 12, bias=bias), nn.Tanh(), nn.Linear(12, 4, bias=bias)
+    )
+    for layer in (model[0], model[2]):
+        layer.weight = nn.Parameter(kind(layer.weight.detach()))
+    return model
+
+
+def _sharded(fsdp: ModuleType, kind: Any, *, bias: bool = True, **options: Any) -> nn.Sequential:
+    model = seeded(lambda: _layers(kind, bias=bias))
+    fsdp.fully_shard(model[0], **options)
+    return fsdp.fully_shard(model, **options)
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", [Plainly, Narrowly])
+@pytest.mark.parametrize("bias", [True, False])
+def test_a_full_parameter_made_of_what_was_gathered(kind: type[Wrapped], bias: bool) -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        return train(_sharded(fsdp, kind, bias=bias), my_batches())
+
+    check_engines_agree(run)
+
+
+@ranks(2)
+def test_hooks_that_change_nothing() -> None:
+    plain = _sharded(_our_engine, lambda weight: weight)
+    model = _sharded(_our_engine, Plainly)
+    for x in my_batches():
+        for one in (plain, model):
+            one.zero_grad()
+            square_loss(one, x).backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(full(p.grad), full(q.grad))
+
+
+@ranks(2)
+def test_frozen_tied_and_accumulated() -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        model = seeded(lambda: _layers(Plainly))
+        model.append(nn.Linear(4, 12)).append(nn.Linear(12, 4))
+        model[4].weight = model[2].weight
+        model[0].weight.requires_grad_(False)
+        fsdp.fully_shard(model[0])
+        fsdp.fully_shard(model)
+        first, *rest = my_batches()
+        model.set_requires_gradient_sync(False)
+        square_loss(model, first).backward()
+        model.set_requires_gradient_sync(True)
+        steps = train(model, rest)
+        model[0].weight.requires_grad_(True)
+        return [steps, train(model, rest), model[4].weight is model[2].weight]
+
+    check_engines_agree(run)
+
+
+@ranks(2)
+def test_shards_on_the_cpu() -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        policy = fsdp.CPUOffloadPolicy(pin_memory=False)
+        return train(_sharded(fsdp, Narrowly, offload_policy=policy), my_batches())
+
+    check_engines_agree(run)
+
+
+@ranks(4)
+def test_hooks_beside_tensor_parallelism() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+
+    def run(fsdp: ModuleType) -> list[Any]:
+        model = seeded(lambda: nn.Linear(DIM, 12, bias=False))
+        weight = distribute_tensor(model.weight.detach(), mesh["tensor"], [Shard(0)])
+        local = Plainly(weight.to_local())
+        weight = DTensor.from_local(local, mesh["tensor"], [Shard(0)], run_check=False)
+        model.weight = nn.Parameter(weight)
+        fsdp.fully_shard(model, mesh=mesh["data"])
+        x = DTensor.from_local(my_batches(1)[0], mesh["tensor"], run_check=False)
+        model(x).to_local().pow(2).sum().backward()
+        return [state_of_model(model)]
+
+    check_engines_agree(run, exact=True)
+
+
+@ranks(2)
+def test_inference_first() -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        model = _sharded(fsdp, Narrowly)
+        with torch.inference_mode():
+            square_loss(model, my_batches(1)[0])
+        return train(model, my_batches())
+
+    check_engines_agree(run)
+
+
+@ranks(2)
+def test_state_dicts() -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        model, other = _sharded(fsdp, Plainly), _sharded(fsdp, Plainly)
+        train(other, my_batches())
+        square_loss(model, my_batches(1)[0])
+        model.load_state_dict(other.state_dict())
+        losses = [square_loss(model, x) for x in my_batches()]
+        assert all(map(torch.equal, losses, [square_loss(other, x) for x in my_batches()]))
+        model.load_state_dict(_sharded(fsdp, Plainly).state_dict(), assign=True)
+        return [losses, train(model, my_batches())]
+
+    check_engines_agree(run)
+
+
+@ranks(2)
+def test_module_to_another_dtype() -> None:
+    def run(fsdp: ModuleType) -> list[Any]:
+        model = _sharded(fsdp, Narrowly).to(torch.float64)
+        assert type(model[0].weight._local_tensor) is Narrowly
+        return [facts for facts in state_of_model(model).items()]
+
+    check_engines_agree(run)
+    model = _sharded(_our_engine, Plainly)
+    square_loss(model, my_batches(1)[0]).backward()
+    model.zero_grad()
+    model.to(torch.float64)
+    plain = seeded(lambda: _layers(lambda weight: weight)).to(torch.float64)
+    x = my_batches(1)[0].double()
+    assert torch.equal(model(x), plain(x))
+
+
+@ranks(2)
+def test_shards_that_lose_their_hooks_are_plain_again() -> None:
+    def give(shard: torch.Tensor) -> None:
+        shard.fsdp_pre_all_gather = types.MethodType(lambda self, mesh: ((self * 2,), None), shard)
+        shard.fsdp_post_all_gather = types.MethodType(
+            lambda self, outputs, *_, out=None: (outputs[0], outputs), shard
+        )
+
+    model = seeded(lambda: nn.Linear(DIM, 4, bias=False))
+    plain = seeded(lambda: nn.Linear(DIM, 4, bias=False))
+    _our_engine.fully_shard(model)
+    give(model.weight._local_tensor)
+    x = my_batches(1)[0]
+    assert torch.equal(model(x), 2 * plain(x))
+    model.to(torch.float64)
+    assert torch.equal(model(x.double()), plain.double()(x.double()))
+
+
+@ranks(2)
+def test_memory_between_forward_and_backward() -> None:
+    kept: list[torch.Tensor] = []
+
+    class Noted(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept.append(self.weight)
+            return super().forward(x)
+
+    model = seeded(lambda: nn.Sequential(Noted(DIM, 12), nn.Linear(12, 4)))
+    model[0].weight = nn.Parameter(Plainly(model[0].weight.detach()))
+    _our_engine.fully_shard(model[0])
+    _our_engine.fully_shard(model)
+    loss = square_loss(model, my_batches(1)[0])
+    assert isinstance(error_of(lambda: kept[0] + 1), InvariantError)
+    loss.backward()
+    square_loss(model, my_batches(1)[0])
+    assert kept[0] is kept[1]
+
+    class Leaky(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.weight.view(-1)
+
+    leaky = Leaky(DIM, 12)
+    leaky.weight = nn.Parameter(Plainly(leaky.weight.detach()))
+    _our_engine.fully_shard(leaky)
+    assert isinstance(error_of(lambda: leaky(my_batches(1)[0])), InvariantError)
+
+
+class _OwnGather:
+    """The user's own all-gather, which counts."""
+
+    num_calls = 0
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output: Any, input: Any, group: Any, async_op: bool = False) -> Any:
+        self.num_calls += 1
+        return dist.all_gather_into_tensor(output, input, group=group, async_op=async_op)
+
+
+@ranks(2)
+def test_own_all_gather() -> None:
+    expected, model = _sharded(_our_engine, Plainly), _sharded(_our_engine, Plainly)
+    own = _OwnGather()
+    model[0].set_custom_all_gather(own)
+    x = my_batches(1)[0]
+    assert torch.equal(model(x), expected(x))
+    assert own.num_calls == 2  # what has hooks, and what has none
+
+
+class Forgetful(Plainly):
+    """A class that its own shards do not have."""
+
+    kept = _KEPT - {_aten.new_zeros.default, _aten.slice.Tensor}
+
+
+class Sometimes(Wrapped):
+    """Sends what it is told to send."""
+
+    send: Any = staticmethod(lambda whole: whole)
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        return (type(self).send(self.whole),), None
+
+    fsdp_post_all_gather = Plainly.fsdp_post_all_gather
+
+
+@ranks(2)
+def test_combinations_that_are_refused() -> None:
+    engine, x = _our_engine, my_batches(1)[0]
+    error = error_of(lambda: _sharded(engine, Plainly, layout=Flat()))
+    assert isinstance(error, NotImplementedError)
+    assert "'weight'" in str(error)
+
+    def write_back() -> None:
+        with full_parameters(_sharded(engine, Plainly), writeback=True):
+            pass
+
+    assert isinstance(error_of(write_back), NotImplementedError)
+    assert isinstance(error_of(lambda: _sharded(engine, Forgetful)), UsageError)
+    early = nn.Linear(DIM, 4)
+    early.weight.fsdp_pre_all_gather = early.weight.fsdp_post_all_gather = lambda mesh: None
+    assert isinstance(error_of(lambda: engine.fully_shard(early)), NotImplementedError)
+    with full_parameters(model := _sharded(engine, Plainly)):
+        assert torch.equal(model[0].weight, seeded(lambda: _layers(lambda w: w))[0].weight)
+    assert torch.equal(model(x), seeded(lambda: _layers(lambda w: w))(x))
+
+
+@ranks(4)
+def test_a_smaller_group_after_forward_is_refused() -> None:
+    error = error_of(lambda: _sharded(_our_engine, Plainly, reshard_after_forward=2))
+    assert isinstance(error, NotImplementedError)
+    model = seeded(lambda: nn.Linear(DIM, 4))
+    _our_engine.fully_shard(model, reshard_after_forward=2)
+    shard = model.weight._local_tensor
+    shard.fsdp_pre_all_gather = lambda mesh: ((shard,), None)
+    shard.fsdp_post_all_gather = lambda outputs, *_, out=None: (outputs[0], outputs)
+    assert isinstance(error_of(lambda: model(my_batches(1)[0])), NotImplementedError)
+
+
+@ranks(2)
+def test_hooks_that_send_the_wrong_thing() -> None:
+    x = my_batches(1)[0]
+    # Every rank raises: with one that goes on, the others would wait for ever.
+    uneven = nn.Linear(DIM, 3)
+    uneven.weight = nn.Parameter(Sometimes(uneven.weight.detach()))
+    _our_engine.fully_shard(uneven)
+    error = error_of(lambda: uneven(x))
+    assert isinstance(error, AssertionError)
+    assert "padded size (2, 8)" in str(error)
+    model = nn.Linear(DIM, 4)
+    model.weight = nn.Parameter(Sometimes(model.weight.detach()))
+    _our_engine.fully_shard(model)
+    Sometimes.send = staticmethod(lambda whole: whole[dist.get_rank() :])
+    assert isinstance(error_of(lambda: model(x)), RankError)
+    Sometimes.send = staticmethod(lambda whole: 1 / 0)
+    assert isinstance(error_of(lambda: model(x)), ZeroDivisionError)
+    Sometimes.send = staticmethod(lambda whole: whole)
+    output = model(x)
+    Sometimes.send = staticmethod(lambda whole: whole[:1])
+    assert isinstance(error_of(lambda: model(x)), InvariantError)
+    Sometimes.send = staticmethod(lambda whole: whole)
+    assert torch.equal(model(x), output)
+
+
+@ranks(2)
+def test_one_rank_alone() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+
+    def run(fsdp: ModuleType) -> list[Any]:
+        return train(_sharded(fsdp, Narrowly, mesh=mesh), my_batches())
+
+    check_engines_agree(run)
