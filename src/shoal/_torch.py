@@ -290,7 +290,7 @@ def call_after_backward(callback: Callable[[], None]) -> None:
 
 def reduction_kind(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.ReduceOp.RedOpType:
     """The type of a reduction, whichever way c10d passes it."""
-    return getattr(op, "op", op)
+    return cast(Any, op).op if hasattr(op, "op") else cast(Any, op)
 
 
 def premultiplier(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float:
@@ -446,3 +446,14 @@ def untraced_function(function: Function) -> Function:
     strategy = eval_frame._FrameExecStrategy(skip, skip)
     eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
     return function
+
+
+def base_node(tensor: Tensor) -> Any | None:
+    """Where the gradient of a view's base comes through; None for what is no view."""
+    base = tensor._base
+    return None if base is None else base.grad_fn
+
+
+def inside_function_transform() -> bool:
+    """Whether a transform of `torch.func` is running in this thread."""
+    return torch._C._are_functorch_transforms_active()

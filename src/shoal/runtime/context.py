@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -31,6 +32,8 @@ class Context:
     ) -> None:
         self.units = tuple(units)
         self.recorder: Recorder | None = None
+        self.boundary: tuple[weakref.ref[torch.Tensor], Any] | None = None
+        """The output that backward was last arranged to be noticed at, and by what."""
         self._roots = frozenset(roots)
         self._order = Order(self.units)
         self._seen: dict[Unit, None] = {}
@@ -61,6 +64,7 @@ class Context:
         """The model's forward returned: its order is what the next step prefetches by."""
         if _torch.inside_backward():
             return
+        self.boundary = None
         self._order = Order((*self._seen, *self._order.units))
         if not expects_backward:
             for unit in self.units:

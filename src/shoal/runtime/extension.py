@@ -11,7 +11,8 @@ autograd saved of it sees the bytes of the next gather.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,17 +20,27 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal import _torch
-from shoal.comm.pending import Pending
 from shoal.errors import InvariantError, RankError, UsageError
+from shoal.layout.even import pack_even
+from shoal.layout.packing import Packing
+from shoal.layout.spec import ParamSpec
 from shoal.mesh import DataParallelMeshInfo
 from shoal.runtime.arena import Arena
 from shoal.runtime.buffer import Buffer
-from shoal.runtime.gather import launch_custom
+from shoal.runtime.gather import Gather
 from shoal.runtime.gather_hooks import AFTER, BEFORE, has_hooks, num_arguments, refusal
 from shoal.runtime.guard import check_inputs_agree
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What this rank sends: the bytes of all its tensors, one after another."""
+
+    buffer: torch.Tensor
+    packing: Packing
 
 
 class Extension:
@@ -41,34 +52,27 @@ class Extension:
             raise refusal(name, "reshard_after_forward as a number")
         self._unit = unit
         self._members = [Extended(unit, index) for index in sorted(unit.shards.extended)]
-        self._gathered: Buffer | None = None
-        self._staged: torch.Tensor | None = None
-        self._pending: Pending | None = None
+        self._gather: Gather | None = None
+        self._wait: Callable[[], object] | None = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def launch(self) -> None:
         """Ask the shards what to send, and start the gather of it."""
-        unit = self._unit
+        lane = self._unit.streams.gathering
+        if lane is not None and lane.waits_for is not None:
+            # The hooks read on the stream of compute what was written beside it.
+            torch.cuda.current_stream().wait_event(lane.waits_for)
+            lane.waits_for = None
         inputs = [member.inputs() for member in self._members]
-        if self._gathered is None:
-            self._settle(inputs)
-        assert self._gathered is not None
-        staged = torch.cat([_bytes(tensor) for tensors in inputs for tensor in tensors])
-        self._gathered.fill()
-        output = self._gathered.bytes
-        reason = f"the gather of unit {unit.name!r} by its own hooks"
-        custom = unit.options.all_gather
-        if unit.transport is None or unit.size == 1:
-            output.copy_(staged)
-            self._pending = Pending(output, None, reason)
-        elif custom is not None:
-            self._pending = launch_custom(custom, unit.transport, output, staged, reason)
-        else:
-            self._pending = unit.transport.all_gather(output, staged, reason=reason)
-        self._staged = staged  # until it was sent
+        if self._gather is None:
+            self._gather = self._settle(inputs)
+        for buffer in (self._staged, self._gathered):
+            buffer.fill()
+        torch.cat([_bytes(tensor) for tensors in inputs for tensor in tensors], out=self._row)
+        self._wait = self._gather.launch(self._unit.options.all_gather)
 
-    def _settle(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
+    def _settle(self, inputs: Sequence[Sequence[torch.Tensor]]) -> Gather:
         """Make what receives as much as the shards send now; it stays as it is."""
         unit = self._unit
         self._check_ranks_agree(inputs)
@@ -76,9 +80,24 @@ class Extension:
             member.settle(tensors, unit.arena)
         self._targets = [target for member in self._members for target in member.targets]
         self._widths = [target.shape[1] for target in self._targets]
-        self._gathered = Buffer(unit.size * sum(self._widths), unit.arena)
-        self._rows = self._gathered.bytes.view(unit.size, sum(self._widths))
+        num_bytes = sum(self._widths)
+        spec = ParamSpec(name="inputs", shape=(unit.size * num_bytes,), dtype=torch.uint8)
+        packing = pack_even([spec], (0,), unit.size)
+        self._staged = Buffer(packing.shard_bytes, unit.arena)
+        self._row = self._staged.bytes[:num_bytes]
+        self._gathered = Buffer(packing.gathered_bytes, unit.arena)
+        self._rows = self._gathered.bytes.view(unit.size, packing.shard_bytes)[:, :num_bytes]
+        gather = Gather(
+            f"{unit.name} (own hooks)",
+            Staged(buffer=self._staged.bytes, packing=packing),
+            packing,
+            self._gathered.bytes,
+            unit.transport,
+            unit.streams,
+        )
+        self._staged.settle()
         self._gathered.settle()
+        return gather
 
     def _check_ranks_agree(self, inputs: Sequence[Sequence[torch.Tensor]]) -> None:
         described: dict[str, object] = {}
@@ -98,16 +117,16 @@ class Extension:
 
     def wait(self) -> None:
         """Wait for the bytes alone; `finish` does the rest."""
-        assert self._pending is not None
-        self._pending.wait()
+        if self._wait is not None:
+            self._wait()
+            self._wait = None
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def finish(self) -> None:
         """The gather has written: have the full parameters made, or written anew."""
         self.wait()
-        assert self._gathered is not None
-        self._pending = self._staged = None
+        self._staged.empty()
         for member in self._members:
             member.fill()
         if self._rows.numel():
@@ -239,8 +258,10 @@ class Extended:
 
 def _shard_mesh(info: DataParallelMeshInfo) -> DeviceMesh:
     """The axis that shards, as a mesh."""
-    mesh = info.mesh
-    return mesh if mesh.ndim == 1 else mesh[(mesh.mesh_dim_names or ())[-1]]
+    if info.mesh.ndim == 1:
+        return info.mesh
+    assert info.mesh.mesh_dim_names is not None  # a mesh of two axes has names
+    return info.mesh[info.mesh.mesh_dim_names[-1]]
 
 
 def _stride(shape: Sequence[int]) -> tuple[int, ...]:

@@ -6,7 +6,8 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NoReturn
+from types import MethodType
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -259,7 +260,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
         args, kwargs, runs = state.enter(self, args, kwargs)
         return state.leave(self, runs, method(*args, **kwargs))
 
-    setattr(module, method_name, run.__get__(module, type(module)))
+    setattr(module, method_name, MethodType(run, module))
 
 
 def share_comm_ctx(modules: list[FSDPModule]) -> None:
@@ -344,7 +345,6 @@ def _second_group(unit: Unit, made: dict[tuple[int, ...], dist.ProcessGroup]) ->
     ranks = tuple(dist.get_process_group_ranks(unit.mesh_info.shard_process_group))
     if ranks not in made:
         existing = unit.options.reduce_group
-        made[ranks] = existing or dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc="shoal_reduce_scatter"
-        )
+        new = functools.partial(dist.new_group, list(ranks), use_local_synchronization=True)
+        made[ranks] = existing or cast(dist.ProcessGroup, new(group_desc="shoal_reduce_scatter"))
     return made[ranks]

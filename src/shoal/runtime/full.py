@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from shoal.layout.spec import ALIGN_NUMEL, round_up
 from shoal.runtime.arena import Arena
 from shoal.runtime.buffer import Buffer
 from shoal.runtime.form import Form
+
+if TYPE_CHECKING:
+    from shoal.runtime.extension import Extension
 
 
 class FreedParameter(nn.Parameter):
@@ -95,6 +98,8 @@ class FullParameters:
         )
         self._freeable = [p for p in self.parameters if type(p) is nn.Parameter]
         self._packing = packing
+        self.extension: Extension | None = None
+        """What gathers the parameters that are not in the buffer, if there are any."""
         self.rename(unit)
 
     def settle(self) -> None:
@@ -179,6 +184,17 @@ class FullParameters:
             self._gathered.empty()
         for parameter in self._freeable:
             parameter.__class__ = nn.Parameter
+        if self.extension is not None:
+            self.extension.finish()
+
+    def put(self, index: int, parameter: nn.Parameter) -> None:
+        """Take a parameter that was made of its first gather, and not in the buffer."""
+        blank = self.parameters[index]
+        vars(parameter).update(vars(blank))
+        self.parameters = (*self.parameters[:index], parameter, *self.parameters[index + 1 :])
+        self._freeable = [p for p in self._freeable if p is not blank]
+        if type(parameter) is nn.Parameter:
+            self._freeable.append(parameter)
 
     def revive(self) -> list[torch.Tensor]:
         """Give the parameters memory without a gather; returns what has to be written."""
@@ -190,6 +206,8 @@ class FullParameters:
     def free(self) -> None:
         """Take the memory away; from here on reading a parameter is an error."""
         (self._laid_out or self._gathered).empty()
+        if self.extension is not None:
+            self.extension.free()
         self._bury()
 
     def _bury(self) -> None:
@@ -200,6 +218,8 @@ class FullParameters:
         """Whether a tensor lies in the memory of the parameters."""
         buffer = self._laid_out or self._gathered
         pointer = _torch.storage_pointer(tensor)
+        if self.extension is not None and self.extension.holds(tensor):
+            return True
         return pointer != 0 and pointer == _torch.storage_pointer(buffer.bytes)
 
 

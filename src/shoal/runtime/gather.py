@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 
@@ -13,8 +14,21 @@ from shoal.comm.transport import Transport
 from shoal.layout.buffer import shard_views
 from shoal.layout.packing import Packing
 from shoal.runtime.policy import AllGather
-from shoal.runtime.shards import Shards
 from shoal.runtime.streams import Streams
+
+
+class Stored(Protocol):
+    """What a rank sends: bytes, and where in them parameters lie."""
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The bytes."""
+        ...
+
+    @property
+    def packing(self) -> Packing:
+        """How they are laid out."""
+        ...
 
 
 class Gather:
@@ -27,7 +41,7 @@ class Gather:
     def __init__(
         self,
         unit: str,
-        shards: Shards,
+        shards: Stored,
         packing: Packing,
         output: torch.Tensor,
         transport: Transport | None,
@@ -46,12 +60,12 @@ class Gather:
         if not is_as_stored or transport is None or transport.size == 1:
             self._copy_in = self._copy_of(shards, packing, rank)
         self._prepared: Prepared | None = None
-        if transport is not None and transport.size > 1:
+        if transport is not None and transport.size > 1 and output.numel() > 0:
             sent = stored.view(output.dtype) if is_as_stored else self._mine
             self._prepared = transport.prepare_all_gather(output, sent, reason=self._reason)
             self._sent = sent
 
-    def _copy_of(self, shards: Shards, packing: Packing, rank: int) -> Callable[[], object]:
+    def _copy_of(self, shards: Stored, packing: Packing, rank: int) -> Callable[[], object]:
         """What writes the shards to this rank's place."""
         before = [param.dtype for param in shards.packing.params]
         after = [param.dtype for param in packing.params]
@@ -74,10 +88,11 @@ class Gather:
         with lane, torch.no_grad():
             if self._copy_in is not None:
                 self._copy_in()
-            if custom is not None:
-                self._run_custom(custom)
-            elif self._transport is not None and self._prepared is not None:
-                self._transport.gather_in_stream(self._output, self._sent)
+            if self._transport is not None and self._prepared is not None:
+                if custom is not None:
+                    self._run_custom(custom)
+                else:
+                    self._transport.gather_in_stream(self._output, self._sent)
             mark = lane.mark()
         return partial(lane.join, mark)
 

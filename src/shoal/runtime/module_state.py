@@ -9,6 +9,7 @@ state-dict pre-hook → shards
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -78,6 +79,11 @@ class ModuleState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Runs]:
         """The module is about to run: give it parameters and inputs to run with."""
+        if _torch.inside_function_transform():
+            raise NotImplementedError(
+                "shoal: torch.func transforms (grad, vjp, jvp, vmap) of a sharded module are not "
+                "supported; use backward(), or transform the module before fully_shard"
+            )
         context = self.context or context_of(module, self)
         if self.is_root and self._depth == 0:
             context.begin_forward()
@@ -98,7 +104,7 @@ class ModuleState:
         for unit in self.units:
             context.enter_forward(unit, self.forward_prefetch)
             if unit.phase is Phase.FORWARD:
-                inputs = inputs or Reach.of((args, kwargs))
+                inputs = inputs or Reach.of_call(args, kwargs)
                 runs.append((unit, _begin_pass(context, unit, inputs)))
         return args, kwargs, runs
 
@@ -109,7 +115,8 @@ class ModuleState:
         assert context is not None
         reach = Reach.of(output)
         # What cannot be looked into may hold a loss: better to hold the unit in vain.
-        is_expected = bool(reach.differentiable) or (reach.is_opaque and torch.is_grad_enabled())
+        is_reached = bool(reach.differentiable)
+        is_expected = is_reached or (reach.is_opaque and torch.is_grad_enabled())
         is_complete = self._ran(module)
         reshard = (
             self.reshard_after_forward
@@ -121,7 +128,7 @@ class ModuleState:
             self._hook_outputs(context, runs, reach)
             for unit in self.units:
                 if is_complete and self._depth == 0 and unit.phase is Phase.FORWARD:
-                    frees = (reshard and bool(reach.differentiable)) or not is_expected
+                    frees = (reshard and is_reached) or not is_expected
                     context.leave_forward(unit, reshard=frees)
         if self.is_root and self._depth == 0:
             context.end_forward(expects_backward=is_expected)
@@ -147,11 +154,6 @@ class ModuleState:
 
     def _hook_outputs(self, context: Context, runs: Runs, outputs: Reach) -> None:
         """Arrange to be told when backward reaches the module."""
-
-        def enter(_: object) -> None:
-            for unit, run in runs:
-                context.enter_backward(unit, run, self.backward_prefetch)
-
         for unit, _ in runs:
             for tensor in outputs.tensors:
                 if unit.full.holds(tensor):
@@ -160,8 +162,46 @@ class ModuleState:
                         "whose memory is freed with the unit. Return a copy (.clone()), or use "
                         "the parameter inside."
                     )
-        for tensor in outputs.differentiable:
-            tensor.register_hook(enter)
+        if outputs.differentiable:
+            boundary = Boundary(context, runs, self)
+            for tensor in outputs.differentiable:
+                boundary.stand_at(tensor)
+
+
+class Boundary:
+    """Where backward goes from one module to the one before: what it leaves, then what it enters.
+
+    The output of a module is often the input of the next: then one hook serves both.
+    """
+
+    __slots__ = ("_context", "_entered", "_left", "_state")
+
+    def __init__(self, context: Context, entered: Runs, state: ModuleState) -> None:
+        self._context = context
+        self._entered = entered
+        self._state = state
+        self._left: Runs = []
+
+    def stand_at(self, tensor: torch.Tensor) -> None:
+        """Be told when the gradient of a tensor is there."""
+        node = _torch.base_node(tensor)
+        if node is not None:
+            # An in-place operation on a view would drop a hook of the view; its base's stays.
+            node.register_prehook(self)
+            return
+        tensor.register_hook(self)
+        self._context.boundary = (weakref.ref(tensor), self)
+
+    def also_leave(self, unit: Unit, run: Pass) -> None:
+        """When the gradient is there, backward has also left this pass."""
+        self._left.append((unit, run))
+
+    def __call__(self, _: object) -> None:
+        """The gradient is there."""
+        for unit, run in self._left:
+            self._context.leave_backward(unit, run)
+        for unit, run in self._entered:
+            self._context.enter_backward(unit, run, self._state.backward_prefetch)
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
@@ -203,13 +243,20 @@ def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
     # With leaves alone a pass counts as open until the end of backward: a leaf's own hook would
     # come before nodes that do not depend on it, and pile up on a tensor that outlives the step.
     run = Pass(reaches_inputs=bool(tensors) or inputs.has_leaf, version=unit.gathered_version)
+    if not tensors:
+        return run
+    if len(tensors) == 1:
+        known = context.boundary
+        if known is not None and known[0]() is tensors[0]:
+            known[1].also_leave(unit, run)
+            return run
 
     def leave(_: object) -> None:
         context.leave_backward(unit, run)
 
     if len(tensors) == 1:
         tensors[0].register_hook(leave)
-    elif tensors:
+    else:
         register_multi_grad_hook(tensors, leave)
     return run
 

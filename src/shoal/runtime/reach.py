@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Set
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -13,36 +13,45 @@ from torch.nn.utils.rnn import PackedSequence
 _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device, torch.Size)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Reach:
-    """The tensors of a value, as far as it can be looked into."""
+    """The tensors of a value, as far as it can be looked into. Made twice per unit and step."""
 
-    tensors: tuple[torch.Tensor, ...]
-    is_opaque: bool
-    """Whether something in it may hold tensors that were not found."""
+    __slots__ = ("differentiable", "has_leaf", "is_opaque", "tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], is_opaque: bool) -> None:
+        self.tensors = tensors
+        self.is_opaque = is_opaque
+        """Whether something in it may hold tensors that were not found."""
+        self.differentiable: list[torch.Tensor] = []
+        """Those that a backward comes through: not leaves, and not without gradient mode."""
+        self.has_leaf = False
+        """Whether a backward ends in one of them, where no hook tells in time."""
+        if torch.is_grad_enabled():
+            for tensor in tensors:
+                if not tensor.requires_grad:
+                    continue
+                if tensor.is_leaf:
+                    self.has_leaf = True
+                else:
+                    self.differentiable.append(tensor)
 
     @classmethod
     def of(cls, value: Any) -> Reach:
         """Look into containers and dataclasses."""
         if isinstance(value, torch.Tensor):
-            return cls(tensors=(value,), is_opaque=False)
+            return cls((value,), False)
         leaves = list(_leaves(value))
         return cls(
-            tensors=tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)),
-            is_opaque=any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves),
+            [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)],
+            any(not isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves),
         )
 
-    @property
-    def differentiable(self) -> list[torch.Tensor]:
-        """Those that a backward comes through: not leaves, and not without gradient mode."""
-        if not torch.is_grad_enabled():
-            return []
-        return [tensor for tensor in self.tensors if tensor.requires_grad and not tensor.is_leaf]
-
-    @property
-    def has_leaf(self) -> bool:
-        """Whether a backward ends in one of them, where no hook tells in time."""
-        return torch.is_grad_enabled() and any(t.requires_grad and t.is_leaf for t in self.tensors)
+    @classmethod
+    def of_call(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reach:
+        """Look into the arguments of a call, of which most have one tensor."""
+        if len(args) == 1 and not kwargs:
+            return cls.of(args[0])
+        return cls.of((args, kwargs))
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any:

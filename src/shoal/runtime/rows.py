@@ -28,6 +28,7 @@ class Rows:
         self._dtype: torch.dtype | None = None
         self._targets: dict[int, list[list[torch.Tensor]]] = {}
         self._division: tuple[object, Division] | None = None
+        self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Size | None]] | None = None
 
     def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction | None:
         """Copy gradients in and start reducing them."""
@@ -64,15 +65,18 @@ class Rows:
         trained = unit.trained
         if trained is self._trained and dtype is self._dtype:
             return
-        whole = unit.shards.packing
+        whole = unit.shards.whole
         self._targets.clear()
         self._trained, self._dtype = trained, dtype
-        self._shapes: list[tuple[int, torch.Size, tuple[int, ...], int]] | None = None
+        self._cuts = None
         self._columns: list[tuple[int, int, int]] = []
         self._offsets: dict[int, int] = {}
         dtypes = {whole.params[i].dtype for i in trained}
-        is_rows = isinstance(whole, EvenPacking) and not any(whole.dims[i] for i in trained)
-        if is_rows and len(dtypes) == 1:
+        if (
+            isinstance(whole, EvenPacking)
+            and not any(whole.dims[i] for i in trained)
+            and len(dtypes) == 1
+        ):
             self._packing = None
             self._settle_columns(whole, trained)
         else:
@@ -245,17 +249,34 @@ class Rows:
 
     def views(self, output: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
         """Every gradient in this rank's row of the reduced matrix, by parameter."""
-        if self._shapes is None:
-            members = self._unit.shards.members
-            self._shapes = [
-                (i, members[i].local.shape, members[i].local.stride(), offset)
-                for i, offset in self._offsets.items()
-            ]
-        start = output.storage_offset()
+        if self._cuts is None:
+            self._cuts = self._cut()
+        widths, wanted, shapes = self._cuts
+        pieces = output.split(widths)
         return [
-            (i, output.as_strided(shape, stride, start + offset))
-            for i, shape, stride, offset in self._shapes
+            (index, pieces[at] if shape is None else pieces[at].view(shape))
+            for (index, at), shape in zip(wanted, shapes, strict=True)
         ]
+
+    def _cut(self) -> tuple[list[int], list[tuple[int, int]], list[torch.Size | None]]:
+        """The widths of gradients and gaps in a row, which pieces are whose, and their shapes."""
+        members = self._unit.shards.members
+        widths: list[int] = []
+        wanted: list[tuple[int, int]] = []
+        shapes: list[torch.Size | None] = []
+        end = 0
+        for index, offset in sorted(self._offsets.items(), key=lambda item: (item[1], item[0])):
+            local = members[index].local
+            if local.numel() > 0:
+                if offset > end:
+                    widths.append(offset - end)
+                end = offset + local.numel()
+            wanted.append((index, len(widths)))
+            widths.append(local.numel())
+            shapes.append(None if local.dim() == 1 else local.shape)
+        if self.shard_numel > end:
+            widths.append(self.shard_numel - end)
+        return widths, wanted, shapes
 
 
 def _nothing() -> None:

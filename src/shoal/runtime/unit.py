@@ -18,6 +18,7 @@ from shoal.errors import InvariantError
 from shoal.layout import Layout
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shoal.runtime.arena import Arena
+from shoal.runtime.extension import Extension
 from shoal.runtime.full import FullParameters
 from shoal.runtime.gather import Gather
 from shoal.runtime.phase import Phase, check_transition
@@ -104,6 +105,7 @@ class Unit:
         self.shards.unit = self.name
         if self._phase is Phase.SHARDED:
             self.shards.follow()
+            self.shards.follow_hooks()
             self._check_materialised()
         if self._prepared is self.shards.buffer:
             self.full.rename(self.name)
@@ -125,18 +127,31 @@ class Unit:
             streams,
         )
         self.full.settle()
+        self.extension = Extension(self) if self.shards.extended else None
+        self.full.extension = self.extension
         for member, parameter in zip(self.shards.members, self.full.parameters, strict=True):
             attributes = {k: v for k, v in vars(member.sharded).items() if k != "_shoal_name"}
             vars(parameter).update(attributes)
+        self._find_registrations()
+        self._counted.clear()
+        self._follow_requires_grad()
+        self.rows = Rows(self)
+        self._prepared = self.shards.buffer
+
+    def _find_registrations(self) -> None:
         self._registrations = [
             (home.module._parameters, home.name, parameter)
             for member, parameter in zip(self.shards.members, self.full.parameters, strict=True)
             for home in member.homes
         ]
-        self._counted.clear()
+
+    def put_full(self, index: int, parameter: nn.Parameter) -> None:
+        """Take a full parameter that was made of its first gather."""
+        self.full.put(index, parameter)
+        self._find_registrations()
+        self._counted.discard(index)
+        self.trained = ()
         self._follow_requires_grad()
-        self.rows = Rows(self)
-        self._prepared = self.shards.buffer
 
     def prepare_alone(self) -> None:
         """Get ready to be gathered before the model is known."""
@@ -201,14 +216,25 @@ class Unit:
             if self._prepared is not self.shards.buffer:
                 self.prepare(self.arena, self.streams)
         self.gathered_version = self.version
+        if self.extension is not None:
+            self._launch_extension(self.extension)
         self.full.begin()
         self._wait = self.gather.launch(self.options.all_gather)
+
+    def _launch_extension(self, extension: Extension) -> None:
+        try:
+            extension.launch()
+        except BaseException:
+            self._phase = Phase.SHARDED  # a hook has raised; nothing is on its way
+            raise
 
     def wait_gather(self) -> None:
         """Wait for the bytes alone; `finish_gather` does the rest."""
         if self._wait is not None:
             self._wait()
             self._wait = None
+            if self.extension is not None:
+                self.extension.wait()
 
     def finish_gather(self) -> None:
         """GATHERING → HELD: wait, lay the parameters out, register them on the modules."""

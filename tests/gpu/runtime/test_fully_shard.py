@@ -1,49 +1,13 @@
-"""The engine on NCCL ranks that share one GPU, against its oracles."""
+"""What a user sees of the engine on NCCL ranks that share one GPU."""
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from harness import nccl_ranks
-from oracle import (
-    CHECKPOINTS,
-    Checkpoint,
-    batches,
-    build,
-    check_bitwise_equal_to_torch,
-    check_training_equals_unsharded,
-    loss_of,
-    shard,
-)
+from oracle import batches, build, loss_of, shard
+from shoal.fsdp import full_parameters
 from shoal.runtime.events import EXPOSED, EventKind
 from shoal.runtime.fully_shard import watch
-
-
-@nccl_ranks(2, 4)
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
-def test_training_equals_the_unsharded_model(checkpoint: Checkpoint) -> None:
-    check_training_equals_unsharded("cuda", checkpoint)
-
-
-@nccl_ranks(2)
-@pytest.mark.parametrize("precise", [True, False])
-def test_bitwise_equal_to_torch(precise: bool) -> None:
-    check_bitwise_equal_to_torch("cuda", precise)
-
-
-@nccl_ranks(2)
-def test_freed_units_hold_no_memory() -> None:
-    model = shard(build(device="cuda"))
-    ((_, part),) = batches(1, dist.get_rank(), 2, "cuda")
-    loss_of(model, part).backward()
-    model.zero_grad()
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    for _ in range(3):
-        loss_of(model, part).backward()
-        model.zero_grad()
-    torch.cuda.synchronize()
-    assert torch.cuda.memory_allocated() == before
 
 
 @nccl_ranks(2)
@@ -56,3 +20,40 @@ def test_events_are_timed_on_the_stream() -> None:
     assert {event.kind for event in events} == set(EventKind) - {EventKind.OPTIMIZER}
     assert all(event.duration_us >= 0 for event in events)
     assert any(event.kind in EXPOSED for event in events)
+
+
+@nccl_ranks(2)
+def test_a_model_made_on_the_host_is_sharded_on_the_gpu() -> None:
+    model = shard(build(device="cpu"))
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    ((_, part),) = batches(1, dist.get_rank(), 2, "cpu")
+    expected = loss_of(build(device="cuda"), part.cuda())
+    torch.testing.assert_close(loss_of(model, part.cuda()), expected)
+
+
+@nccl_ranks(2)
+def test_full_parameters_for_a_while() -> None:
+    plain, model = build(device="cuda"), shard(build(device="cuda"))
+    with full_parameters(model):
+        for (name, p), (_, q) in zip(
+            plain.named_parameters(), model.named_parameters(), strict=True
+        ):
+            assert torch.equal(p, q), name
+    before = torch.cuda.memory_allocated()
+    ((_, part),) = batches(1, dist.get_rank(), 2, "cuda")
+    with torch.no_grad():
+        torch.testing.assert_close(loss_of(model, part), loss_of(plain, part))
+    assert torch.cuda.memory_allocated() == before
+
+
+@nccl_ranks(2)
+def test_a_handle_orders_the_stream_that_waits_for_it() -> None:
+    plain, model = build(device="cuda"), shard(build(device="cuda"))
+    block, reader = model.blocks[0], torch.cuda.Stream()
+    handle = block.unshard(async_op=True)
+    with torch.cuda.stream(reader):
+        handle.wait()
+        copied = block.up.weight.clone()
+    torch.cuda.current_stream().wait_stream(reader)
+    assert torch.equal(copied, plain.blocks[0].up.weight)
+    block.reshard()

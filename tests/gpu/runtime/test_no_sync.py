@@ -81,7 +81,7 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def hold() -> torch.cuda.Event:
+def hold() -> torch.Event:
     """Keep the current stream, and all that wait for it, from going on."""
     rate = cycles_per_us(torch.device("cuda", torch.cuda.current_device()))
     _torch.spin(int(HOLD_S * 1e6 * rate))
@@ -113,7 +113,7 @@ def test_this_would_notice(join: Join) -> None:
         step()
         torch.cuda.current_stream().record_event().synchronize()
 
-    with pytest.raises(AssertionError, match="held up"):
+    with pytest.raises((AssertionError, RuntimeError), match=r"held up|synchroniz"):
         check_host_runs_ahead(reading)
     with pytest.raises(RuntimeError, match="synchroniz"), no_synchronisation():
         torch.ones(1, device="cuda").item()
