@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -41,6 +41,10 @@ class Form(ABC):
     @abstractmethod
     def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Let a sharded tensor have its bytes elsewhere."""
+
+    @abstractmethod
+    def follow(self, tensor: torch.Tensor) -> Form:
+        """The same form for what a sharded tensor has become, such as one of another dtype."""
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """The full parameter over gathered bytes."""
@@ -75,6 +79,11 @@ class ShardedForm(Form):
         assert isinstance(tensor, ShardedTensor)
         tensor.local = local
 
+    def follow(self, tensor: torch.Tensor) -> Form:
+        """See `Form.follow`."""
+        assert isinstance(tensor, ShardedTensor)
+        return replace(self, placement=tensor.placement)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorForm(Form):
@@ -98,6 +107,11 @@ class DTensorForm(Form):
         """See `Form.rehome`."""
         assert isinstance(tensor, DTensor)
         _torch.set_local_tensor(tensor, local)
+
+    def follow(self, tensor: torch.Tensor) -> Form:
+        """See `Form.follow`."""
+        assert isinstance(tensor, DTensor)
+        return replace(self, spec=_torch.spec_of(tensor))
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """See `Form.full`."""

@@ -258,7 +258,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, runs = state.enter(self, args, kwargs)
-        return state.leave(self, runs, method(*args, **kwargs))
+        return state.leave(self, runs, state.cast_output(method(*args, **kwargs)))
 
     setattr(module, method_name, MethodType(run, module))
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -23,6 +24,7 @@ from shoal.mesh import (
 )
 from shoal.runtime.collect import check, collect, group, move_to
 from shoal.runtime.events import Recorder
+from shoal.runtime.form import DTensorForm
 from shoal.runtime.fsdp_module import FSDPModule, own_state
 from shoal.runtime.gather_hooks import refusal
 from shoal.runtime.module_state import ModuleState, context_of, state_of
@@ -60,6 +62,7 @@ def fully_shard(
     ignored = ignored_params or set()
     policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
     mesh = mesh if mesh is not None else default_mesh()
+    _check_device(mesh)
     info = mesh_info_of(mesh, dp_mesh_dims)
     after = _post_forward(reshard_after_forward, info)
     device = device_of(info.mesh)
@@ -112,6 +115,16 @@ def _modules_of(module: object) -> list[nn.Module]:
     return [one for one in given if one not in below]
 
 
+def _check_device(mesh: DeviceMesh) -> None:
+    """A mesh of devices that are not there has no process groups either."""
+    kind = mesh.device_type
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"the mesh is of {kind!r} devices, but this process sees none; make it of 'cpu' "
+            f"devices (init_device_mesh('cpu', ...)), or run where there are {kind!r} devices"
+        )
+
+
 def _post_forward(
     reshard_after_forward: bool | int | None, info: DataParallelMeshInfo
 ) -> FSDPMeshInfo | None:
@@ -134,6 +147,12 @@ def _keep_within(info: FSDPMeshInfo, unit: Unit) -> PostForward:
         raise NotImplementedError(
             f"shoal: reshard_after_forward as a number needs the layout Even, got {unit.layout}"
         )
+    for member in unit.shards.members:
+        if isinstance(member.form, DTensorForm) and member.form.before is not None:
+            raise NotImplementedError(
+                f"shoal: reshard_after_forward as a number is not supported for DTensor "
+                f"parameters, such as {member.spec.name!r}"
+            )
     if unit.shards.extended:
         name = unit.shards.members[min(unit.shards.extended)].spec.name
         raise refusal(name, "reshard_after_forward as a number")

@@ -61,6 +61,9 @@ class ModuleState:
         for module in modules:
             # Past nn.Module's own bookkeeping, and out of its state.
             vars(module)[_STATE] = self
+            if policy.output_dtype is not None:
+                # A hook, so that the user's own hooks, which come later, see what callers see.
+                module.register_forward_hook(lambda _, __, output: self.cast_output(output))
         for unit in self.units:
             self._register_state_dict_hooks(unit)
 
@@ -132,6 +135,10 @@ class ModuleState:
                     context.leave_forward(unit, reshard=frees)
         if self.is_root and self._depth == 0:
             context.end_forward(expects_backward=is_expected)
+        return output
+
+    def cast_output(self, output: Any) -> Any:
+        """What the module returns, in the dtype its policy asks for."""
         return _cast(output, self.policy.output_dtype)
 
     def _ran(self, module: nn.Module) -> bool:

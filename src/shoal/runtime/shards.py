@@ -224,5 +224,6 @@ class Shards:
                     member.form.rehome(member.sharded, view)
                 elif type(local) is torch.Tensor:  # it lies in the buffer that is given up
                     local.data = self._place(local.clone())
+                member.form = member.form.follow(member.sharded)
                 member.take(member.sharded)
                 member.spec = self.whole.params[index]

@@ -29,7 +29,9 @@ def compiled(**options: Any) -> Any:
 @nccl_ranks(2, timeout_s=240)
 def test_compiled_blocks_train_like_eager_ones_and_are_compiled_once() -> None:
     """One test for both layouts, since the second finds the kernels of the first."""
-    torch._inductor.config.compile_threads = 1  # ranks are ended with no regard for workers
+    from torch._inductor import config  # only here: it takes long to import
+
+    config.compile_threads = 1  # ranks are ended with no regard for workers
     for layout in (Even(), Flat()):
         plain, sharded = model_for(PLAIN), compiled(layout=layout)
         optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, sharded)]

@@ -19,10 +19,13 @@ from shoal.comm.modelled import Network
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Even, Flat, Whole
 
+# Torch remarks that its switch does not know of everything that synchronises.
+pytestmark = pytest.mark.filterwarnings("ignore:Synchronization debug mode")
+
 DIM = 64
 SOME = Network("some", 100.0, 20.0)
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-HOLD_S = 0.3
+HOLD_S = 0.15
 """How long the device is held up; the host launches a step in a small part of that."""
 
 

@@ -57,7 +57,6 @@ CAREFUL = Pace(waits=True)
 PACES = {
     "slow network": Pace(network=Network("slow", None, 2000.0)),
     "slow compute": Pace(compute_us=2000.0),
-    "both": Pace(network=Network("slow", None, 1500.0), compute_us=1000.0),
 }
 
 
@@ -191,19 +190,27 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def train(
-    model: Any, pace: Pace, *, every: int = 1, marks_updates: bool = False
+    model: Any,
+    pace: Pace,
+    *,
+    every: int = 1,
+    replicas_wait: bool = False,
+    marks_updates: bool = False,
 ) -> list[torch.Tensor]:
     """Losses, and this rank's parameters in the end."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     x = torch.randn(8, DIM, generator=torch.Generator().manual_seed(1)).cuda()
     losses: list[torch.Tensor] = []
     for step in range(NUM_STEPS * every):
+        is_last = step % every == every - 1
+        if replicas_wait:
+            model.set_requires_all_reduce(is_last)
         if marks_updates:
             pace.strain()  # between the optimizer's event and the forward that waits for it
         loss = model(x)
         loss.backward()
         losses.append(loss.detach())
-        if step % every == every - 1:
+        if is_last:
             optimizer.step()
             if marks_updates:
                 model.set_post_optim_event(torch.cuda.current_stream().record_event())
@@ -219,7 +226,8 @@ def check_every_pace(join: Join, make: Callable[[Pace], nn.Module], **options: A
         results[name] = train(make(pace), pace, **options)
     expected = results.pop("careful")
     assert all(torch.isfinite(tensor).all() for tensor in expected)
-    assert expected[2] < expected[0], "nothing was learned"
+    num_losses = NUM_STEPS * options.get("every", 1)
+    assert expected[num_losses - 1] < expected[0], "nothing was learned"
     for name, found in results.items():
         for index, (tensor, wanted) in enumerate(zip(found, expected, strict=True)):
             torch.testing.assert_close(
@@ -234,6 +242,11 @@ def test_the_pace_changes_no_number(join: Join, name: str) -> None:
 
 def test_gradients_that_add_up(join: Join) -> None:
     check_every_pace(join, lambda pace: sharded(pace, mp_policy=HALF), every=2)
+
+
+def test_replicas_that_wait_for_the_last_backward(join: Join) -> None:
+    """What the others have reduced already is kept, and read beside compute later."""
+    check_every_pace(join, two_axes, every=3, replicas_wait=True)
 
 
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), HALF], ids=["fp32", "bf16"])

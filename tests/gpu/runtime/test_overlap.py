@@ -164,13 +164,14 @@ def _timeline(trace: Any, launched: Sequence[Kind]) -> Timeline:
         (e for e in trace["traceEvents"] if e.get("cat") == "kernel" and "spin" in e["name"]),
         key=lambda event: event["ts"],
     )
-    by_stream: dict[Any, list[Span]] = {}
+    compute: list[Span] = []
+    link: list[Span] = []  # on several streams, yet one after another in the order of launches
     for event in spins:
+        is_compute = event["args"]["stream"] == spins[0]["args"]["stream"]
         span = Span(start=event["ts"], end=event["ts"] + event["dur"])
-        by_stream.setdefault(event["args"]["stream"], []).append(span)
-    lead, *compute = by_stream.pop(spins[0]["args"]["stream"])
+        (compute if is_compute else link).append(span)
+    lead, *compute = compute
     assert lead.end - lead.start > LEAD_US / 2
-    (link,) = by_stream.values()
     assert len(compute) == 2 * NUM_BLOCKS
     carried = list(zip(launched, link, strict=True))
     return Timeline(

@@ -27,10 +27,11 @@ from differential import (
     train,
 )
 from harness import ranks
-from shoal._torch import gather_method
+from shoal._torch import can_swap_memory, gather_method
 from shoal.errors import InvariantError, RankError, UsageError
 from shoal.layout import Flat
 from shoal.runtime.full_parameters import full_parameters
+from shoal.runtime.module_state import state_of
 
 _our_engine = ENGINES[1]
 _aten = torch.ops.aten
@@ -125,7 +126,7 @@ class Narrowly(Wrapped):
         return None if out is not None else (Halved(output), (output,))
 
 
-def _layers(kind: Callable[[torch.Tensor], torch.Tensor], *, bias: bool = True) -> nn.Sequential:
+def _layers(kind: Callable[[torch.Tensor], torch.Tensor], *, bias: bool = True) -> Any:
     """Weights of a class of their own, biases that have none."""
     model = nn.Sequential(nn.Linear(DIM, 12, bias=bias), nn.Tanh(), nn.Linear(12, 4, bias=bias))
     for layer in (model[0], model[2]):
@@ -133,9 +134,10 @@ def _layers(kind: Callable[[torch.Tensor], torch.Tensor], *, bias: bool = True) 
     return model
 
 
-def _sharded(fsdp: ModuleType, kind: Any, *, bias: bool = True, **options: Any) -> nn.Sequential:
+def _sharded(fsdp: ModuleType, kind: Any, *, bias: bool = True, **options: Any) -> Any:
     model = seeded(lambda: _layers(kind, bias=bias))
-    fsdp.fully_shard(model[0], **options)
+    for layer in (model[0], model[2]):
+        fsdp.fully_shard(layer, **options)
     return fsdp.fully_shard(model, **options)
 
 
@@ -266,14 +268,68 @@ def test_shards_that_lose_their_hooks_are_plain_again() -> None:
     plain = seeded(lambda: nn.Linear(DIM, 4, bias=False))
     _our_engine.fully_shard(model)
     give(model.weight._local_tensor)
+    shard = model.weight._local_tensor
+    shared = shard.data_ptr()
     x = my_batches(1)[0]
     assert torch.equal(model(x), 2 * plain(x))
+    # Memory of its own: with a part of the unit's buffer it would keep all of that alive.
+    assert shard.data_ptr() != shared
     model.to(torch.float64)
     assert torch.equal(model(x.double()), plain.double()(x.double()))
 
 
+class Noting(Plainly):
+    """Makes a full parameter of its own, and notes all that has memory for it."""
+
+    noted: list[torch.Tensor]
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        (output,) = outputs
+        if out is None:
+            weight = output.clone()
+            Noting.noted = [output, weight]
+            return weight, (weight,)
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(out):
+            out.copy_(output)
+        return None
+
+
 @ranks(2)
-def test_memory_between_forward_and_backward() -> None:
+def test_memory_is_given_back_and_comes_back() -> None:
+    model = seeded(lambda: nn.Linear(DIM, 4, bias=False))
+    weight = model.weight.detach()
+    model.weight = nn.Parameter(Noting(weight))
+    _our_engine.fully_shard(model)
+    for _ in range(2):
+        model.unshard()
+        pointers = [noted.data_ptr() for noted in Noting.noted]
+        assert torch.equal(model.weight, weight)
+        assert all(torch.equal(noted, weight) for noted in Noting.noted)
+        model.reshard()
+        for noted, pointer in zip(Noting.noted, pointers, strict=True):
+            assert noted.untyped_storage().nbytes() == 0 or noted.data_ptr() != pointer
+
+
+@ranks(2)
+def test_what_was_gathered_is_freed_once() -> None:
+    """Though the hook names it as its own."""
+    model = nn.Linear(DIM, 4, bias=False)
+    model.weight = nn.Parameter(Plainly(model.weight.detach()))
+    _our_engine.fully_shard(model)
+    for _ in range(2):
+        model.unshard()
+        model.reshard()
+    state = state_of(model)
+    assert state is not None
+    # What was sent, and twice what was received: from all ranks, and beside each other.
+    kept = (64 + 128 + 128) if can_swap_memory() else 0
+    assert state.units[0].arena.num_bytes == kept
+
+
+@ranks(2)
+def test_reading_between_forward_and_backward() -> None:
     kept: list[torch.Tensor] = []
 
     class Noted(nn.Linear):
@@ -286,10 +342,24 @@ def test_memory_between_forward_and_backward() -> None:
     _our_engine.fully_shard(model[0])
     _our_engine.fully_shard(model)
     loss = square_loss(model, my_batches(1)[0])
-    assert isinstance(error_of(lambda: kept[0] + 1), InvariantError)
+    with pytest.raises(InvariantError, match="parameter 'weight' of unit '0' was read"):
+        kept[0] + 1
     loss.backward()
     square_loss(model, my_batches(1)[0])
     assert kept[0] is kept[1]
+
+    class Keeper(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.loss = super().forward(x).sum()
+            return super().forward(x)
+
+    keeper = nn.Sequential(Keeper(DIM, 12, bias=False), nn.Linear(12, 4))
+    keeper[0].weight = nn.Parameter(Plainly(keeper[0].weight.detach()))
+    _our_engine.fully_shard(keeper[0])
+    _our_engine.fully_shard(keeper)
+    keeper(my_batches(1)[0])
+    with pytest.raises(InvariantError, match="it has read no weights"):
+        keeper[0].loss.backward()
 
     class Leaky(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -322,6 +392,10 @@ def test_own_all_gather() -> None:
     x = my_batches(1)[0]
     assert torch.equal(model(x), expected(x))
     assert own.num_calls == 2  # what has hooks, and what has none
+    model, own = _sharded(_our_engine, Plainly, bias=False), _OwnGather()
+    model[0].set_custom_all_gather(own)
+    model(x)
+    assert own.num_calls == 1
 
 
 class Forgetful(Plainly):
