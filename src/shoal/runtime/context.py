@@ -68,7 +68,7 @@ class Context:
         self._order = Order((*self._seen, *self._order.units))
         if not expects_backward:
             for unit in self.units:
-                if not unit.is_kept:
+                if not (unit.is_kept or (unit.stays and unit.phase is Phase.HELD)):
                     unit.reshard()
 
     def enter_forward(self, unit: Unit, then: Sequence[Unit] | None) -> None:

@@ -131,7 +131,9 @@ class ModuleState:
             self._hook_outputs(context, runs, reach)
             for unit in self.units:
                 if is_complete and self._depth == 0 and unit.phase is Phase.FORWARD:
-                    frees = (reshard and is_reached) or not is_expected
+                    # Whoever asked for full parameters after forward wants them in evaluations too.
+                    unit.stays = self.reshard_after_forward is False
+                    frees = (reshard and is_reached) or not (is_expected or unit.stays)
                     context.leave_forward(unit, reshard=frees)
         if self.is_root and self._depth == 0:
             context.end_forward(expects_backward=is_expected)

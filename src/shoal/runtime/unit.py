@@ -78,6 +78,8 @@ class Unit:
         self.open_passes: set[Pass] = set()
         self.is_kept = False
         """Whether the user asked for the full parameters, and has not given them back."""
+        self.stays = False
+        """Whether it is held after forward, also where no backward follows."""
         self.num_updates = 0
         self.was_entered = False
         """Whether this backward has come to the unit."""

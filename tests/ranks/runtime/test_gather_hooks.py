@@ -357,9 +357,11 @@ def test_reading_between_forward_and_backward() -> None:
     keeper[0].weight = nn.Parameter(Plainly(keeper[0].weight.detach()))
     _our_engine.fully_shard(keeper[0])
     _our_engine.fully_shard(keeper)
-    keeper(my_batches(1)[0])
-    with pytest.raises(InvariantError, match="it has read no weights"):
-        keeper[0].loss.backward()
+    for dtype in (torch.float32, torch.float64):
+        keeper.to(dtype)
+        keeper(my_batches(1)[0].to(dtype))
+        with pytest.raises(InvariantError, match="it has read no weights"):
+            keeper[0].loss.backward()
 
     class Leaky(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

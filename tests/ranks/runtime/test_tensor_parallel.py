@@ -147,9 +147,13 @@ def test_what_tensor_parallel_parameters_exclude() -> None:
     def run(fsdp: ModuleType) -> list[Any]:
         model = seeded(Pair)
         parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel()})
-        fsdp.fully_shard(model.up, mesh=mesh["shard"], reshard_after_forward=2)
-        fsdp.fully_shard(model, mesh=mesh["shard"])
-        return [error_of(lambda: model(my_batches(1)[0]))]
+
+        def shard_and_run() -> None:  # one engine tells when sharding, the other when running
+            fsdp.fully_shard(model.up, mesh=mesh["shard"], reshard_after_forward=2)
+            fsdp.fully_shard(model, mesh=mesh["shard"])
+            model(my_batches(1)[0])
+
+        return [error_of(shard_and_run)]
 
     (error,) = check_engines_agree(run)
     assert isinstance(error, NotImplementedError)
