@@ -458,3 +458,8 @@ def base_node(tensor: Tensor) -> Any | None:
 def inside_function_transform() -> bool:
     """Whether a transform of `torch.func` is running in this thread."""
     return torch._C._are_functorch_transforms_active()
+
+
+def has_post_accumulate_hooks(parameter: Tensor) -> bool:
+    """Whether somebody is called when a gradient is there."""
+    return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore

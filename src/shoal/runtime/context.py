@@ -38,6 +38,7 @@ class Context:
         self._order = Order(self.units)
         self._seen: dict[Unit, None] = {}
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
+        self._host_marks: list[torch.cuda.Event] = []
         self._launched: dict[Unit, Mark | None] = {}
         self._began: dict[Unit, Mark | None] = {}
         # Autograd owns the callback that ends a backward. When a backward raises, autograd drops
@@ -218,6 +219,9 @@ class Context:
                 unit.reshard()
         while self._reductions:
             self._finish_reduction()
+        for mark in self._host_marks:
+            mark.synchronize()
+        self._host_marks.clear()
         self._end = None
 
     def _abandon_broken_backward(self) -> None:
@@ -284,7 +288,9 @@ class Context:
             reduction.wait()
             self._record(EventKind.REDUCE_WAIT, reduction.unit, start)
             self._record(EventKind.REDUCE, reduction.unit, launched)
-        reduction.finish()
+        mark = reduction.finish()
+        if mark is not None:
+            self._host_marks.append(mark)
 
     def _mark(self) -> Mark | None:
         return None if self.recorder is None else self.recorder.mark()

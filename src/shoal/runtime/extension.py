@@ -59,11 +59,6 @@ class Extension:
     @torch.no_grad()
     def launch(self) -> None:
         """Ask the shards what to send, and start the gather of it."""
-        lane = self._unit.streams.gathering
-        if lane is not None and lane.waits_for is not None:
-            # The hooks read on the stream of compute what was written beside it.
-            torch.cuda.current_stream().wait_event(lane.waits_for)
-            lane.waits_for = None
         inputs = [member.inputs() for member in self._members]
         if self._gather is None:
             self._gather = self._settle(inputs)
@@ -134,6 +129,12 @@ class Extension:
         self._gathered.empty()
         for member in self._members:
             member.finish()
+
+    def cancel(self) -> None:
+        """Take back the memory of a gather that nobody has read."""
+        self.wait()
+        for buffer in (self._staged, self._gathered):
+            buffer.empty()
 
     def free(self) -> None:
         """Take the memory of the full parameters away."""

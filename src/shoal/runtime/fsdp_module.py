@@ -148,10 +148,18 @@ class FSDPModule(TorchFSDPModule):
         _set(self, False, all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """What the next forward's gathers wait for, instead of all that compute was given."""
+        """Let the next gathers come after an event, recorded after an optimizer on any stream.
+
+        They come after all that compute was given too, because compute may still use the memory
+        they write to.
+        """
         context = context_of(self, own_state(self))  # pyright: ignore[reportArgumentType]
         if context.units and context.streams.gathering is not None:
-            context.streams.gathering.waits_for = event  # pyright: ignore
+            context.streams.gathering.wait_for(event)
+            if any(unit.shards.extended for unit in context.units):
+                # Hooks read their shards on the stream of compute.
+                compute = torch.cuda.current_stream(context.streams.device)
+                compute.wait_event(event)  # pyright: ignore[reportArgumentType]
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
         """The old name of `set_gradient_divide_factor`."""
@@ -279,7 +287,7 @@ def share_comm_ctx(modules: list[FSDPModule]) -> None:
         if state.context is not None and state.context.units:
             state.context.streams = shared
             for unit in state.context.units:
-                unit.streams = shared
+                unit.use(shared)
 
 
 def _states(module: object, recurse: bool) -> Iterator[ModuleState]:

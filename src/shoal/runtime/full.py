@@ -196,6 +196,12 @@ class FullParameters:
         if type(parameter) is nn.Parameter:
             self._freeable.append(parameter)
 
+    def cancel(self) -> None:
+        """Take back what `begin` gave; nobody has read it."""
+        self._gathered.empty()
+        if self.extension is not None:
+            self.extension.cancel()
+
     def revive(self) -> list[torch.Tensor]:
         """Give the parameters memory without a gather; returns what has to be written."""
         (self._laid_out or self._gathered).fill()

@@ -44,6 +44,7 @@ def full_parameters(
         for unit in units:
             if not were_kept[unit]:
                 unit.reshard()
+                unit.arena.trim()  # training has never all units full at once
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:

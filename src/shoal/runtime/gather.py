@@ -48,7 +48,7 @@ class Gather:
         streams: Streams,
     ) -> None:
         self._reason = f"the gather of unit {unit!r}"
-        self._streams = streams
+        self.streams = streams
         self._output = output
         self._transport = transport
         rank = 0 if transport is None else transport.rank
@@ -71,6 +71,9 @@ class Gather:
         after = [param.dtype for param in packing.params]
         if len(set(before)) == 1 and len(set(after)) == 1:
             stored, mine = shards.buffer.view(before[0]), self._mine
+            if stored.device != mine.device and stored.dtype is not mine.dtype:
+                # In two steps: a copy that casts on the way is made by the host, which waits.
+                return lambda: mine.copy_(stored.to(mine.device, non_blocking=True))
             return lambda: mine.copy_(stored, non_blocking=True)
         if packing is shards.packing:
             stored, mine = shards.buffer, self._mine.view(torch.uint8)
@@ -81,7 +84,7 @@ class Gather:
 
     def launch(self, custom: AllGather | None) -> Callable[[], object]:
         """Start it, beside compute; returns what makes the current stream (or the host) wait."""
-        lane = self._streams.gathering
+        lane = self.streams.gathering
         if lane is None:
             with torch.no_grad():
                 return self._launch(custom)
@@ -111,7 +114,7 @@ class Gather:
         given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
         work = custom(given, self._sent, self._transport.group, async_op=True)
         pending = Pending(output, work, self._reason, lambda: output.copy_(given))
-        if self._streams.gathering is not None:
+        if self.streams.gathering is not None:
             pending.wait()
         return pending
 

@@ -33,6 +33,7 @@ _ALLOWED = frozenset(
     {
         (Phase.SHARDED, Phase.GATHERING),
         (Phase.GATHERING, Phase.HELD),
+        (Phase.GATHERING, Phase.SHARDED),
         (Phase.HELD, Phase.FORWARD),
         (Phase.HELD, Phase.BACKWARD),
         (Phase.HELD, Phase.SHARDED),

@@ -72,31 +72,48 @@ class Division:
 class Reduction:
     """One reduction of a unit's gradients, in flight."""
 
-    __slots__ = ("_output", "_rows", "_wait", "indices", "unit")
+    __slots__ = ("_held", "_output", "_rows", "_wait", "host_mark", "indices", "unit")
 
     def __init__(
         self,
         unit: Unit,
         indices: Sequence[int],
-        rows: torch.Tensor,
+        rows: torch.Tensor | None,
         output: torch.Tensor,
         wait: Callable[[], object],
+        held: object = None,
     ) -> None:
         self.unit = unit
         self.indices = indices
         """The parameters whose gradients these are."""
-        self._rows: torch.Tensor | None = rows
+        self.host_mark: torch.cuda.Event | None = None
+        """What the host has to wait for before it reads the gradients, where they go there."""
+        self._rows = rows
         self._output = output
-        self._wait = wait
+        self._wait: Callable[[], object] | None = wait
+        self._held = held
 
     def wait(self) -> None:
         """Order the current stream (on CPU, the host) after the collectives."""
+        if self._wait is None:
+            return
+        self._wait()
+        self._wait = self._held = None
         if self._rows is not None:
-            self._wait()
             self.unit.arena.give_rows(self._rows)
             self._rows = None
 
-    def finish(self) -> None:
-        """Add the reduced gradients to those of the sharded parameters."""
+    def finish(self) -> torch.cuda.Event | None:
+        """Add the reduced gradients to those of the sharded parameters.
+
+        Returns what the host has still to wait for, if gradients are on their way to it.
+        """
         self.wait()
+        if not self.indices:
+            return None
+        mark = self.host_mark
+        if mark is not None and self.unit.reads_grads_at_once(self.indices):
+            mark.synchronize()
+            mark = None
         self.unit.take_reduced(self.indices, self._output)
+        return mark

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from shoal import _torch
 from shoal.comm.transport import Pending, Transport
@@ -27,10 +28,11 @@ class Rows:
         self._trained: tuple[int, ...] = ()
         self._dtype: torch.dtype | None = None
         self._targets: dict[int, list[list[torch.Tensor]]] = {}
+        self._separate: Transport | None = None
         self._division: tuple[object, Division] | None = None
         self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Size | None]] | None = None
 
-    def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction | None:
+    def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction:
         """Copy gradients in and start reducing them."""
         unit = self._unit
         dtype = unit.policy.reduce_dtype or self._common_dtype(grads)
@@ -150,27 +152,46 @@ class Rows:
 
     def _reduce(
         self, indices: tuple[int, ...], memory: torch.Tensor, rows: torch.Tensor
-    ) -> Reduction | None:
+    ) -> Reduction:
         unit = self._unit
         division = self._divided()
         scatters = unit.transport is not None and unit.size > 1
         output = self._output(rows) if scatters else torch.empty_like(rows)
         lane = unit.streams.reducing
-        if lane is not None:
-            with lane:
-                is_done = self._chain(indices, rows, output, division)
-                mark = lane.mark()
-            reduction = Reduction(unit, indices, memory, output, partial(lane.join, mark))
-        elif scatters and self._is_single(division):
+        if lane is None and scatters and self._is_single(division):
             pending = self._scatter(output, rows, division)
-            return Reduction(unit, indices, memory, output, pending.wait)
-        else:
-            is_done = self._chain(indices, rows, output, division)
-            reduction = Reduction(unit, indices, memory, output, _nothing)
-        if not is_done:  # kept until the replicas add theirs
-            reduction.wait()
-            return None
+            return Reduction(unit, indices, self._kept(memory), output, pending.wait)
+        if lane is None:
+            is_done, _ = self._chain(indices, rows, output, division)
+            return Reduction(unit, indices if is_done else (), self._kept(memory), output, _nothing)
+        with lane:
+            is_done, used = self._chain(indices, rows, output, division)
+            host = self._to_host(output) if is_done and unit.offloads else None
+            mark = lane.mark()
+        reduction = Reduction(
+            unit,
+            indices if is_done else (),
+            self._kept(memory),
+            output if host is None else host,
+            partial(lane.join, mark),
+            # What the lane still reads may not be given to others before compute has joined it.
+            (rows, output, used),
+        )
+        if host is not None:
+            reduction.host_mark = mark
         return reduction
+
+    def _kept(self, memory: torch.Tensor) -> torch.Tensor | None:
+        """Memory that goes back to the arena; a custom collective's does not."""
+        return memory if self._unit.options.reduce_scatter is None else None
+
+    def _to_host(self, output: torch.Tensor) -> torch.Tensor:
+        """Start copying reduced gradients to where the shards live, beside compute."""
+        stored = self._unit.shards.buffer
+        host = torch.empty(
+            output.shape, dtype=output.dtype, pin_memory=stored.is_pinned(), device=stored.device
+        )
+        return host.copy_(output, non_blocking=True)
 
     def _is_single(self, division: Division) -> bool:
         """Whether one collective is all there is to do."""
@@ -183,9 +204,13 @@ class Rows:
         rows: torch.Tensor,
         output: torch.Tensor,
         division: Division,
-    ) -> bool:
-        """Reduce, step after step on the current stream; False if replicas are still to come."""
+    ) -> tuple[bool, torch.Tensor | None]:
+        """Reduce, step after step on the current stream; False if replicas are still to come.
+
+        Also returns what was read on the way.
+        """
         unit, options = self._unit, self._unit.options
+        used = None
         if division.before is not None and division.before != 1:
             rows.div_(division.before)
         if unit.transport is None or unit.size == 1:
@@ -193,17 +218,17 @@ class Rows:
         else:
             self._scatter_now(output, rows, division)
         if unit.replicas is not None:
-            unit.add_partial(indices, output)
+            used = unit.add_partial(indices, output)
             if not options.all_reduces:
                 unit.keep_partial(indices, output)
-                return False
+                return False, used
             reason = f"the all-reduce of unit {unit.name!r}"
             unit.replicas.all_reduce(output, division.all_reduce_op, reason=reason).wait()
         if options.all_reduce_hook is not None:
             unit.streams.run_hook(options.all_reduce_hook, output, options.all_reduce_hook_stream)
         if division.after is not None and division.after != 1:
             output.div_(division.after)
-        return True
+        return True, used
 
     def _scatter_now(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> None:
         """Reduce over the ranks that shard, in order with the current stream."""
@@ -223,14 +248,19 @@ class Rows:
     def _scatter(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> Pending:
         unit = self._unit
         reason = f"the reduction of unit {unit.name!r}"
-        group = unit.options.reduce_group
-        assert unit.transport is not None
-        transport = unit.transport if group is None else Transport(group)
+        transport = self._own_transport(unit.options.reduce_group) or unit.transport
+        assert transport is not None
         custom = unit.options.reduce_scatter
         if custom is None:
             return transport.reduce_scatter(output, rows, division.reduce_op, reason=reason)
         work = custom(output, rows, transport.group, division.reduce_op, async_op=True)
         return Pending(output, work, reason)
+
+    def _own_transport(self, group: dist.ProcessGroup | None) -> Transport | None:
+        """Where gradients are reduced, if not where parameters are gathered."""
+        if group is not None and (self._separate is None or self._separate.group is not group):
+            self._separate = Transport(group)
+        return None if group is None else self._separate
 
     def _divided(self) -> Division:
         unit, options = self._unit, self._unit.options

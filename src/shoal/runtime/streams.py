@@ -23,19 +23,13 @@ class Lane:
         self._start = torch.cuda.Event()
         self._compute: torch.cuda.Stream | None = None
         self._events: list[torch.cuda.Event] = []
-        self.waits_for: torch.cuda.Event | None = None
-        """What to wait for instead of all that compute was given so far; used once."""
 
     def __enter__(self) -> Lane:
         """Work here, after what compute was given so far."""
         self._compute = compute = _torch.current_stream(self._index)
-        if self.waits_for is not None:
-            self._stream.wait_event(self.waits_for)
-            self.waits_for = None
-        else:
-            # One event serves all: a wait is for what was recorded when it was queued.
-            self._start.record(compute)
-            self._stream.wait_event(self._start)
+        # One event serves all: a wait is for what was recorded when it was queued.
+        self._start.record(compute)
+        self._stream.wait_event(self._start)
         _torch.make_current(self._stream)
         return self
 
@@ -48,6 +42,10 @@ class Lane:
         event = self._events.pop() if self._events else torch.cuda.Event()
         event.record(self._stream)
         return event
+
+    def wait_for(self, event: torch.Event) -> None:
+        """Let the lane's next work come after an event of any stream."""
+        self._stream.wait_event(event)  # pyright: ignore[reportArgumentType]
 
     def join(self, mark: torch.cuda.Event) -> None:
         """Let the current stream wait for a mark."""

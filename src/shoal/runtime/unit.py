@@ -104,6 +104,8 @@ class Unit:
     def prepare(self, arena: Arena, streams: Streams) -> None:
         """Make what depends on the parameters as they are at the first step."""
         self.streams = streams
+        if self._prepared is not None:
+            self.use(streams)
         self.shards.unit = self.name
         if self._phase is Phase.SHARDED:
             self.shards.follow()
@@ -154,6 +156,10 @@ class Unit:
         self._counted.discard(index)
         self.trained = ()
         self._follow_requires_grad()
+
+    def use(self, streams: Streams) -> None:
+        """Work on other streams from here on."""
+        self.streams = self.gather.streams = streams
 
     def prepare_alone(self) -> None:
         """Get ready to be gathered before the model is known."""
@@ -267,8 +273,9 @@ class Unit:
                 self._drop_post()
             return
         if phase is Phase.GATHERING:
-            self.finish_gather()
-        elif phase is not Phase.HELD:
+            self._cancel_gather()
+            return
+        if phase is not Phase.HELD:
             self.phase = Phase.HELD
         self.phase = Phase.SHARDED
         if to_post and self.post is not None:
@@ -277,6 +284,14 @@ class Unit:
             self._drop_post()
             self.shards.register()
         self.full.free()
+
+    def _cancel_gather(self) -> None:
+        """GATHERING → SHARDED: wait, and give the memory back unread."""
+        self.wait_gather()
+        if self.post is None or not self.post.is_active:
+            self.full.cancel()
+        self._drop_post()
+        self.phase = Phase.SHARDED
 
     def _drop_post(self) -> None:
         if self.post is not None and self.post.is_active:
@@ -311,6 +326,11 @@ class Unit:
                 self._counted.add(index)
                 parameter = self.full.parameters[index]
                 parameter.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(self))
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the shards live in other memory than the full parameters."""
+        return self.shards.buffer.device != self.device
 
     @property
     def waits_for_reduction(self) -> bool:
@@ -366,15 +386,21 @@ class Unit:
         with torch.no_grad():
             return self.rows.launch(grads)
 
-    def add_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
-        """Add what was reduced without the replicas, if there is any."""
+    def add_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> torch.Tensor | None:
+        """Add what was reduced without the replicas, if any; keep it until that is done."""
         partial = self._partial.pop(indices, None)
         if partial is not None:
             output.add_(partial)
+        return partial
 
     def keep_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
         """Keep a gradient that the replicas have still to add theirs to."""
         self._partial[indices] = output
+
+    def reads_grads_at_once(self, indices: Sequence[int]) -> bool:
+        """Whether somebody reads these gradients as soon as they are there."""
+        sharded = [self.shards.members[index].sharded for index in indices]
+        return any(p.grad is not None or _torch.has_post_accumulate_hooks(p) for p in sharded)
 
     def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
         """Put reduced gradients on the sharded parameters."""
@@ -387,8 +413,6 @@ class Unit:
             sharded, local = member.sharded, member.local
             if grad.dtype is not local.dtype:
                 grad = grad.to(local.dtype)
-            if grad.device != local.device:
-                grad = self._offload(grad)
             held = sharded.grad
             if held is None:
                 sharded.grad = member.form.grad(sharded, grad)
@@ -404,11 +428,6 @@ class Unit:
                 f"{type(held).__name__}; set it to None instead"
             )
         local.add_(grad)
-
-    def _offload(self, grad: torch.Tensor) -> torch.Tensor:
-        """Copy a gradient to where its shard lives, before the host reads it."""
-        # One copy per parameter, waited for: the optimizer that follows runs on the host.
-        return grad.to("cpu")
 
     def forget_grads(self) -> None:
         """Drop every gradient that has not reached the shards."""

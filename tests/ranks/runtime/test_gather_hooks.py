@@ -321,6 +321,8 @@ def test_what_was_gathered_is_freed_once() -> None:
     for _ in range(2):
         model.unshard()
         model.reshard()
+        model.unshard(async_op=True)
+        model.reshard()
     state = state_of(model)
     assert state is not None
     # What was sent, and twice what was received: from all ranks, and beside each other.
