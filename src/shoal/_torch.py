@@ -463,3 +463,7 @@ def inside_function_transform() -> bool:
 def has_post_accumulate_hooks(parameter: Tensor) -> bool:
     """Whether somebody is called when a gradient is there."""
     return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore
+
+
+no_torch_function_subclass: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+"""A context in which tensor subclasses' `__torch_function__` is passed by."""

@@ -136,14 +136,16 @@ def _wrap_fsdp2(model: Transformer, run: Run) -> nn.Module:
 
 
 def _wrap_shoal(model: Transformer, run: Run) -> nn.Module:
-    from shoal.fsdp import MixedPrecisionPolicy, fully_shard
+    from shoal.runtime.fully_shard import fully_shard
+    from shoal.runtime.policy import MixedPrecisionPolicy
 
     return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
 
 
 def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
-    from shoal.fsdp import MixedPrecisionPolicy, fully_shard
     from shoal.layout import Flat
+    from shoal.runtime.fully_shard import fully_shard
+    from shoal.runtime.policy import MixedPrecisionPolicy
 
     return _shard_units(model, run, partial(fully_shard, layout=Flat()), MixedPrecisionPolicy)
 

@@ -22,6 +22,9 @@ import torch
 
 from shoal import _torch
 
+_KEPT_BYTES = 64 << 20
+"""Up to here, memory to reduce from is kept from one step to the next."""
+
 
 class Arena:
     """The memory of one model on one device."""
@@ -82,8 +85,12 @@ class Arena:
         self._users[num_bytes] += 1
 
     def keeps_rows(self, num_bytes: int) -> bool:
-        """Whether memory of that size comes back in the next step."""
-        return self._users[num_bytes] > 1
+        """Whether memory of that size comes back in the next step.
+
+        Large memory is needed for something else in forward, and its host cost is small beside
+        what is done with it.
+        """
+        return self._users[num_bytes] > 1 and num_bytes <= _KEPT_BYTES
 
     def take_rows(self, num_bytes: int) -> torch.Tensor:
         """Memory to reduce from; what is in there is arbitrary."""

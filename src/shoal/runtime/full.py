@@ -65,7 +65,7 @@ class FreedParameter(nn.Parameter):
                 "module.weight anew (outside of forward it is the shard), or use "
                 "full_parameters(module)."
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with _torch.no_torch_function_subclass():
             return func(*args, **(kwargs or {}))
 
 

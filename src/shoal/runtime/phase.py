@@ -3,7 +3,7 @@
 | phase     | registered on the module | full parameters | left when                          |
 |-----------|--------------------------|-----------------|------------------------------------|
 | SHARDED   | shards                   | no memory       | a gather is launched               |
-| GATHERING | shards                   | being written   | the gather is waited for           |
+| GATHERING | shards                   | being written   | it is waited for, or given up      |
 | HELD      | full                     | valid           | a computation or a reshard begins  |
 | FORWARD   | full                     | valid           | the module's forward returns       |
 | BACKWARD  | full                     | valid           | backward has left the module       |

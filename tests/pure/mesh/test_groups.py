@@ -133,8 +133,7 @@ def test_after_forward_by_default_and_on_one_rank(join_world) -> None:
     join_world(0, 4)
     info = mesh_info_of(init_device_mesh("cpu", (4,)))
     assert post_forward_mesh_info(None, info) is info
-    with pytest.warns(UserWarning, match="as False does"):
-        assert post_forward_mesh_info(1, info) is None
+    assert post_forward_mesh_info(1, info) is None
     for wrong in (3, 8, 0, "all"):
         with pytest.raises(MeshError):
             post_forward_mesh_info(wrong, info)  # pyright: ignore[reportArgumentType]

@@ -9,7 +9,7 @@ from shoal.runtime.phase import Phase, check_transition
 
 ALLOWED = {
     Phase.SHARDED: {Phase.GATHERING},
-    Phase.GATHERING: {Phase.HELD},
+    Phase.GATHERING: {Phase.HELD, Phase.SHARDED},
     Phase.HELD: {Phase.FORWARD, Phase.BACKWARD, Phase.SHARDED},
     Phase.FORWARD: {Phase.HELD},
     Phase.BACKWARD: {Phase.HELD},
