@@ -467,3 +467,25 @@ def has_post_accumulate_hooks(parameter: Tensor) -> bool:
 
 no_torch_function_subclass: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 """A context in which tensor subclasses' `__torch_function__` is passed by."""
+
+
+def group_for_optimizers(
+    group: Callable[[str, list[list[Any]], bool], dict[Any, Any] | None],
+) -> None:
+    """Offer the lists that an optimizer groups by device and dtype to `group` first.
+
+    It gets the name of the optimizer's module, the lists, and whether indices are wanted. None
+    leaves the lists to torch, and so does a step that is being compiled.
+    """
+    optimizer = torch.optim.Optimizer
+    by_torch: Callable[..., Any] = optimizer._group_tensors_by_device_and_dtype
+
+    def grouped(tensorlistlist: list[list[Any]], with_indices: bool = False) -> Any:
+        if not torch.compiler.is_compiling():
+            module = sys._getframe(1).f_globals["__name__"]
+            groups = group(module, tensorlistlist, with_indices)
+            if groups is not None:
+                return groups
+        return by_torch(tensorlistlist, with_indices)
+
+    cast(Any, optimizer)._group_tensors_by_device_and_dtype = staticmethod(grouped)

@@ -63,8 +63,8 @@ def post_forward_mesh_info(
 ) -> FSDPMeshInfo | None:
     """Over what parameters are sharded between forward and backward; None where they stay whole.
 
-    A number of ranks makes new groups of so many neighbours on the shard axis at each call:
-    keep the answer rather than asking again.
+    A number of ranks makes groups of so many neighbours on the shard axis, once for each mesh:
+    every unit that asks gets the same, since communicators are expensive.
     """
     if not isinstance(mesh_info, FSDPMeshInfo):
         return None
@@ -81,9 +81,13 @@ def post_forward_mesh_info(
     if size == shard_size:
         return mesh_info
     assert mesh_info.shard_mesh_dim is not None
-    ranks = mesh_info.mesh.mesh.movedim(mesh_info.shard_mesh_dim, -1).reshape(-1, size)
-    mesh = DeviceMesh(mesh_info.mesh.device_type, ranks)
-    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    # On the mesh itself: one that is equal may have been made for process groups that are gone.
+    made: dict[int, HSDPMeshInfo] = vars(mesh_info.mesh).setdefault("_shoal_post_forward", {})
+    if size not in made:
+        ranks = mesh_info.mesh.mesh.movedim(mesh_info.shard_mesh_dim, -1).reshape(-1, size)
+        mesh = DeviceMesh(mesh_info.mesh.device_type, ranks)
+        made[size] = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    return made[size]
 
 
 def _info_of_named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
