@@ -43,7 +43,11 @@ no_torch_function: Any = torch._C._disabled_torch_function_impl
 """Makes a tensor subclass go straight to its `__torch_dispatch__`, at no cost per call."""
 
 make_wrapper: Callable[..., Any] = Tensor._make_wrapper_subclass
-"""A tensor with metadata and no memory: `make_wrapper(cls, shape, dtype=, device=, ...)`."""
+"""A tensor with metadata and no memory, and of a subclass.
+
+Arguments by position (cls, shape, strides, storage offset, memory format, dtype, layout, device,
+pinned, requires_grad) are read in three quarters of the time that names take.
+"""
 
 
 def gather_method(
@@ -469,13 +473,11 @@ no_torch_function_subclass: Callable[[], Any] = torch._C.DisableTorchFunctionSub
 """A context in which tensor subclasses' `__torch_function__` is passed by."""
 
 
-def group_for_optimizers(
-    group: Callable[[str, list[list[Any]], bool], dict[Any, Any] | None],
-) -> None:
+def group_for_optimizers(group: Callable[[str, list[list[Any]]], dict[Any, Any] | None]) -> None:
     """Offer the lists that an optimizer groups by device and dtype to `group` first.
 
-    It gets the name of the optimizer's module, the lists, and whether indices are wanted. None
-    leaves the lists to torch, and so does a step that is being compiled.
+    It gets the name of the optimizer's module, and the lists. None leaves them to torch, and so
+    does a step that is being compiled.
     """
     optimizer = torch.optim.Optimizer
     by_torch: Callable[..., Any] = optimizer._group_tensors_by_device_and_dtype
@@ -483,7 +485,7 @@ def group_for_optimizers(
     def grouped(tensorlistlist: list[list[Any]], with_indices: bool = False) -> Any:
         if not torch.compiler.is_compiling():
             module = sys._getframe(1).f_globals["__name__"]
-            groups = group(module, tensorlistlist, with_indices)
+            groups = group(module, tensorlistlist)
             if groups is not None:
                 return groups
         return by_torch(tensorlistlist, with_indices)

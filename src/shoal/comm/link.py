@@ -93,6 +93,9 @@ class CudaLink:
     ) -> PythonWork:
         """Queue the copies, then the spin, behind what the link already carries."""
         current = _torch.current_stream(self._device_index)
+        if not asynchronous and duration_us == 0:
+            move()  # nobody has to queue for a link that takes no time
+            return CudaWork(calls, None, current)
         captured = torch.cuda.is_current_stream_capturing()
         if not asynchronous:
             self._occupy(current, move, duration_us, captured)

@@ -1,7 +1,7 @@
 """Multi-tensor steps of torch's optimizers, on lists of local tensors from the outset.
 
-An optimizer groups its lists by device and dtype, and then works on what it gets. Grouping
-unwraps: torch reads local tensors at a fifth of what hundreds of tensors of a subclass cost.
+An optimizer groups its lists by device and dtype, and then works on what it gets. Here grouping
+unwraps, so that torch need not carry hundreds of tensors of a subclass to Python and back.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from shoal.tensor.sharded import Kind, ShardedTensor
 
 Lists: TypeAlias = list[list[Any]]
 Groups: TypeAlias = dict[Kind, tuple[Lists, list[int]]]
+"""For each kind the parts of all lists, and where in the lists they were."""
 
 ELEMENTWISE = frozenset(
     f"torch.optim.{name}"
@@ -37,15 +38,13 @@ know about the other ranks.
 """
 
 
-def grouped(module: str, lists: Lists, with_indices: bool) -> Groups | None:
+def grouped(module: str, lists: Lists) -> Groups | None:
     """Group the local tensors for a module's step; None where torch shall group what it has."""
     if module not in ELEMENTWISE or not lists[0] or not isinstance(lists[0][0], ShardedTensor):
         return None
     try:
         placements = [tensor.placement for tensor in lists[0]]
         kinds = [tensor.kind for tensor in lists[0]]
-        if kinds.count(kinds[0]) != len(kinds):
-            return None
         local_lists: Lists = []
         for tensors in lists:
             if not tensors or _are_step_counts(tensors):
@@ -59,7 +58,19 @@ def grouped(module: str, lists: Lists, with_indices: bool) -> Groups | None:
             local_lists.append([tensor.local for tensor in tensors])
     except AttributeError:
         return None  # some are plain, or not there yet
-    return {kinds[0]: (local_lists, list(range(len(kinds))) if with_indices else [])}
+    return _by_kind(kinds, local_lists)
+
+
+def _by_kind(kinds: list[Kind], lists: Lists) -> Groups:
+    if kinds.count(kinds[0]) == len(kinds):
+        return {kinds[0]: (lists, [*range(len(kinds))])}
+    found: dict[Kind, list[int]] = {}
+    for index, kind in enumerate(kinds):
+        found.setdefault(kind, []).append(index)
+    return {
+        kind: ([[tensors[i] for i in indices] if tensors else [] for tensors in lists], indices)
+        for kind, indices in found.items()
+    }
 
 
 def _are_step_counts(tensors: list[Any]) -> bool:

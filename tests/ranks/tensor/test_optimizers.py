@@ -31,6 +31,13 @@ EXACT: dict[str, Build] = {
         p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, foreach=True
     ),
     "RMSprop foreach": lambda p: torch.optim.RMSprop(p, lr=0.1, momentum=0.9, foreach=True),
+    "Adadelta foreach": lambda p: torch.optim.Adadelta(p, lr=0.1, foreach=True),
+    "Adagrad foreach": lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=True),
+    "Adamax foreach": lambda p: torch.optim.Adamax(p, lr=0.1, foreach=True),
+    "ASGD foreach": lambda p: torch.optim.ASGD(p, lr=0.1, foreach=True),
+    "NAdam foreach": lambda p: torch.optim.NAdam(p, lr=0.1, foreach=True),
+    "RAdam foreach": lambda p: torch.optim.RAdam(p, lr=0.1, foreach=True),
+    "Rprop foreach": lambda p: torch.optim.Rprop(p, lr=0.1, foreach=True),
 }
 
 FUSED: dict[str, Build] = {
