@@ -491,3 +491,8 @@ def group_for_optimizers(group: Callable[[str, list[list[Any]]], dict[Any, Any] 
         return by_torch(tensorlistlist, with_indices)
 
     cast(Any, optimizer)._group_tensors_by_device_and_dtype = staticmethod(grouped)
+
+
+def backward_task() -> int:
+    """Which backward autograd is executing in this thread; -1 for none."""
+    return torch._C._current_graph_task_id()

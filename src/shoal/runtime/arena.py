@@ -4,10 +4,9 @@ Slots are kept by size. A unit's buffer is a storage object of its own, which is
 for a gather and detached when the unit is freed, so that a step that was seen before allocates
 nothing, and a tensor saved by autograd finds the bytes of the next gather.
 
-A buffer without memory points at a graveyard: address space with no memory behind it, in which
-every byte is zero. A backward that comes to a unit without its outputs would read there, once;
-the engine notices when the unit's gradients arrive, and says so. Reading at no address at all
-would end the process instead.
+A buffer without memory points at a graveyard (`graveyard`), where every float is NaN. A backward
+that comes to a unit without its outputs would read there; the engine notices when the unit's
+gradients arrive, and says so.
 
 torch 2.11 cannot move memory between storages: there a buffer is resized, and its memory comes
 from the allocator's cache.
@@ -15,12 +14,12 @@ from the allocator's cache.
 
 from __future__ import annotations
 
-import mmap
 from collections import Counter, defaultdict
 
 import torch
 
 from shoal import _torch
+from shoal.runtime.graveyard import Graveyard
 
 _KEPT_BYTES = 64 << 20
 """Up to here, memory to reduce from is kept from one step to the next."""
@@ -36,7 +35,9 @@ class Arena:
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._rows: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._users: Counter[int] = Counter()
-        self._graveyard: mmap.mmap | None = None
+        self._graveyard: Graveyard | None = None
+        self.generation = 0
+        """How often memory was given up: what was remembered of it is void."""
 
     def blank(self, num_bytes: int) -> torch.Tensor:
         """Bytes of which views can be made; what `attach` gives memory to later."""
@@ -113,6 +114,7 @@ class Arena:
 
     def trim(self) -> None:
         """Give up the memory that is not in use."""
+        self.generation += 1
         self._slots.clear()
         self._rows.clear()
 
@@ -122,6 +124,6 @@ class Arena:
     def _grave(self, num_bytes: int) -> torch.Tensor:
         if num_bytes == 0:
             return torch.empty(0, dtype=torch.uint8)
-        if self._graveyard is None or len(self._graveyard) < num_bytes:
-            self._graveyard = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(self._graveyard, dtype=torch.uint8, count=num_bytes)
+        if self._graveyard is None or self._graveyard.num_bytes < num_bytes:
+            self._graveyard = Graveyard(num_bytes)
+        return self._graveyard.grave(num_bytes)

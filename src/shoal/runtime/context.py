@@ -36,6 +36,7 @@ class Context:
         """The output that backward was last arranged to be noticed at, and by what."""
         self._roots = frozenset(roots)
         self._order = Order(self.units)
+        self._index = {unit: index for index, unit in enumerate(self.units)}
         self._seen: dict[Unit, None] = {}
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
         self._host_marks: list[torch.cuda.Event] = []
@@ -148,28 +149,22 @@ class Context:
         return unit.options.gathers_in_backward and unit not in self._roots
 
     def gradient_arrived(self, unit: Unit) -> None:
-        """A gradient was accumulated; when all are there the unit is reduced.
+        """A gradient was accumulated; if the unit is not in its backward, it waits for the end.
 
-        One that comes when the unit is not in its backward waits for the end.
+        Gradients alone never end a unit's backward: a frozen weight may still be read, and ranks
+        that use different parameters would reduce in different orders.
         """
         self._begin_backward()
-        if unit.phase is not Phase.BACKWARD:
-            is_blind = unit.phase is Phase.SHARDED and not unit.was_entered
-            if is_blind and unit.options.gathers_in_backward:
-                self._refuse_blind(unit)
-            unit.has_late_grads = True
+        if unit.phase is Phase.BACKWARD:
             return
-        if any(run.reaches_inputs for run in unit.open_passes) or not unit.has_all_grads:
-            return
-        unit.open_passes.clear()
-        self._free_if_left(unit)
+        is_freed = unit.phase in (Phase.SHARDED, Phase.GATHERING)
+        if is_freed and not unit.was_entered and unit.options.gathers_in_backward:
+            self._refuse_blind(unit)
+        unit.has_late_grads = True
 
     def leave_backward(self, unit: Unit, run: Pass) -> None:
         """One pass has reached its inputs; after the last one the unit is reduced and freed."""
-        if run not in unit.open_passes:
-            is_blind = unit.phase is Phase.SHARDED and not unit.was_entered
-            if is_blind and unit.options.gathers_in_backward:
-                self._refuse_blind(unit)
+        if run not in unit.open_passes:  # its outputs were not part of the loss
             return
         unit.open_passes.discard(run)
         self._free_if_left(unit)
@@ -208,7 +203,7 @@ class Context:
 
     def _end_backward(self) -> None:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
-        for unit in self.units:
+        for unit in reversed(self.units):
             unit.open_passes.clear()
             if unit.has_late_grads or unit.phase is Phase.BACKWARD or unit.waits_for_reduction:
                 self._reduce(unit)
@@ -246,6 +241,8 @@ class Context:
         if not unit.options.reduces:
             unit.keep_grads()
             return
+        if unit.options.reduces_unused:
+            self._reduce_unused_after(unit)
         grads = unit.take_grads()
         if not grads and not unit.waits_for_reduction:
             return
@@ -255,6 +252,18 @@ class Context:
         reduction = unit.launch_reduce(grads)
         if reduction is not None:
             self._reductions.append((reduction, self._mark()))
+
+    def _reduce_unused_after(self, unit: Unit) -> None:
+        """Reduce the units that backward has gone past without entering them.
+
+        Ranks that use different units would reduce them in different orders. So all of them keep
+        to one: that in which the units were declared, backwards.
+        """
+        for later in reversed(self.units[self._index[unit] + 1 :]):
+            is_behind = later.options.reduces_unused and not later.was_reduced
+            if is_behind and not later.open_passes and later.trained:
+                later.was_reduced = True
+                self._reduce(later)
 
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.phase is Phase.SHARDED:

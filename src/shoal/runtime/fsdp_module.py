@@ -49,7 +49,11 @@ class FSDPModule(TorchFSDPModule):
         """Run the module, its hooks and whatever it was compiled to, with full parameters."""
         state: ModuleState = self.__dict__["_shoal_state"]
         args, kwargs, runs = state.enter(self, args, kwargs)  # pyright: ignore[reportArgumentType]
-        output = super().__call__(*args, **kwargs)  # pyright: ignore
+        try:
+            output = super().__call__(*args, **kwargs)  # pyright: ignore
+        except BaseException:
+            state.abort()
+            raise
         return state.leave(self, runs, output)  # pyright: ignore[reportArgumentType]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # pyright: ignore
@@ -266,7 +270,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     @functools.wraps(method)
     def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         args, kwargs, runs = state.enter(self, args, kwargs)
-        return state.leave(self, runs, state.cast_output(method(*args, **kwargs)))
+        try:
+            output = state.cast_output(method(*args, **kwargs))
+        except BaseException:
+            state.abort()
+            raise
+        return state.leave(self, runs, output)
 
     setattr(module, method_name, MethodType(run, module))
 

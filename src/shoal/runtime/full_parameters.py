@@ -63,6 +63,7 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
 
 @torch.no_grad()
 def _write_back(unit: Unit) -> None:
+    """Take over the elements that were changed; the others keep what compute's dtype rounds."""
     if unit.shards.extended:
         # What was gathered may have lost precision that the shards still have.
         name = unit.shards.members[min(unit.shards.extended)].spec.name
@@ -73,5 +74,7 @@ def _write_back(unit: Unit) -> None:
     ]
     packing = unit.compute_packing
     changed = shard_views(packing, unit.rank, shard_of(packing, unit.rank, full))
-    for member, view in zip(unit.shards.members, changed, strict=True):
-        member.local.copy_(view)
+    for member, new in zip(unit.shards.members, changed, strict=True):
+        local = member.local
+        local.copy_(torch.where(new == local.to(new.dtype), local, new.to(local.dtype)))
+    unit.gathered_version = unit.version

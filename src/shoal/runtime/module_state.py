@@ -88,7 +88,9 @@ class ModuleState:
                 "supported; use backward(), or transform the module before fully_shard"
             )
         context = self.context or context_of(module, self)
-        if self.is_root and self._depth == 0:
+        is_outermost = self._depth == 0
+        self._depth += 1  # a module may call itself
+        if self.is_root and is_outermost:
             context.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
         policy = self.policy
@@ -100,8 +102,6 @@ class ModuleState:
             return args, kwargs, []
         if len(self.modules) > 1 and not self._to_run:
             self._to_run.update(self.modules)
-        # A module may call itself; a depth left over from a call that raised does not count.
-        self._depth = self._depth + 1 if self.units[0].phase is Phase.FORWARD else 1
         inputs = None
         runs: Runs = []
         for unit in self.units:
@@ -126,8 +126,8 @@ class ModuleState:
             if self.reshard_after_forward is not None
             else not self.is_root
         )
+        self._depth -= 1
         if runs:
-            self._depth -= 1
             self._hook_outputs(context, runs, reach)
             for unit in self.units:
                 if is_complete and self._depth == 0 and unit.phase is Phase.FORWARD:
@@ -138,6 +138,15 @@ class ModuleState:
         if self.is_root and self._depth == 0:
             context.end_forward(expects_backward=is_expected)
         return output
+
+    def abort(self) -> None:
+        """The module raised: it runs no more, whatever it had begun."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._to_run.clear()
+            for unit in self.units:
+                if unit.phase is Phase.FORWARD:
+                    unit.phase = Phase.HELD
 
     def cast_output(self, output: Any) -> Any:
         """What the module returns, in the dtype its policy asks for."""
@@ -183,22 +192,23 @@ class Boundary:
     The output of a module is often the input of the next: then one hook serves both.
     """
 
-    __slots__ = ("_context", "_entered", "_left", "_state")
+    __slots__ = ("_context", "_entered", "_left", "_state", "_task")
 
     def __init__(self, context: Context, entered: Runs, state: ModuleState) -> None:
         self._context = context
         self._entered = entered
         self._state = state
         self._left: Runs = []
+        self._task = -1
 
     def stand_at(self, tensor: torch.Tensor) -> None:
         """Be told when the gradient of a tensor is there."""
+        tensor.register_hook(self)
         node = _torch.base_node(tensor)
         if node is not None:
-            # An in-place operation on a view would drop a hook of the view; its base's stays.
+            # An in-place operation on a view drops a hook of the view; its base's stays.
             node.register_prehook(self)
             return
-        tensor.register_hook(self)
         self._context.boundary = (weakref.ref(tensor), self)
 
     def also_leave(self, unit: Unit, run: Pass) -> None:
@@ -206,7 +216,11 @@ class Boundary:
         self._left.append((unit, run))
 
     def __call__(self, _: object) -> None:
-        """The gradient is there."""
+        """The gradient is there; of several hooks in one backward the first counts."""
+        task = _torch.backward_task()
+        if task == self._task:
+            return
+        self._task = task
         for unit, run in self._left:
             self._context.leave_backward(unit, run)
         for unit, run in self._entered:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
@@ -28,6 +29,7 @@ class Rows:
         self._trained: tuple[int, ...] = ()
         self._dtype: torch.dtype | None = None
         self._targets: dict[int, list[list[torch.Tensor]]] = {}
+        self._generation = 0
         self._separate: Transport | None = None
         self._division: tuple[object, Division] | None = None
         self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Size | None]] | None = None
@@ -36,7 +38,10 @@ class Rows:
         """Copy gradients in and start reducing them."""
         unit = self._unit
         dtype = unit.policy.reduce_dtype or self._common_dtype(grads)
-        self._settle(dtype)
+        trained = unit.trained
+        if any(index not in trained for index in grads):  # frozen since its gradient was kept
+            trained = tuple(sorted({*trained, *grads}))
+        self._settle(trained, dtype)
         num_bytes = self._num_rows_numel * dtype.itemsize
         memory = self._take(num_bytes, dtype)
         rows = memory.view(dtype)
@@ -57,14 +62,11 @@ class Rows:
         dtypes = {grad.dtype for grad in grads.values()}
         if not dtypes:
             return self._dtype or self._unit.full.parameters[self._unit.trained[0]].dtype
-        if len(dtypes) > 1:
-            return torch.float32
-        return next(iter(dtypes))
+        return functools.reduce(torch.promote_types, dtypes)
 
-    def _settle(self, dtype: torch.dtype) -> None:
+    def _settle(self, trained: tuple[int, ...], dtype: torch.dtype) -> None:
         """Lay out the parameters that are trained; all of them where cuts depend on neighbours."""
         unit = self._unit
-        trained = unit.trained
         if trained is self._trained and dtype is self._dtype:
             return
         whole = unit.shards.whole
@@ -95,9 +97,10 @@ class Rows:
     def _settle_columns(self, whole: EvenPacking, trained: tuple[int, ...]) -> None:
         """Chunks beside each other with no gaps; those that keep others aligned come first."""
         chunks = {i: whole.piece(i, 0).numel for i in trained}
-        self._in_order = sorted(trained, key=lambda i: chunks[i] % 16 != 0)
+        order = sorted(trained, key=lambda i: chunks[i] % 16 != 0)
+        self._in_order = [i for i in order if chunks[i] > 0]
         end = 0
-        for index in self._in_order:
+        for index in order:
             self._offsets[index] = end
             end += chunks[index]
         self.shard_numel = end
@@ -134,6 +137,9 @@ class Rows:
     def _targets_in(self, rows: torch.Tensor) -> list[list[torch.Tensor]]:
         """Where each gradient goes; remembered for memory that is used again."""
         assert self._packing is not None
+        if self._generation != self._unit.arena.generation:
+            self._generation = self._unit.arena.generation
+            self._targets.clear()
         known = self._targets.get(rows.data_ptr())
         if known is not None:
             return known
@@ -162,15 +168,15 @@ class Rows:
             pending = self._scatter(output, rows, division)
             return Reduction(unit, indices, self._kept(memory), output, pending.wait)
         if lane is None:
-            is_done, _ = self._chain(indices, rows, output, division)
-            return Reduction(unit, indices if is_done else (), self._kept(memory), output, _nothing)
+            indices, _ = self._chain(indices, rows, output, division)
+            return Reduction(unit, indices, self._kept(memory), output, _nothing)
         with lane:
-            is_done, used = self._chain(indices, rows, output, division)
-            host = self._to_host(output) if is_done and unit.offloads else None
+            indices, used = self._chain(indices, rows, output, division)
+            host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()
         reduction = Reduction(
             unit,
-            indices if is_done else (),
+            indices,
             self._kept(memory),
             output if host is None else host,
             partial(lane.join, mark),
@@ -204,10 +210,11 @@ class Rows:
         rows: torch.Tensor,
         output: torch.Tensor,
         division: Division,
-    ) -> tuple[bool, torch.Tensor | None]:
-        """Reduce, step after step on the current stream; False if replicas are still to come.
+    ) -> tuple[tuple[int, ...], torch.Tensor | None]:
+        """Reduce, step after step on the current stream.
 
-        Also returns what was read on the way.
+        Returns whose gradients are complete (none, if replicas are still to come), and what was
+        read on the way.
         """
         unit, options = self._unit, self._unit.options
         used = None
@@ -218,17 +225,17 @@ class Rows:
         else:
             self._scatter_now(output, rows, division)
         if unit.replicas is not None:
-            used = unit.add_partial(indices, output)
+            indices, used = unit.add_partial(indices, output)
             if not options.all_reduces:
                 unit.keep_partial(indices, output)
-                return False, used
+                return (), used
             reason = f"the all-reduce of unit {unit.name!r}"
             unit.replicas.all_reduce(output, division.all_reduce_op, reason=reason).wait()
         if options.all_reduce_hook is not None:
             unit.streams.run_hook(options.all_reduce_hook, output, options.all_reduce_hook_stream)
         if division.after is not None and division.after != 1:
             output.div_(division.after)
-        return True, used
+        return indices, used
 
     def _scatter_now(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> None:
         """Reduce over the ranks that shard, in order with the current stream."""

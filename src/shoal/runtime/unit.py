@@ -6,6 +6,7 @@ to the other: a gather, and for gradients a reduction. It decides nothing about 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -91,13 +92,13 @@ class Unit:
         self._wait: Callable[[], object] | None = None
         self.gathered_version: tuple[int, ...] = ()
         """The version that the full parameters have."""
-        self._on_grad: Callable[[Unit], None] | None = None
+        self.notices: Callable[[Unit], None] | None = None
         self._counted: set[int] = set()
         self.trained: tuple[int, ...] = ()
         """The parameters that get gradients; the same object for as long as they stay the same."""
         self._prepared: torch.Tensor | None = None
         self._kept_grads: dict[int, torch.Tensor] = {}
-        self._partial: dict[tuple[int, ...], torch.Tensor] = {}
+        self._partial: tuple[tuple[int, ...], torch.Tensor] | None = None
         count_updates(self)
 
     @torch.inference_mode(False)
@@ -302,7 +303,7 @@ class Unit:
 
     def on_grad(self, hook: Callable[[Unit], None]) -> None:
         """Call `hook` when autograd has accumulated a gradient of this unit."""
-        self._on_grad = hook
+        self.notices = hook
 
     def watch_all_grads(self) -> None:
         """Call the hook for every parameter's gradient, and not for the first one's only."""
@@ -320,12 +321,11 @@ class Unit:
         self.trained = trained
         for index, parameter in enumerate(self.full.parameters):
             parameter.requires_grad_(index in trained)
-        hook = self._on_grad
         for index in trained if -1 in self._counted else trained[:1]:
-            if hook is not None and index not in self._counted:
+            if self.notices is not None and index not in self._counted:
                 self._counted.add(index)
                 parameter = self.full.parameters[index]
-                parameter.register_post_accumulate_grad_hook(lambda _, hook=hook: hook(self))
+                parameter.register_post_accumulate_grad_hook(_notifier(self))
 
     @property
     def offloads(self) -> bool:
@@ -336,15 +336,8 @@ class Unit:
     def waits_for_reduction(self) -> bool:
         """Whether the end of a backward has to reduce though no gradient came in it."""
         options = self.options
-        return options.reduces and (
-            bool(self._kept_grads) or (options.reduces_unused and not self.was_reduced)
-        )
-
-    @property
-    def has_all_grads(self) -> bool:
-        """Whether every parameter that is trained has its gradient."""
-        parameters = self.full.parameters
-        return all(parameters[index].grad is not None for index in self.trained)
+        unused = options.reduces_unused and not self.was_reduced and bool(self.trained)
+        return options.reduces and (bool(self._kept_grads) or unused)
 
     def take_grads(self) -> dict[int, torch.Tensor]:
         """Take the gradients that arrived off the full parameters."""
@@ -386,16 +379,23 @@ class Unit:
         with torch.no_grad():
             return self.rows.launch(grads)
 
-    def add_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> torch.Tensor | None:
-        """Add what was reduced without the replicas, if any; keep it until that is done."""
-        partial = self._partial.pop(indices, None)
-        if partial is not None:
-            output.add_(partial)
-        return partial
+    def add_partial(
+        self, indices: tuple[int, ...], output: torch.Tensor
+    ) -> tuple[tuple[int, ...], torch.Tensor | None]:
+        """Add what was reduced without the replicas, if any; keep it until that is done.
+
+        Returns whose gradients are there now, since other parameters may have been used before.
+        """
+        if self._partial is None:
+            return indices, None
+        before, partial = self._partial
+        self._partial = None
+        output.add_(partial)
+        return tuple(sorted({*before, *indices})), partial
 
     def keep_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
         """Keep a gradient that the replicas have still to add theirs to."""
-        self._partial[indices] = output
+        self._partial = (indices, output)
 
     def reads_grads_at_once(self, indices: Sequence[int]) -> bool:
         """Whether somebody reads these gradients as soon as they are there."""
@@ -405,7 +405,7 @@ class Unit:
     def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
         """Put reduced gradients on the sharded parameters."""
         members = self.shards.members
-        wanted = None if len(indices) == len(self.trained) else set(indices)
+        wanted = None if indices is self.trained else set(indices)
         for index, grad in self.rows.views(output):
             if wanted is not None and index not in wanted:
                 continue
@@ -431,6 +431,18 @@ class Unit:
 
     def forget_grads(self) -> None:
         """Drop every gradient that has not reached the shards."""
-        self._kept_grads, self._partial = {}, {}
+        self._kept_grads, self._partial = {}, None
         for parameter in self.full.parameters:
             parameter.grad = None
+
+
+def _notifier(unit: Unit) -> Callable[[object], None]:
+    """Tells a unit of a gradient. Weakly: the garbage collector does not look into such hooks."""
+    alive = weakref.ref(unit)
+
+    def notify(_: object) -> None:
+        unit = alive()
+        if unit is not None and unit.notices is not None:
+            unit.notices(unit)
+
+    return notify
