@@ -32,12 +32,16 @@ class Graveyard:
         )
         if self._address in (None, _FAILED):
             raise OSError(ctypes.get_errno(), "cannot reserve address space for freed parameters")
+        if not hasattr(os, "memfd_create"):
+            return  # other systems than Linux read zeros here
         file = os.memfd_create("shoal-freed")
         try:
             os.write(file, b"\xff" * _CHUNK)
             fixed = private | 0x10  # MAP_FIXED, which the mmap module does not name
             for offset in range(0, self.num_bytes, _CHUNK):
-                libc.mmap(self._address + offset, _CHUNK, read_write, fixed, file, 0)
+                at = libc.mmap(self._address + offset, _CHUNK, read_write, fixed, file, 0)
+                if at == _FAILED:
+                    raise OSError(ctypes.get_errno(), "cannot map memory for freed parameters")
         finally:
             os.close(file)
 

@@ -16,7 +16,7 @@ _PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device
 class Reach:
     """The tensors of a value, as far as it can be looked into. Made twice per unit and step."""
 
-    __slots__ = ("differentiable", "has_leaf", "is_opaque", "tensors")
+    __slots__ = ("differentiable", "is_opaque", "tensors")
 
     def __init__(self, tensors: Sequence[torch.Tensor], is_opaque: bool) -> None:
         self.tensors = tensors
@@ -24,16 +24,8 @@ class Reach:
         """Whether something in it may hold tensors that were not found."""
         self.differentiable: list[torch.Tensor] = []
         """Those that a backward comes through: not leaves, and not without gradient mode."""
-        self.has_leaf = False
-        """Whether a backward ends in one of them, where no hook tells in time."""
         if torch.is_grad_enabled():
-            for tensor in tensors:
-                if not tensor.requires_grad:
-                    continue
-                if tensor.is_leaf:
-                    self.has_leaf = True
-                else:
-                    self.differentiable.append(tensor)
+            self.differentiable = [t for t in tensors if t.requires_grad and not t.is_leaf]
 
     @classmethod
     def of(cls, value: Any) -> Reach:

@@ -36,8 +36,6 @@ from shoal.runtime.updates import count_updates
 class Pass:
     """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
 
-    reaches_inputs: bool
-    """Whether some inputs need gradients, so that backward goes on below the parameters."""
     version: tuple[int, ...]
     """The parameters' version in forward."""
 
