@@ -207,11 +207,12 @@ class Context:
             unit.open_passes.clear()
             if unit.has_late_grads or unit.phase is Phase.BACKWARD or unit.waits_for_reduction:
                 self._reduce(unit)
-            unit.was_reduced = unit.was_entered = unit.has_late_grads = False
             if unit.phase is Phase.BACKWARD:
                 self._free(unit)
             elif unit.phase is not Phase.HELD or unit.options.reshards_after_backward:
                 unit.reshard()
+        for unit in self.units:
+            unit.was_reduced = unit.was_entered = unit.has_late_grads = False
         while self._reductions:
             self._finish_reduction()
         for mark in self._host_marks:
@@ -262,7 +263,6 @@ class Context:
         for later in reversed(self.units[self._index[unit] + 1 :]):
             is_behind = later.options.reduces_unused and not later.was_reduced
             if is_behind and not later.open_passes and later.trained:
-                later.was_reduced = True
                 self._reduce(later)
 
     def _prefetch(self, unit: Unit | None) -> None:

@@ -209,6 +209,12 @@ class FullParameters:
             parameter.__class__ = nn.Parameter
         return self._datas
 
+    def come_home(self) -> None:
+        """Bring parameters back that were given other memory (`parameter.data = ...`)."""
+        for parameter, data in zip(self.parameters, self._datas, strict=True):
+            if type(parameter) is nn.Parameter and parameter.data_ptr() != data.data_ptr():
+                parameter.data = data.data
+
     def free(self) -> None:
         """Take the memory away; from here on reading a parameter is an error."""
         (self._laid_out or self._gathered).empty()

@@ -42,6 +42,7 @@ def full_parameters(
                 _write_back(unit)
     finally:
         for unit in units:
+            unit.full.come_home()
             if not were_kept[unit]:
                 unit.reshard()
                 unit.arena.trim()  # training has never all units full at once

@@ -128,6 +128,34 @@ def test_ranks_that_use_different_parameters_reduce_in_one_order(
     check_gradients(plain, sharded)
 
 
+class Cut(nn.Module):
+    """Units in a row with a bypass around the second; rank 1 cuts the graph behind one of them."""
+
+    def __init__(self, behind: str) -> None:
+        super().__init__()
+        self.behind = behind
+        self.stem, self.head = linear(), linear()
+        self.first, self.second, self.third = linear(), linear(), linear()
+
+    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
+        x = self._cut("first", self.first(self.stem(x)), rank)
+        return self.head(self.third(x + self._cut("second", self.second(x), rank)))
+
+    def _cut(self, name: str, x: torch.Tensor, rank: int) -> torch.Tensor:
+        return x.detach() if (name, rank) == (self.behind, 1) else x
+
+
+@ranks(2, timeout_s=15)
+@pytest.mark.parametrize("behind", ["first", "second"])
+def test_a_unit_that_backward_skips_on_one_rank_is_reduced_in_its_turn(behind: str) -> None:
+    units = ("first", "second", "third")
+    # Held for backward: one that gathers again on some ranks only would hang.
+    plain, sharded = twins(lambda: Cut(behind), *units, reshard_after_forward=False)
+    sharded.set_reduce_scatter_unused_params(True)
+    backward(plain, sharded, square_of_rank)
+    check_gradients(plain, sharded)
+
+
 @ranks(2)
 def test_a_frozen_unit_has_nothing_unused_to_reduce() -> None:
     def make() -> nn.Module:
