@@ -212,7 +212,8 @@ class FullParameters:
     def come_home(self) -> None:
         """Bring parameters back that were given other memory (`parameter.data = ...`)."""
         for parameter, data in zip(self.parameters, self._datas, strict=True):
-            if type(parameter) is nn.Parameter and parameter.data_ptr() != data.data_ptr():
+            is_ours = type(parameter) is nn.Parameter and parameter.shape == data.shape
+            if is_ours and parameter.data_ptr() != data.data_ptr():
                 parameter.data = data.data
 
     def free(self) -> None:
