@@ -14,7 +14,7 @@ from shoal.comm.transport import Transport
 from shoal.layout.buffer import shard_views
 from shoal.layout.packing import Packing
 from shoal.runtime.policy import AllGather
-from shoal.runtime.streams import Streams
+from shoal.runtime.streams import Streams, no_wait
 
 
 class Stored(Protocol):
@@ -103,7 +103,7 @@ class Gather:
         if self._copy_in is not None:
             self._copy_in()
         if self._prepared is None:
-            return _nothing
+            return no_wait
         if custom is not None:
             return self._run_custom(custom).wait
         return self._prepared.launch().wait
@@ -117,7 +117,3 @@ class Gather:
         if self.streams.gathering is not None:
             pending.wait()
         return pending
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""

@@ -15,6 +15,7 @@ from shoal.comm.transport import Pending, Transport
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
 from shoal.runtime.reduction import Division, Reduction
+from shoal.runtime.streams import no_wait
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -169,7 +170,7 @@ class Rows:
             return Reduction(unit, indices, self._kept(memory), output, pending.wait)
         if lane is None:
             indices, _ = self._chain(indices, rows, output, division)
-            return Reduction(unit, indices, self._kept(memory), output, _nothing)
+            return Reduction(unit, indices, self._kept(memory), output, no_wait)
         with lane:
             indices, used = self._chain(indices, rows, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
@@ -314,7 +315,3 @@ class Rows:
         if self.shard_numel > end:
             widths.append(self.shard_numel - end)
         return widths, wanted, shapes
-
-
-def _nothing() -> None:
-    """There is nothing to wait for."""

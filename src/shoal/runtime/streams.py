@@ -77,3 +77,7 @@ class Streams:
         with torch.cuda.stream(stream):
             hook(output)
         current.wait_stream(stream)
+
+
+def no_wait() -> None:
+    """What to call where there is nothing to wait for."""
