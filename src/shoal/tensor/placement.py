@@ -55,6 +55,11 @@ class Placement:
         object.__setattr__(self, "piece", self.packing.piece(self.index, self.rank))
         object.__setattr__(self, "_cut", _cut(self.packing, self.index))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether one rank holds all elements; the same answer on every rank."""
+        return len(self.packing.holders(self.index, Region.whole(self.shape))) <= 1
+
     def agrees(self, other: Placement) -> bool:
         """Whether every rank holds the same elements, in the same local shape, by both.
 
