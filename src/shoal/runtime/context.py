@@ -79,9 +79,8 @@ class Context:
         In BACKWARD this is a recomputation, and everything is there.
         """
         phase = unit.phase
-        if phase is Phase.BACKWARD:
-            return
-        if phase is Phase.FORWARD:  # another module of the unit, or one that was cut short
+        # In FORWARD it is another module of the unit, or the same one called by itself.
+        if phase in (Phase.BACKWARD, Phase.FORWARD):
             return
         if phase is not Phase.SHARDED and unit.is_stale:
             unit.reshard()
@@ -117,11 +116,8 @@ class Context:
         phase = unit.phase
         if phase is Phase.BACKWARD:
             return
-        if phase is Phase.SHARDED:
-            if unit.options.gathers_in_backward:
-                self._launch_gather(unit)
-            else:
-                unit.gathered_version = unit.version
+        if phase is Phase.SHARDED and unit.options.gathers_in_backward:
+            self._launch_gather(unit)
         elif phase is not Phase.GATHERING:
             unit.gathered_version = unit.version
         # The bytes that are there, or on their way, are those of this version.

@@ -64,7 +64,7 @@ def fully_shard(
     mesh = mesh if mesh is not None else default_mesh()
     _check_device(mesh)
     info = mesh_info_of(mesh, dp_mesh_dims)
-    after = _post_forward(reshard_after_forward, info)
+    _post_forward(reshard_after_forward, info)  # refuses a wrong number before anything changes
     device = device_of(info.mesh)
     found = collect(modules, ignored)
     check(found)
@@ -73,8 +73,7 @@ def fully_shard(
     for part in group(found, layout, info, shard_placement_fn):
         name = ", ".join(type(m).__name__ for m in modules)
         unit = Unit(name, part.sources, part.layout, part.mesh_info, device, policy, offload)
-        if part.mesh_info is not info:
-            after = _post_forward(reshard_after_forward, part.mesh_info)
+        after = _post_forward(reshard_after_forward, part.mesh_info)
         if after is not None:
             unit.post = _keep_within(after, unit)
         units.append(unit)
@@ -129,17 +128,8 @@ def _post_forward(
     reshard_after_forward: bool | int | None, info: DataParallelMeshInfo
 ) -> FSDPMeshInfo | None:
     """The smaller mesh to reshard to after forward, if one was asked for."""
-    if not isinstance(info, FSDPMeshInfo):
-        return None
-    is_size = isinstance(reshard_after_forward, int) and not isinstance(reshard_after_forward, bool)
-    if is_size and info.is_spmd_mesh:
-        raise NotImplementedError(
-            "shoal: reshard_after_forward as a number is not supported with dp_mesh_dims"
-        )
-    smaller = post_forward_mesh_info(
-        True if reshard_after_forward is None else reshard_after_forward, info
-    )
-    return None if smaller is None or smaller is info else smaller
+    smaller = post_forward_mesh_info(reshard_after_forward, info)
+    return None if smaller is info else smaller
 
 
 def _keep_within(info: FSDPMeshInfo, unit: Unit) -> PostForward:

@@ -92,6 +92,7 @@ class Unit:
         """The version that the full parameters have."""
         self.notices: Callable[[Unit], None] | None = None
         self._counted: set[int] = set()
+        self._watches_all = False
         self.trained: tuple[int, ...] = ()
         """The parameters that get gradients; the same object for as long as they stay the same."""
         self._prepared: torch.Tensor | None = None
@@ -143,9 +144,9 @@ class Unit:
 
     def _find_registrations(self) -> None:
         self._registrations = [
-            (home.module._parameters, home.name, parameter)
+            (parameters, name, parameter)
             for member, parameter in zip(self.shards.members, self.full.parameters, strict=True)
-            for home in member.homes
+            for parameters, name in member.places
         ]
 
     def put_full(self, index: int, parameter: nn.Parameter) -> None:
@@ -305,7 +306,7 @@ class Unit:
 
     def watch_all_grads(self) -> None:
         """Call the hook for every parameter's gradient, and not for the first one's only."""
-        self._counted.add(-1)
+        self._watches_all = True
         self.trained = ()
         self._follow_requires_grad()
 
@@ -319,7 +320,7 @@ class Unit:
         self.trained = trained
         for index, parameter in enumerate(self.full.parameters):
             parameter.requires_grad_(index in trained)
-        for index in trained if -1 in self._counted else trained[:1]:
+        for index in trained if self._watches_all else trained[:1]:
             if self.notices is not None and index not in self._counted:
                 self._counted.add(index)
                 parameter = self.full.parameters[index]
