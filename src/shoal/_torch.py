@@ -7,20 +7,51 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType, SimpleNamespace
-from typing import Any, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload as OpOverload
+from torch.distributed import rpc
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+from torch.distributed._shard import sharded_tensor, sharding_spec
+from torch.distributed._shard.metadata import ShardMetadata as ShardMetadata
+from torch.distributed._shard.sharded_tensor.metadata import (
+    MEM_FORMAT_ENCODING as MEM_FORMAT_ENCODING,
+)
+from torch.distributed._shard.sharded_tensor.metadata import (
+    ShardedTensorMetadata as ShardedTensorMetadata,
+)
+from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as TensorProperties
+from torch.distributed._shard.sharder import Sharder as Sharder
+from torch.distributed._shard.sharding_plan import ShardingPlan as ShardingPlan
+from torch.distributed._shard.sharding_plan import ShardingPlanner as ShardingPlanner
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec as ChunkShardingSpec
+from torch.distributed._shard.sharding_spec import DevicePlacementSpec as DevicePlacementSpec
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec as EnumerableShardingSpec
+from torch.distributed._shard.sharding_spec import PlacementSpec as PlacementSpec
+from torch.distributed._shard.sharding_spec import ShardingSpec as ShardingSpec
+from torch.distributed._shard.sharding_spec._internals import check_tensor as check_tensor
+from torch.distributed._shard.sharding_spec._internals import (
+    get_chunk_sharding_params as get_chunk_sharding_params,
+)
+from torch.distributed._shard.sharding_spec._internals import (
+    get_chunked_dim_size as get_chunked_dim_size,
+)
+from torch.distributed._shard.sharding_spec._internals import get_split_size as get_split_size
+from torch.distributed._shard.sharding_spec._internals import (
+    validate_non_overlapping_shards_metadata as validate_non_overlapping_shards_metadata,
+)
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.remote_device import _remote_device as RemoteDevice
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
@@ -92,6 +123,10 @@ def all_reduce_method(
     method, options = group.allreduce, dist.distributed_c10d.AllreduceOptions()
     options.reduceOp = cast(Any, op)
     return lambda tensor: method([tensor], options)
+
+
+local_getter: Callable[[Tensor], Tensor] = operator.attrgetter("_local_tensor")
+"""`local_tensor`, in C."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -417,22 +452,44 @@ def spin(num_cycles: int) -> None:
     torch.cuda._sleep(num_cycles)
 
 
-def current_stream(device_index: int) -> torch.cuda.Stream:
+class StreamInUse(NamedTuple):
+    """A CUDA stream that was current, and what makes it current again."""
+
+    stream: torch.cuda.Stream
+    make_current: Callable[[], None]
+
+
+def stream_in_use(device_index: int) -> StreamInUse:
     """The current CUDA stream; the same object each time, which costs the host next to nothing."""
-    return _stream(*torch._C._cuda_getCurrentStream(device_index))
+    return _stream_in_use(*torch._C._cuda_getCurrentStream(device_index))
 
 
 @functools.cache
-def _stream(number: int, device_index: int, device_type: int) -> torch.cuda.Stream:
+def _stream_in_use(number: int, device_index: int, device_type: int) -> StreamInUse:
     # A handle, not a stream: making one costs microseconds, keeping it costs nothing.
-    return torch.cuda.Stream(stream_id=number, device_index=device_index, device_type=device_type)
+    stream = torch.cuda.Stream(stream_id=number, device_index=device_index, device_type=device_type)
+    return StreamInUse(stream, maker_of_current(stream))
 
 
-def make_current(stream: torch.cuda.Stream) -> None:
-    """Launch on another stream of the current device from here on; for pairs in a hot path."""
-    torch._C._cuda_setStream(
-        stream_id=stream.stream_id, device_index=stream.device_index, device_type=stream.device_type
+def maker_of_current(stream: torch.cuda.Stream) -> Callable[[], None]:
+    """What to call to launch on a stream of the current device from there on; for hot paths."""
+    return functools.partial(
+        torch._C._cuda_setStream,
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
     )
+
+
+_event_in_c: Any = torch.cuda.Event.__mro__[1]
+
+# Past the methods in Python around them: (event, stream).
+record_event: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = getattr(
+    _event_in_c, "record", torch.cuda.Event.record
+)
+wait_event: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = getattr(
+    _event_in_c, "wait", torch.cuda.Event.wait
+)
 
 
 def untraced(cls: Class) -> Class:
@@ -496,3 +553,41 @@ def group_for_optimizers(group: Callable[[str, list[list[Any]]], dict[Any, Any] 
 def backward_task() -> int:
     """Which backward autograd is executing in this thread; -1 for none."""
     return torch._C._current_graph_task_id()
+
+
+LocalShard = sharded_tensor.Shard
+"""A local tensor with its metadata; named so that it is not taken for DTensor's `Shard`."""
+
+parse_remote_device: Callable[[Any, RemoteDevice | None], tuple[int | None, torch.device]] = cast(
+    Any, sharded_tensor
+).utils._parse_and_validate_remote_device
+"""Global rank and device of a placement, which must be in the group or name an RPC worker."""
+
+inferred_spec: Callable[[list[ShardMetadata]], ShardingSpec] = (
+    sharding_spec._infer_sharding_spec_from_shards_metadata
+)
+"""The spec that would cut a tensor into such shards: chunks if they are equal, else a list."""
+
+
+def on_device(remote: RemoteDevice, device: torch.device) -> RemoteDevice:
+    """The same rank or worker, but another of its devices."""
+    moved = RemoteDevice(device)
+    moved._rank, moved._worker_name = remote._rank, remote._worker_name
+    return moved
+
+
+def rpc_is_running() -> bool:
+    """Whether this process has called `init_rpc`."""
+    return rpc.api._is_current_rpc_agent_set()
+
+
+def rpc_gather(value: object) -> dict[int, Any]:
+    """Give every RPC worker what each of them has, by the worker's id."""
+    ids = {worker.name: worker.id for worker in rpc.api._get_current_rpc_agent().get_worker_infos()}
+    gathered = cast(dict[str, Any], rpc.api._all_gather(value))
+    return {ids[name]: found for name, found in gathered.items()}
+
+
+def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
+    """Device, dtype, non_blocking and memory format of the arguments of `to`; None where unsaid."""
+    return cast(Any, torch._C)._nn._parse_to(*args, **kwargs)

@@ -166,6 +166,16 @@ class Call:
                 return operand
         return None
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole buffer: all slots where there are any."""
+        output, input = self.output, self.input
+        if type(output) is Slots:
+            return output.num_bytes if type(input) is not Slots else input.num_bytes
+        if type(input) is Slots:
+            return input.num_bytes
+        return 0 if self.common is None else self.common.nbytes
+
     def signature(self) -> str:
         """What all ranks must agree on, to read: `all_reduce(4 of float32, SUM)`."""
         parts = []

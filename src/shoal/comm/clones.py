@@ -140,7 +140,8 @@ def _xor(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
 
 
 def _same(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
-    move(output, piece)
+    if output.data_ptr() != piece.data_ptr():
+        output.copy_(piece)
 
 
 _REDUCE: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor, int, Reduction], None]] = {

@@ -79,6 +79,7 @@ class CudaLink:
     def __init__(self, device: torch.device, is_free: bool) -> None:
         self._device_index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
+        self._make_current = _torch.maker_of_current(self._stream)
         self._reached = torch.cuda.Event()
         self._cycles_per_us = 0.0 if is_free else cycles_per_us(device)
         self._last: _Launch | None = None
@@ -92,7 +93,8 @@ class CudaLink:
         asynchronous: bool,
     ) -> PythonWork:
         """Queue the copies, then the spin, behind what the link already carries."""
-        current = _torch.current_stream(self._device_index)
+        in_use = _torch.stream_in_use(self._device_index)
+        current = in_use.stream
         if not asynchronous and duration_us == 0:
             move()  # nobody has to queue for a link that takes no time
             return CudaWork(calls, None, current)
@@ -104,11 +106,11 @@ class CudaLink:
         # One event serves all launches: a wait is for what was recorded when it was queued.
         self._reached.record(current)
         stream.wait_event(self._reached)
-        _torch.make_current(stream)
+        self._make_current()
         try:
             event = self._occupy(stream, move, duration_us, captured)
         finally:
-            _torch.make_current(current)
+            in_use.make_current()
         work = CudaWork(calls, event, stream)
         if not captured:
             self._keep(work)
@@ -164,7 +166,7 @@ class CudaWork(PythonWork):
 
     def finish(self) -> None:
         """Make the current stream wait; a barrier makes the host wait too."""
-        current = _torch.current_stream(self._stream.device_index)
+        current = _torch.stream_in_use(self._stream.device_index).stream
         if self._event is not None:
             current.wait_event(self._event)
         if not self.waited and self._calls[0].kind == Kind.BARRIER:

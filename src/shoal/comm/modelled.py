@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal.comm.calls import Call, Kind, Slots
+from shoal.comm.calls import Call, Kind
 from shoal.comm.clones import among_clones
 from shoal.comm.link import CpuLink, CudaLink, device_of
 from shoal.comm.network import FREE, INFINIBAND, NVLINK, Network
@@ -66,6 +66,7 @@ class ModelledGroup(PythonGroup):
         super().__init__(rank, size)
         self.model = model
         self.meter = Meter()
+        self._is_free = model.network.is_free
         self._job_meter = None if job is None else job.meter
         self._links: dict[torch.device, CpuLink | CudaLink] = {}
         self._link_on(model.device)  # calibrates the device's clock now, not in a measured step
@@ -89,10 +90,8 @@ class ModelledGroup(PythonGroup):
         kind, size, fill = calls[0].kind, self._size, self.model.fill
         num_bytes = 0
         for call in calls:
-            num_bytes += _num_bytes(call)
-        self.meter.count(kind, num_bytes)
-        if self._job_meter is not None:
-            self._job_meter.count(kind, num_bytes)
+            num_bytes += call.num_bytes
+        self._count(kind, num_bytes)
 
         def move() -> None:
             for call in calls:
@@ -101,6 +100,20 @@ class ModelledGroup(PythonGroup):
         link = self._link_on(device_of(calls) or self.model.device)
         duration_us = self.model.network.duration_us(kind, num_bytes, size)
         return link.launch(calls, move, duration_us, asynchronous)
+
+    def run_in_stream(self, call: Call) -> None:
+        """Run a call in order with the current stream; the call can be given again."""
+        if not self._is_free:
+            super().run_in_stream(call)
+            return
+        # Nobody has to queue for a link that takes no time.
+        self._count(call.kind, call.num_bytes)
+        among_clones(call, self._rank, self._size, self.model.fill)
+
+    def _count(self, kind: Kind, num_bytes: int) -> None:
+        self.meter.count(kind, num_bytes)
+        if self._job_meter is not None:
+            self._job_meter.count(kind, num_bytes)
 
     def _link_on(self, device: torch.device) -> CpuLink | CudaLink:
         link = self._links.get(device)
@@ -158,10 +171,3 @@ def _make_group(options: Any, model: _Model | None) -> ModelledGroup:
             raise UsageError(f"backend {BACKEND!r} is made by init_modelled, not by its name")
         model = job.model
     return ModelledGroup(options.group_rank, options.group_size, model, job)
-
-
-def _num_bytes(call: Call) -> int:
-    for operand in (call.input, call.output):
-        if isinstance(operand, Slots):
-            return operand.num_bytes
-    return 0 if call.common is None else call.common.nbytes

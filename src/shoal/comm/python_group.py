@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -121,6 +122,10 @@ class PythonGroup(ProcessGroup):
     @abstractmethod
     def run(self, calls: Sequence[Call], asynchronous: bool) -> PythonWork:
         """Start these calls, which belong together, and say how to wait for them."""
+
+    def run_in_stream(self, call: Call) -> None:
+        """Run a call in order with the current stream; the call can be given again."""
+        self.run([replace(call)], False).wait()
 
     # A group's identity, by the names that c10d uses from C++ and from Python.
 

@@ -26,8 +26,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal import _torch
 from shoal.comm import gloo
-from shoal.comm.calls import Reduction
+from shoal.comm.calls import Call, Kind, Reduction, Slots
 from shoal.comm.pending import Pending, Prepared
+from shoal.comm.python_group import PythonGroup
 from shoal.errors import MeshError, UsageError
 
 # Every backend carries these as they are; everything else travels as bytes.
@@ -52,7 +53,6 @@ class Transport:
     __slots__ = (
         "_backends",
         "_gather",
-        "_gather_in_stream",
         "_scatters",
         "_swap",
         "_uses_gloo",
@@ -75,8 +75,7 @@ class Transport:
         self._backends = dict(pairs)
         self._uses_gloo = "gloo" in self._backends.values()
         self._gather = _torch.gather_method(group)
-        self._gather_in_stream = _torch.gather_method(group, asynchronous=False)
-        self._scatters: dict[tuple[str, bool], Callable[[Tensor, Tensor], dist.Work]] = {}
+        self._scatters: dict[str, Callable[[Tensor, Tensor], dist.Work]] = {}
         self._swap = _torch.all_to_all_method(group)
 
     def all_gather(self, output: Tensor, input: Tensor, *, reason: str = "all-gather") -> Pending:
@@ -96,13 +95,25 @@ class Transport:
         gather = self._gather
         return Prepared(output, reason, lambda: (gather(received, sent), None))
 
-    def gather_in_stream(self, output: Tensor, input: Tensor) -> None:
-        """Gather on the current CUDA stream, in order with what it was given; checks nothing."""
-        self._gather_in_stream(_as_carried(output), _as_carried(input))
+    def gather_in_stream(self, output: Tensor, input: Tensor) -> Callable[[], object]:
+        """Prepare to gather on the current CUDA stream, in order with what it was given."""
+        received, sent, group = _as_carried(output), _as_carried(input), self.group
+        if isinstance(group, PythonGroup):
+            call = Call(Kind.ALL_GATHER, sent, Slots.like(sent, received, self.size))
+            return partial(group.run_in_stream, call)
+        return partial(_torch.gather_method(group, asynchronous=False), received, sent)
 
-    def reduce_scatter_in_stream(self, output: Tensor, input: Tensor, op: Reduction) -> None:
-        """Reduce on the current CUDA stream, in order with what it was given; checks nothing."""
-        self._scatter_by(op, asynchronous=False)(output, input)
+    def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], object]:
+        """What reduces into an output on the current CUDA stream, in order; checks nothing."""
+        group, size = self.group, self.size
+        if not isinstance(group, PythonGroup):
+            return _torch.scatter_method(group, op, asynchronous=False)
+
+        def scatter(output: Tensor, input: Tensor) -> None:
+            slots = Slots.like(output, input, size)
+            group.run_in_stream(Call(Kind.REDUCE_SCATTER, slots, output, op))
+
+        return scatter
 
     def reduce_scatter(
         self,
@@ -133,13 +144,11 @@ class Transport:
         scatter = self._scatter_by(op)
         return Prepared(output, reason, lambda: (scatter(output, input), None))
 
-    def _scatter_by(
-        self, op: Reduction, *, asynchronous: bool = True
-    ) -> Callable[[Tensor, Tensor], dist.Work]:
-        key = (str(op), asynchronous)
+    def _scatter_by(self, op: Reduction) -> Callable[[Tensor, Tensor], dist.Work]:
+        key = str(op)
         method = self._scatters.get(key)
         if method is None:
-            method = _torch.scatter_method(self.group, op, asynchronous=asynchronous)
+            method = _torch.scatter_method(self.group, op)
             if op in (ReduceOp.SUM, ReduceOp.AVG):  # others may carry a factor
                 self._scatters[key] = method
         return method

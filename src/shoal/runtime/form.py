@@ -7,8 +7,10 @@ full one is a plain tensor, or a DTensor where tensor parallelism had distribute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import ClassVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,6 +27,9 @@ class Form(ABC):
     """The wrapping around the bytes of one parameter."""
 
     __slots__ = ()
+
+    local_getter: ClassVar[Callable[[torch.Tensor], torch.Tensor]]
+    """`local_of` a tensor that is known to be of this form, in C."""
 
     @abstractmethod
     def shard(self, local: torch.Tensor) -> torch.Tensor:
@@ -59,6 +64,8 @@ class Form(ABC):
 class ShardedForm(Form):
     """A piece of any layout."""
 
+    local_getter: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = attrgetter("local")
+
     placement: sharded.Placement
 
     def shard(self, local: torch.Tensor) -> torch.Tensor:
@@ -88,6 +95,8 @@ class ShardedForm(Form):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorForm(Form):
     """A chunk of a dim, on the data-parallel axes and the axes of whoever came before."""
+
+    local_getter: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = _torch.local_getter
 
     spec: _torch.DTensorSpec
     before: _torch.DTensorSpec | None = None

@@ -176,11 +176,10 @@ class FullParameters:
         """The gather has written: make the parameters readable."""
         if self._laid_out is not None:
             self._laid_out.fill()
-            with torch.no_grad():
-                if self._columns is not None:
-                    _torch.copy_columns(*self._columns)
-                else:
-                    _torch.foreach_copy([t for t, _ in self._copies], [s for _, s in self._copies])
+            if self._columns is not None:
+                _torch.copy_columns(*self._columns)
+            else:
+                _torch.foreach_copy([t for t, _ in self._copies], [s for _, s in self._copies])
             self._gathered.empty()
         for parameter in self._freeable:
             parameter.__class__ = nn.Parameter

@@ -63,6 +63,7 @@ class Gather:
         if transport is not None and transport.size > 1 and output.numel() > 0:
             sent = stored.view(output.dtype) if is_as_stored else self._mine
             self._prepared = transport.prepare_all_gather(output, sent, reason=self._reason)
+            self._in_stream = transport.gather_in_stream(output, sent)
             self._sent = sent
 
     def _copy_of(self, shards: Stored, packing: Packing, rank: int) -> Callable[[], object]:
@@ -83,19 +84,21 @@ class Gather:
         return lambda: _torch.foreach_copy(targets, sources)
 
     def launch(self, custom: AllGather | None) -> Callable[[], object]:
-        """Start it, beside compute; returns what makes the current stream (or the host) wait."""
+        """Start it, beside compute; returns what makes the current stream (or the host) wait.
+
+        Nothing here requires a gradient, so autograd records nothing in any mode.
+        """
         lane = self.streams.gathering
         if lane is None:
-            with torch.no_grad():
-                return self._launch(custom)
-        with lane, torch.no_grad():
+            return self._launch(custom)
+        with lane:
             if self._copy_in is not None:
                 self._copy_in()
-            if self._transport is not None and self._prepared is not None:
-                if custom is not None:
-                    self._run_custom(custom)
+            if self._prepared is not None:
+                if custom is None:
+                    self._in_stream()
                 else:
-                    self._transport.gather_in_stream(self._output, self._sent)
+                    self._run_custom(custom)
             mark = lane.mark()
         return partial(lane.join, mark)
 
@@ -111,8 +114,9 @@ class Gather:
     def _run_custom(self, custom: AllGather) -> Pending:
         assert self._transport is not None
         output = self._output
-        given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
-        work = custom(given, self._sent, self._transport.group, async_op=True)
+        with torch.no_grad():
+            given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
+            work = custom(given, self._sent, self._transport.group, async_op=True)
         pending = Pending(output, work, self._reason, lambda: output.copy_(given))
         if self.streams.gathering is not None:
             pending.wait()

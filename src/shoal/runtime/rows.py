@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,7 @@ class Rows:
         self._generation = 0
         self._separate: Transport | None = None
         self._division: tuple[object, Division] | None = None
+        self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
         self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Size | None]] | None = None
 
     def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction:
@@ -244,8 +245,8 @@ class Rows:
         on_host = unit.streams.reducing is None
         if on_host or options.reduce_scatter is not None or options.reduce_group is not None:
             self._scatter(output, rows, division).wait()
-        elif unit.transport is not None:
-            unit.transport.reduce_scatter_in_stream(output, rows, division.reduce_op)
+        elif self._scatters is not None:
+            self._scatters(output, rows)
 
     def _output(self, rows: torch.Tensor) -> torch.Tensor:
         custom = self._unit.options.reduce_scatter
@@ -283,6 +284,8 @@ class Rows:
                 only_sums=options.only_sums,
             )
             self._division = (key, division)
+            if unit.transport is not None and unit.streams.reducing is not None:
+                self._scatters = unit.transport.reduce_scatter_in_stream(division.reduce_op)
         return self._division[1]
 
     def views(self, output: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
@@ -290,7 +293,7 @@ class Rows:
         if self._cuts is None:
             self._cuts = self._cut()
         widths, wanted, shapes = self._cuts
-        pieces = output.split(widths)
+        pieces = output.split_with_sizes(widths)
         return [
             (index, pieces[at] if shape is None else pieces[at].view(shape))
             for (index, at), shape in zip(wanted, shapes, strict=True)

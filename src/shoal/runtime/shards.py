@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter, is_
 
 import torch
 from torch import nn
@@ -22,6 +23,8 @@ from shoal.runtime.form import Form, bytes_of
 from shoal.runtime.gather_hooks import cut, has_hooks, without
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
 from shoal.runtime.updates import mark_replaced
+
+_version_of = attrgetter("_version")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,7 @@ class Source:
 class Member:
     """One sharded parameter of a unit."""
 
-    __slots__ = ("form", "homes", "local", "places", "sharded", "spec")
+    __slots__ = ("dtype", "form", "homes", "local", "places", "sharded", "spec")
 
     def __init__(self, source: Source, sharded: nn.Parameter) -> None:
         self.spec = source.spec
@@ -59,7 +62,7 @@ class Member:
         """Hold a sharded parameter, and the very object that is its local tensor."""
         local = self.form.local_of(sharded)
         assert local is not None
-        self.sharded, self.local = sharded, local
+        self.sharded, self.local, self.dtype = sharded, local, local.dtype
 
     def register(self, parameter: nn.Parameter) -> None:
         """Put a parameter where this one belongs."""
@@ -99,7 +102,23 @@ class Shards:
             Member(source, self._adopt(source, local, index in self.extended))
             for index, (source, local) in enumerate(zip(sources, locals_, strict=True))
         )
+        self._num_changes = 0
+        self._remember()
         self.register()
+
+    def _remember(self) -> None:
+        """Note what every step asks of every member, as lists that C can walk."""
+        self._num_changes += 1
+        self._sharded = [member.sharded for member in self.members]
+        self._locals = [member.local for member in self.members]
+        self._watched = [*self._sharded, *self._locals]
+        self._first_places = [member.places[0] for member in self.members]
+        self._places = [
+            (parameters, name, member.sharded)
+            for member in self.members
+            for parameters, name in member.places
+        ]
+        self._local_of = self.members[0].form.local_getter
 
     def _leave_out(self, tensors: Sequence[torch.Tensor]) -> None:
         """Find the tensors that say themselves how they are gathered: they keep their memory."""
@@ -150,22 +169,24 @@ class Shards:
 
     def register(self) -> None:
         """Put the sharded parameters on the modules."""
-        for member in self.members:
-            sharded = member.sharded
-            for parameters, name in member.places:
-                parameters[name] = sharded
+        for parameters, name, sharded in self._places:
+            parameters[name] = sharded
 
     @property
     def version(self) -> tuple[int, int]:
-        """Changes with in-place operations on the parameters or their local tensors."""
-        outside = inside = 0
-        for member in self.members:
-            outside += member.sharded._version
-            inside += member.local._version
-        return outside, inside
+        """Changes with in-place operations on the parameters or their local tensors.
+
+        An operation on a parameter counts there alone, one on its local tensor there alone.
+        """
+        return self._num_changes, sum(map(_version_of, self._watched))
 
     def follow(self) -> None:
         """Notice parameters that were replaced or moved since, and take their values over."""
+        found = [parameters.get(name) for parameters, name in self._first_places]
+        if all(map(is_, found, self._sharded)) and all(
+            map(is_, map(self._local_of, self._sharded), self._locals)
+        ):
+            return
         changed = False
         for member in self.members:
             parameters, name = member.places[0]
@@ -176,12 +197,14 @@ class Shards:
                 changed = True
         if changed:
             self._rehome()
+        self._remember()
 
     def follow_hooks(self) -> None:
         """Notice shards that were given hooks, or others without them."""
         found = {i for i, m in enumerate(self.members) if has_hooks(m.spec.name, m.local)}
         if found != self.extended:
             self._rehome()
+            self._remember()
 
     def _replace(self, member: Member, found: nn.Parameter | None) -> None:
         local = None if found is None else member.form.local_of(found)

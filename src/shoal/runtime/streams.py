@@ -20,27 +20,28 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device, priority=-1)
+        self._make_current = _torch.maker_of_current(self._stream)
         self._start = torch.cuda.Event()
-        self._compute: torch.cuda.Stream | None = None
+        self._compute: _torch.StreamInUse | None = None
         self._events: list[torch.cuda.Event] = []
 
     def __enter__(self) -> Lane:
         """Work here, after what compute was given so far."""
-        self._compute = compute = _torch.current_stream(self._index)
+        self._compute = compute = _torch.stream_in_use(self._index)
         # One event serves all: a wait is for what was recorded when it was queued.
-        self._start.record(compute)
-        self._stream.wait_event(self._start)
-        _torch.make_current(self._stream)
+        _torch.record_event(self._start, compute.stream)
+        _torch.wait_event(self._start, self._stream)
+        self._make_current()
         return self
 
     def __exit__(self, *_: object) -> None:
         assert self._compute is not None
-        _torch.make_current(self._compute)
+        self._compute.make_current()
 
     def mark(self) -> torch.cuda.Event:
         """Marks all that the lane was given so far; hand it to `join`."""
         event = self._events.pop() if self._events else torch.cuda.Event()
-        event.record(self._stream)
+        _torch.record_event(event, self._stream)
         return event
 
     def wait_for(self, event: torch.Event) -> None:
@@ -49,7 +50,7 @@ class Lane:
 
     def join(self, mark: torch.cuda.Event) -> None:
         """Let the current stream wait for a mark."""
-        _torch.current_stream(self._index).wait_event(mark)
+        _torch.wait_event(mark, _torch.stream_in_use(self._index).stream)
         self._events.append(mark)
 
 

@@ -375,8 +375,7 @@ class Unit:
         self.was_reduced = True
         if not grads and not self.options.reduces_unused:
             return None
-        with torch.no_grad():
-            return self.rows.launch(grads)
+        return self.rows.launch(grads)
 
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor
@@ -403,21 +402,22 @@ class Unit:
 
     def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
         """Put reduced gradients on the sharded parameters."""
-        members = self.shards.members
+        members, dtype = self.shards.members, output.dtype
         wanted = None if indices is self.trained else set(indices)
         for index, grad in self.rows.views(output):
             if wanted is not None and index not in wanted:
                 continue
             member = members[index]
-            sharded, local = member.sharded, member.local
-            if grad.dtype is not local.dtype:
-                grad = grad.to(local.dtype)
+            sharded = member.sharded
+            if member.dtype is not dtype:
+                grad = grad.to(member.dtype)
             held = sharded.grad
             if held is None:
                 sharded.grad = member.form.grad(sharded, grad)
             else:
                 self._accumulate(member, held, grad)
-            _torch.run_post_accumulate_hooks(sharded)
+            if _torch.has_post_accumulate_hooks(sharded):
+                _torch.run_post_accumulate_hooks(sharded)
 
     def _accumulate(self, member: Member, held: torch.Tensor, grad: torch.Tensor) -> None:
         local = member.form.local_of(held)
