@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.layout import Block, Even, Flat, Layout, ParamSpec, Rows, Whole
-from shoal.tensor import Placement, ShardedTensor
+from shoal.tensor import Packed, ShardedTensor
 
 LAYOUTS: tuple[Layout, ...] = (Even(), Flat(), Rows(), Block(5), Whole())
 
@@ -15,7 +15,7 @@ SHAPES: tuple[tuple[int, ...], ...] = ((33, 19), (7,), (), (64, 16), (1,), (2, 3
 """Cut inside rows and between them, shorter than the world, a single number, nothing at all."""
 
 
-def placements(shapes: Sequence[tuple[int, ...]], layout: Layout) -> list[Placement]:
+def placements(shapes: Sequence[tuple[int, ...]], layout: Layout) -> list[Packed]:
     group = dist.group.WORLD
     assert group is not None
     specs = [
@@ -24,7 +24,7 @@ def placements(shapes: Sequence[tuple[int, ...]], layout: Layout) -> list[Placem
     ]
     packing = layout.pack(specs, group.size())
     return [
-        Placement(packing=packing, index=index, group=group, rank=group.rank())
+        Packed(packing=packing, index=index, group=group, rank=group.rank())
         for index in range(len(shapes))
     ]
 
@@ -37,7 +37,7 @@ def sharded(tensors: Sequence[torch.Tensor], layout: Layout) -> list[ShardedTens
     ):
         own = [tensor.detach()[region.slices].reshape(-1) for region in placement.piece.regions]
         local = torch.cat(own) if own else tensor.detach().new_empty(0)
-        found.append(ShardedTensor(local.view(placement.piece.shape), placement))
+        found.append(ShardedTensor.of(local.view(placement.piece.shape), placement))
     return found
 
 

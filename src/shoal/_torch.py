@@ -22,6 +22,7 @@ from torch import Tensor
 from torch._ops import OpOverload as OpOverload
 from torch.distributed import rpc
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+from torch.distributed._shard import api as shard_api
 from torch.distributed._shard import sharded_tensor, sharding_spec
 from torch.distributed._shard.metadata import ShardMetadata as ShardMetadata
 from torch.distributed._shard.sharded_tensor.metadata import (
@@ -250,6 +251,15 @@ def offer_foreach(cls: type) -> None:
 def set_data(tensor: Tensor, other: Tensor) -> None:
     """`tensor.data = other` as torch itself does it, for a class that has its own `data`."""
     cast(Any, Tensor).data.__set__(tensor, other)
+
+
+get_requires_grad: Callable[[Tensor], bool] = cast(Any, Tensor).requires_grad.__get__
+"""`tensor.requires_grad` as torch itself reads it, in C."""
+
+
+def set_requires_grad(tensor: Tensor, requires_grad: bool) -> None:
+    """`tensor.requires_grad = ...` as torch itself does it, for a class that has its own."""
+    cast(Any, Tensor).requires_grad.__set__(tensor, requires_grad)
 
 
 def mutated_arguments(op: OpOverload) -> tuple[str, ...]:
@@ -567,6 +577,16 @@ inferred_spec: Callable[[list[ShardMetadata]], ShardingSpec] = (
     sharding_spec._infer_sharding_spec_from_shards_metadata
 )
 """The spec that would cut a tensor into such shards: chunks if they are equal, else a list."""
+
+
+load_with_process_group = shard_api.load_with_process_group
+"""A context in which tensors are unpickled into a group; one, whoever's tensors they are."""
+
+group_to_load_into: Callable[[], dist.ProcessGroup] = shard_api._get_current_process_group
+"""The group of that context, or the default one."""
+
+empty_like_properties: Callable[..., Tensor] = sharded_tensor.api._create_tensor_from_params
+"""An empty tensor of a size on a device, with what `TensorProperties` say."""
 
 
 def on_device(remote: RemoteDevice, device: torch.device) -> RemoteDevice:

@@ -1,4 +1,4 @@
-"""WHERE every byte lies. Parameters and a world size enter; a packing and moves leave.
+"""WHERE every byte lies. Parameters and a world size enter; a packing and parcels leave.
 
 Pure arithmetic on the shapes and dtypes of parameters that are communicated together: nothing
 here communicates, every rank computes the same answer alone, and no answer walks the ranks.
@@ -13,12 +13,12 @@ Glossary:
     gathered   the buffer an all-gather makes of the shards, rank after rank
     region     a rectangle of a parameter: offsets and sizes along each dim (`Region`)
     piece      what one rank holds of one parameter: regions, and where they start (`Piece`)
-    stored     one region with its byte offset; its elements follow row-major (`Stored`)
     quantum    the elements that stay together where a parameter is cut: one, a row, a block
     gap        the rest of a shard in which a quantum did not fit
     zero-copy  said of a parameter that lies in one run of the gathered buffer, so a view serves
     stripe     equal pieces on consecutive ranks, copied in one strided operation (`Stripe`)
-    move       a copy from a rank of one packing to a rank of another (`Move`)
+    holding    whatever can say which rank holds which region (`Holding`)
+    parcel     a region on its way from a rank of one holding to a rank of another (`Parcel`)
 
 Two float32 parameters, w of shape (10, 4) and b of shape (10,), on two ranks. Numbers outside of
 brackets are bytes of the shard, those inside are rows; dots are padding:
@@ -36,8 +36,8 @@ Under `Rows`, w is the first 160 bytes of the gathered buffer and b its bytes 19
 are zero-copy. Tensors in such buffers are the business of `shoal.layout.buffer`.
 """
 
-from shoal.layout.moves import Move, moves_from, moves_to
 from shoal.layout.packing import Packing
+from shoal.layout.parcel import Holding, Parcel, incoming, outgoing
 from shoal.layout.piece import Piece
 from shoal.layout.policy import Block, Even, Flat, Layout, Rows, Whole
 from shoal.layout.region import Region
@@ -47,14 +47,15 @@ __all__ = [
     "Block",
     "Even",
     "Flat",
+    "Holding",
     "Layout",
-    "Move",
     "Packing",
     "ParamSpec",
+    "Parcel",
     "Piece",
     "Region",
     "Rows",
     "Whole",
-    "moves_from",
-    "moves_to",
+    "incoming",
+    "outgoing",
 ]

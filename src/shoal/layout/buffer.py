@@ -6,14 +6,12 @@ A shard buffer is one rank's, a gathered buffer is all ranks' one after another;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from shoal.errors import UsageError
-from shoal.layout.moves import Copy, Move, stored_regions
 from shoal.layout.packing import Packing
-from shoal.layout.piece import Stored
 from shoal.layout.spec import ParamSpec
 
 
@@ -23,9 +21,14 @@ def shard_of(packing: Packing, rank: int, tensors: Sequence[torch.Tensor]) -> to
     device = tensors[0].device if tensors else None
     shard = torch.zeros(packing.shard_bytes, dtype=torch.uint8, device=device)
     with torch.no_grad():
-        for index, (param, tensor) in enumerate(zip(packing.params, tensors, strict=True)):
-            for stored in stored_regions(packing, index, rank):
-                stored_view(shard, param.dtype, stored).copy_(tensor[stored.region.slices])
+        for tensor, local, piece in zip(
+            tensors, shard_views(packing, rank, shard), packing.pieces(rank), strict=True
+        ):
+            flat, start = local.view(-1), 0
+            for region in piece.regions:
+                stop = start + region.numel
+                flat[start:stop].view(region.sizes).copy_(tensor[region.slices])
+                start = stop
     return shard
 
 
@@ -64,31 +67,6 @@ def gathered_rows(packing: Packing, gathered: torch.Tensor, index: int) -> torch
     """The gathered buffer as a matrix of the parameter's dtype, with one row per rank."""
     dtype = packing.params[index].dtype
     return gathered.view(dtype).view(packing.world_size, packing.shard_bytes // dtype.itemsize)
-
-
-def stored_view(buffer: torch.Tensor, dtype: torch.dtype, stored: Stored) -> torch.Tensor:
-    """A stored region as a tensor over the bytes of a buffer."""
-    flat = _typed(buffer, dtype, stored.offset_bytes, stored.region.numel)
-    return flat.view(stored.region.sizes)
-
-
-def apply_copy(copy: Copy, dtype: torch.dtype, src: torch.Tensor, dst: torch.Tensor) -> None:
-    """Copy a region from one buffer to another."""
-    source = stored_view(src, dtype, copy.src)[copy.region.relative_to(copy.src.region).slices]
-    target = stored_view(dst, dtype, copy.dst)[copy.region.relative_to(copy.dst.region).slices]
-    target.copy_(source)
-
-
-def apply_moves(
-    params: Sequence[ParamSpec],
-    moves: Iterable[Move],
-    src_of: Callable[[int], torch.Tensor],
-    dst_of: Callable[[int], torch.Tensor],
-) -> None:
-    """Carry out moves between shard buffers that are all in this process, found by rank."""
-    for move in moves:
-        dtype = params[move.index].dtype
-        apply_copy(move.copy, dtype, src_of(move.src_rank), dst_of(move.dst_rank))
 
 
 def _full_tensor(

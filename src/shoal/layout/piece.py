@@ -10,18 +10,6 @@ from shoal.layout.region import Region
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stored:
-    """A region whose elements lie one after another, row-major, from `offset_bytes` on."""
-
-    offset_bytes: int
-    region: Region
-
-    def __post_init__(self) -> None:
-        if self.offset_bytes < 0:
-            raise UsageError(f"expected an offset of 0 bytes or more, got {self.offset_bytes}")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
     """One rank's part of one parameter, in that rank's shard buffer.
 
@@ -46,12 +34,3 @@ class Piece:
     def numel(self) -> int:
         """How many elements the rank holds."""
         return math.prod(self.shape)
-
-    def stored(self, itemsize: int) -> tuple[Stored, ...]:
-        """Each region with its own offset."""
-        stored = []
-        offset_bytes = self.offset_bytes
-        for region in self.regions:
-            stored.append(Stored(offset_bytes=offset_bytes, region=region))
-            offset_bytes += region.numel * itemsize
-        return tuple(stored)

@@ -20,7 +20,7 @@ from shoal.runtime.module_state import state_of
 from shoal.runtime.policy import ShardPlacementResult
 from shoal.runtime.shards import Home, Source
 from shoal.runtime.updates import replaced_name
-from shoal.tensor.sharded import Placement
+from shoal.tensor.packed import Packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,7 +224,7 @@ def _sharded_forms(
     replica = info.replicate_mesh_rank if isinstance(info, HSDPMeshInfo) else 0
     return [
         ShardedForm(
-            placement=Placement(
+            placement=Packed(
                 packing=packing,
                 index=index,
                 group=info.shard_process_group,

@@ -70,7 +70,7 @@ class ShardedForm(Form):
 
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """See `Form.shard`."""
-        return ShardedTensor(local, self.placement)
+        return ShardedTensor.of(local, self.placement)
 
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
         """See `Form.grad`; checks nothing, since it is made anew in every step."""

@@ -1,10 +1,12 @@
-"""One tensor over many ranks, cut as any layout cuts it.
+"""One tensor over many ranks, cut as any layout or spec cuts it.
 
-In: a rank's local tensor and its place in a packing. Out: a `ShardedTensor` of the global shape,
-which optimizers, gradient clipping and checkpoints take for a parameter, a gradient, or state.
+In: a rank's local tensors and where they lie. Out: a `ShardedTensor` of the global shape, which
+optimizers, gradient clipping and checkpoints take for a parameter, a gradient, or state.
 """
 
+from shoal.tensor.listed import Listed
+from shoal.tensor.packed import Packed
 from shoal.tensor.placement import Placement
 from shoal.tensor.sharded import ShardedTensor
 
-__all__ = ["Placement", "ShardedTensor"]
+__all__ = ["Listed", "Packed", "Placement", "ShardedTensor"]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shoal.tensor.refusal import differently_cut, unsupported
-from shoal.tensor.sharded import Handler, Op, ShardedTensor, like
+from shoal.tensor.sharded import Handler, Op, ShardedTensor, like_each
 
 _ROW_MAJOR = (None, torch.preserve_format, torch.contiguous_format)
 
@@ -22,11 +22,13 @@ def copy_into(op: Op, target: Tensor, source: Tensor, non_blocking: bool = False
     if isinstance(source, ShardedTensor):
         if not target.placement.agrees(source.placement):
             raise differently_cut(op, target, source)
-        target.local.copy_(source.local, non_blocking=non_blocking)
+        for into, taken in zip(target.locals, source.locals, strict=True):
+            into.copy_(taken, non_blocking=non_blocking)
     elif source.shape == target.shape:
         keep_own(target, source, non_blocking=non_blocking)
     elif source.dim() == 0:
-        target.local.copy_(source, non_blocking=non_blocking)
+        for into in target.locals:
+            into.copy_(source, non_blocking=non_blocking)
     else:
         raise unsupported(
             op,
@@ -43,9 +45,11 @@ def keep_own(target: ShardedTensor, whole: Tensor, *, non_blocking: bool = False
 
 
 def _detach(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
-    # The local tensor is outside of autograd already, and it must stay the very same memory.
     (tensor,) = args
-    return like(tensor, tensor.local)
+    # A local tensor that is outside of autograd already must stay the very same.
+    return like_each(
+        tensor, [local.detach() if local.requires_grad else local for local in tensor.locals]
+    )
 
 
 def _made_like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -54,12 +58,13 @@ def _made_like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded
     if kwargs:
         _check_row_major(op, kwargs)
         kwargs.pop("memory_format", None)
-    return like(example, op(example.local, *rest, **kwargs))
+    return like_each(example, [op(local, *rest, **kwargs) for local in example.locals])
 
 
 def _in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     target, *rest = args
-    op(target.local, *rest, **kwargs)
+    for local in target.locals:
+        op(local, *rest, **kwargs)
     return target
 
 

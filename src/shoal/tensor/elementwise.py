@@ -1,4 +1,4 @@
-"""Element-wise operations: each rank computes on the elements that it holds."""
+"""Element-wise operations: each rank computes on the elements that it holds, shard by shard."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from shoal import _torch
 from shoal.tensor.refusal import check_plain, differently_cut, refuse, unsupported
-from shoal.tensor.sharded import Handler, Op, ShardedTensor, like
+from shoal.tensor.sharded import Handler, Op, ShardedTensor, like, like_each
 
 
 def is_elementwise(op: Op) -> bool:
@@ -29,8 +29,41 @@ def handler(op: Op) -> Handler:
     if len(mutated) > 1 or _torch.num_returns(op) != 1:
         return refuse
     if not mutated:
-        return _functional
-    return _into_out if mutated == ("out",) else _in_place
+        return _or_each(_functional)
+    return _or_each(_into_out if mutated == ("out",) else _in_place)
+
+
+def _or_each(handle: Handler) -> Handler:
+    """Serve tensors of several local shards too, one shard after another."""
+
+    def handle_each(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+        try:
+            return handle(op, args, kwargs)
+        except AttributeError:
+            # There is no `local` where a rank has several shards.
+            operands = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
+            if all(hasattr(operand, "local") for operand in operands):
+                raise
+        first = operands[0]
+        for other in operands:
+            if not first.placement.agrees(other.placement):
+                raise differently_cut(op, first, other)
+        for arg in args:
+            if isinstance(arg, Tensor) and not isinstance(arg, ShardedTensor):
+                check_plain(op, first, arg)
+        results = [
+            op(*(_shard(a, i) for a in args), **{k: _shard(a, i) for k, a in kwargs.items()})
+            for i in range(len(first.locals))
+        ]
+        if not _torch.mutated_arguments(op):
+            return like_each(first, results)
+        return kwargs["out"] if "out" in kwargs else args[0]
+
+    return handle_each
+
+
+def _shard(arg: Any, index: int) -> Any:
+    return arg.locals[index] if isinstance(arg, ShardedTensor) else arg
 
 
 def _functional(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shoal import _torch
 from shoal.tensor.copies import copy_into
-from shoal.tensor.refusal import check_plain, differently_cut
+from shoal.tensor.refusal import check_plain, differently_cut, unsupported
 from shoal.tensor.sharded import Handler, Op, ShardedTensor, like
 
 _FOREACH = "_foreach_"
@@ -54,6 +54,7 @@ def _foreach_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
     if all(
         isinstance(target, ShardedTensor)
         and isinstance(source, ShardedTensor)
+        and hasattr(target, "local")
         and target.placement.agrees(source.placement)
         for target, source in zip(targets, sources, strict=True)
     ):
@@ -100,6 +101,9 @@ def unwrap_lists(op: Op, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Any]
 
 def _unwrap_mixed(op: Op, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Any]]:
     """Do as `unwrap_lists` does where some tensors are plain."""
+    for tensor in _torch.tree_leaves(args):
+        if isinstance(tensor, ShardedTensor) and len(tensor.locals) > 1:
+            raise unsupported(op, "a rank has several shards of one of the tensors")
     lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], Tensor)]
     examples: list[Tensor] = []
     for column in zip(*lists, strict=True):

@@ -43,9 +43,12 @@ def _foreach_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
     """The norm of each tensor, in the dtype that the unsharded one would have."""
     order = float(order)
-    norms = _torch.foreach_norm(
-        [_own(tensor, order) for tensor in tensors], order, dtype or _local_dtype(tensors)
-    )
+    local_dtype = dtype or _local_dtype(tensors)
+    try:
+        norms = _torch.foreach_norm([_own(tensor, order) for tensor in tensors], order, local_dtype)
+    except AttributeError:
+        # There is no `local` where a rank has several shards.
+        norms = [_own_norm(tensor, order, local_dtype) for tensor in tensors]
     members: dict[tuple[ProcessGroup, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         kind = dtype or _real(tensor.dtype)
@@ -74,7 +77,22 @@ def _own(tensor: Tensor, order: float) -> Tensor:
         return tensor
     if tensor.local.numel() > 0 or tensor.numel() == 0:
         return tensor.local
-    return tensor.local.new_full((1,), 0.0 if order >= 0 else torch.inf)
+    return tensor.local.new_full((1,), _nothing(order))
+
+
+def _own_norm(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    """This rank's part of the norm of a tensor of any number of shards."""
+    held = tensor.locals if isinstance(tensor, ShardedTensor) else (tensor,)
+    held = [local for local in held if local.numel() > 0 or tensor.numel() == 0]
+    if not held:
+        return torch.full((), _nothing(order), dtype=dtype or tensor.dtype, device=tensor.device)
+    norms = torch.stack(_torch.foreach_norm(held, order, dtype))
+    # How many elements are not zero adds up; any other norm is the norm of norms.
+    return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
+
+
+def _nothing(order: float) -> float:
+    return 0.0 if order >= 0 else torch.inf
 
 
 def _combine(norms: Tensor, order: float, group: ProcessGroup) -> Tensor:

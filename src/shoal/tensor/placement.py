@@ -1,86 +1,99 @@
-"""A placement: which elements of a tensor this rank holds, and who holds the others."""
+"""A placement: which elements of a tensor this rank holds, and who holds the others.
+
+    Packed   the pieces of a layout: every rank can compute every rank's, and nobody lists them
+    Listed   shards that somebody listed, with a rank and a device each, as torch's specs do
+
+Everything else (gathering, resharding, operations, checkpoints) asks the questions below, and does
+not look which kind it has.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypeAlias
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, Self
 
+import torch
 from torch.distributed import ProcessGroup
 
-from shoal.errors import MeshError, UsageError
-from shoal.layout.packing import Packing
-from shoal.layout.piece import Piece
+from shoal._torch import ShardingSpec, ShardMetadata
 from shoal.layout.region import Region
 
-Cut: TypeAlias = tuple[tuple[int, ...], ...]
 
+class Placement(ABC):
+    """Where the elements of one tensor lie, as one rank of a group sees it: a value.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Placement:
-    """Parameter `index` of a packing, as rank `rank` of `group` sees it.
-
-    A gradient and optimizer state have the placement of their parameter. Their dtype need not be
-    the one that the packing was made for: cuts count elements, not bytes. `replica` counts the
-    groups that hold the same tensor (HSDP), so that one of them can speak for all.
+    Ranks count inside of the group. A gradient and optimizer state have the placement of their
+    parameter. `replica` counts the groups that hold the same tensor (HSDP), so that one of them can
+    speak for all.
     """
 
-    packing: Packing
-    index: int
+    __slots__ = ()
+
+    shards_stand_alone: ClassVar[bool]
+    """Whether each shard is a tensor in its own right, that autograd and generators see by itself.
+
+    torch has it so; where it is false, shards are but the memory of the whole.
+    """
+
+    shape: tuple[int, ...]
     group: ProcessGroup
     rank: int
-    replica: int = 0
-    shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    piece: Piece = field(init=False, repr=False, compare=False)
-    _cut: Cut = field(init=False, repr=False, compare=False)
+    replica: int
+    is_pinned: bool
+    """Whether local tensors are to be allocated in page-locked memory."""
+    local_regions: tuple[tuple[Region, ...], ...]
+    """For each local tensor of this rank its rectangles, one after another; no empty ones."""
+    local_shapes: tuple[tuple[int, ...], ...]
+    """The shape of each local tensor; where a rank holds nothing, there is one without elements."""
+    local_devices: tuple[torch.device, ...] | None
+    """Where each local tensor lies; None where the placement does not say."""
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.group, ProcessGroup):
-            raise MeshError(
-                f"expected a process group that this rank belongs to, got {self.group!r}"
-            )
-        if self.group.size() != self.packing.world_size:
-            raise MeshError(
-                f"a packing for {self.packing.world_size} ranks cannot be placed on a group of "
-                f"{self.group.size()}: pack for the group's size"
-            )
-        if self.rank != self.group.rank():
-            raise MeshError(f"expected rank {self.group.rank()} of the group, got {self.rank}")
-        if not 0 <= self.index < len(self.packing.params):
-            raise UsageError(
-                f"parameter {self.index} does not exist: the packing has {len(self.packing.params)}"
-            )
-        if self.replica < 0:
-            raise UsageError(f"expected a replica of 0 or more, got {self.replica}")
-        object.__setattr__(self, "shape", self.packing.params[self.index].shape)
-        object.__setattr__(self, "piece", self.packing.piece(self.index, self.rank))
-        object.__setattr__(self, "_cut", _cut(self.packing, self.index))
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """This rank's rectangles of the whole; none where it holds nothing."""
+        return tuple(region for regions in self.local_regions for region in regions)
 
     @property
     def is_whole(self) -> bool:
         """Whether one rank holds all elements; the same answer on every rank."""
-        return len(self.packing.holders(self.index, Region.whole(self.shape))) <= 1
+        return len(self.holders(Region.whole(self.shape))) <= 1
 
+    @abstractmethod
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """What any rank of the group holds."""
+
+    @abstractmethod
+    def holders(self, region: Region) -> Sequence[int]:
+        """The ranks that may hold an element of the region, in order; no other rank does."""
+
+    @abstractmethod
     def agrees(self, other: Placement) -> bool:
-        """Whether every rank holds the same elements, in the same local shape, by both.
+        """Whether every rank holds the same elements, in the same local shapes, by both.
 
         All ranks get the same answer, so an error that follows from it is raised on all.
         """
-        if self is other:
-            return True
-        return self.group is other.group and self.shape == other.shape and self._cut == other._cut
 
-    def __str__(self) -> str:
-        return (
-            f"rank {self.rank} of {self.packing.world_size} holding "
-            f"{self.piece.numel:,} elements of {self.shape}"
-        )
+    @abstractmethod
+    def shards(self, device: torch.device) -> list[ShardMetadata]:
+        """All ranks' shards, as torch describes them; `device` is where this rank's tensor lies."""
 
+    @abstractmethod
+    def own_shards(self, device: torch.device) -> list[ShardMetadata]:
+        """Those of this rank."""
 
-def _cut(packing: Packing, index: int) -> Cut:
-    """Who holds what, without where it lies in the shards; and how a holder shapes it."""
-    stripes = packing.stripes(index)
-    first_rank = stripes[0].first_rank if stripes else 0
-    return (
-        packing.piece(index, first_rank).shape,
-        *((s.first_rank, s.num_ranks, s.full_offset, s.numel, s.num_bands) for s in stripes),
-    )
+    @abstractmethod
+    def spec(self, device: torch.device) -> ShardingSpec:
+        """How torch would say that a tensor is cut like this."""
+
+    @abstractmethod
+    def on(self, device: torch.device) -> Placement:
+        """The same cut, on another type of device; on this rank, on that very device."""
+
+    @abstractmethod
+    def within(self, group: ProcessGroup) -> Self:
+        """The same cut, over another group of the same ranks."""
+
+    @abstractmethod
+    def without_group(self) -> Callable[[Any], Placement]:
+        """What can be pickled, and makes the same placement of a group."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal import _torch
 from shoal.comm.transport import Transport
@@ -34,7 +35,7 @@ def check_no_gradient(op: Op, tensor: Tensor) -> None:
 def _sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given, tensor, shape = _prepared(op, args, kwargs)
     dtype = given["dtype"] or (tensor.dtype if tensor.is_floating_point() else torch.int64)
-    part = tensor.local.sum(dtype=accurate(dtype))
+    part = _own_sum(tensor, accurate(dtype))
     return add_up(part.view(1), tensor.placement.group).to(dtype).view(shape)
 
 
@@ -43,33 +44,35 @@ def _mean(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     dtype = given["dtype"] or tensor.dtype
     if not dtype.is_floating_point:
         raise unsupported(op, f"the mean of {dtype} is not whole; pass a dtype")
-    part = tensor.local.sum(dtype=accurate(dtype))
+    part = _own_sum(tensor, accurate(dtype))
     total = add_up(part.view(1), tensor.placement.group)
     return (total / tensor.numel()).to(dtype).view(shape)
 
 
 def _max(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _, tensor, shape = _prepared(op, args, kwargs)
-    return _largest(op, tensor, tensor.local).to(tensor.dtype).view(shape)
+    return _largest(op, tensor, tensor.locals).to(tensor.dtype).view(shape)
 
 
 def _min(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _, tensor, shape = _prepared(op, args, kwargs)
     if tensor.is_floating_point():
-        return (-_largest(op, tensor, -tensor.local)).to(tensor.dtype).view(shape)
+        negative = [-local for local in tensor.locals]
+        return (-_largest(op, tensor, negative)).to(tensor.dtype).view(shape)
     # Unlike the negative, the complement of the lowest whole number is a number too.
-    return (~_largest(op, tensor, ~tensor.local.long())).to(tensor.dtype).view(shape)
+    complement = [~local.long() for local in tensor.locals]
+    return (~_largest(op, tensor, complement)).to(tensor.dtype).view(shape)
 
 
 def _any(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _, tensor, shape = _prepared(op, args, kwargs)
-    part = tensor.local.any().long()
+    part = torch.stack([local.any() for local in tensor.locals]).any().long()
     return (largest(part.view(1), tensor.placement.group) > 0).view(shape)
 
 
 def _all(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _, tensor, shape = _prepared(op, args, kwargs)
-    part = tensor.local.logical_not().any().long()
+    part = torch.stack([~local.all() for local in tensor.locals]).any().long()
     return (largest(part.view(1), tensor.placement.group) == 0).view(shape)
 
 
@@ -78,11 +81,17 @@ def _same(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     first, second, *rest = args
     if not isinstance(first, ShardedTensor) or not isinstance(second, ShardedTensor):
         raise unsupported(op, "one of the two is a plain tensor")
+    group = first.placement.group
+    if group is not second.placement.group or first.shape != second.shape:
+        return False
+    if not isinstance(group, ProcessGroup):
+        return True  # a rank that is in no group has nothing of either
     if not first.placement.agrees(second.placement):
         raise differently_cut(op, first, second)
-    differs = not op(first.local, second.local, *rest, **kwargs)
+    pairs = zip(first.locals, second.locals, strict=True)
+    differs = not all(op(one, other, *rest, **kwargs) for one, other in pairs)
     found = torch.tensor([differs], dtype=torch.int64, device=first.device)
-    return largest(found, first.placement.group).item() == 0
+    return largest(found, group).item() == 0
 
 
 def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -105,12 +114,19 @@ def _prepared(
     return given, tensor, shape_over_all_dims(op, given)
 
 
-def _largest(op: Op, tensor: ShardedTensor, local: Tensor) -> Tensor:
+def _own_sum(tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
+    return torch.stack([local.sum(dtype=dtype) for local in tensor.locals]).sum()
+
+
+def _largest(op: Op, tensor: ShardedTensor, locals_: Sequence[Tensor]) -> Tensor:
     if tensor.numel() == 0:
         raise unsupported(op, "the tensor has no element")
-    values = local.to(accurate(local.dtype)) if local.is_floating_point() else local.long()
-    part = values.max() if values.numel() > 0 else values.new_tensor(lowest_of(values.dtype))
-    return largest(part.view(1), tensor.placement.group)
+    parts: list[Tensor] = []
+    for local in locals_:
+        values = local.to(accurate(local.dtype)) if local.is_floating_point() else local.long()
+        nothing = values.new_tensor(lowest_of(values.dtype))
+        parts.append(values.max() if values.numel() > 0 else nothing)
+    return largest(torch.stack(parts).max().view(1), tensor.placement.group)
 
 
 HANDLERS: dict[str, Handler] = {

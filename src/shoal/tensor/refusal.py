@@ -18,8 +18,9 @@ def refuse(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
 def unsupported(op: Op, reason: str) -> NotImplementedError:
     """Build the error for an operation, or a way of calling it, that is missing."""
     return NotImplementedError(
-        f"{op} on a ShardedTensor is not supported: {reason}. Use tensor.full_tensor() for a whole "
-        "copy on every rank, or tensor.local for the elements of this rank"
+        f"{op}: {reason}. Use tensor.full_tensor() for a whole copy on every rank, or "
+        "tensor.locals for the elements of this rank; the operation itself is not supported for "
+        "ShardedTensor!"
     )
 
 

@@ -9,21 +9,25 @@ Operations find their handler by one dictionary look-up; `dispatch` finds it the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from shoal import _torch
+from shoal._torch import LocalShard, ShardedTensorMetadata, ShardingSpec
 from shoal.errors import UsageError
 from shoal.layout.region import Region
+from shoal.tensor.base import Kind, ShardedTensorBase
+from shoal.tensor.device import preferred_device
+from shoal.tensor.fit import check_locals, described
 from shoal.tensor.placement import Placement
 
 Op: TypeAlias = _torch.OpOverload
 Handler: TypeAlias = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
-Kind: TypeAlias = tuple[torch.device, torch.dtype]
 
 _wrapper = _torch.make_wrapper
 _strided = torch.strided
@@ -45,21 +49,14 @@ _KINDS: dict[Kind, Kind] = {}
 """One object for each device and dtype, so that lists of them compare by identity."""
 
 
-class ShardedTensor(Tensor):
-    """A tensor of which this rank holds the elements that its placement says.
+class ShardedTensor(ShardedTensorBase):
+    """One tensor over the ranks of a process group.
 
-    `local` is the very tensor that holds them, of the shape `placement.piece.shape`, often a view
-    of a larger buffer; assign it to move the tensor to other memory of the same dtype and device.
-    `kind` is that device and dtype.
+    `ShardedTensor(spec, *size)` allocates the shards that a spec lists, and leaves their values to
+    whoever fills them. `ShardedTensor.of(local, placement)` wraps memory that is there.
     """
 
-    __slots__ = ("kind", "local", "placement")
-
-    kind: Kind
-    local: Tensor
-    placement: Placement
-
-    __torch_function__ = _torch.no_torch_function
+    __slots__ = ()
 
     # Optimizers ask both of every parameter in every step: 20 ns each, where torch takes 120 (it
     # looks for `__torch_function__`) and 70 (a function in Python).
@@ -67,15 +64,46 @@ class ShardedTensor(Tensor):
     __hash__ = object.__hash__
 
     def __new__(
-        cls, local: Tensor, placement: Placement, *, requires_grad: bool = False
+        cls,
+        sharding_spec: ShardingSpec,
+        *size: Any,
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        process_group: ProcessGroup | None = None,
+        init_rrefs: bool = False,
     ) -> ShardedTensor:
-        """Wrap a local tensor, which must have the shape of this rank's piece."""
-        _check_local(local, placement)
-        _introduce()
-        return _made(_kind_of(local), local, placement, requires_grad)
+        """Allocate this rank's shards; every rank of the group calls it, and none communicates."""
+        from shoal.tensor.creation import allocate
 
-    def __init__(self, local: Tensor, placement: Placement, *, requires_grad: bool = False) -> None:
+        return allocate(
+            sharding_spec,
+            size,
+            dtype=dtype,
+            layout=layout,
+            requires_grad=requires_grad,
+            pin_memory=pin_memory,
+            memory_format=memory_format,
+            process_group=process_group,
+            init_rrefs=init_rrefs,
+        )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+
+    @classmethod
+    def of(
+        cls, local: Tensor | Sequence[Tensor], placement: Placement, *, requires_grad: bool = False
+    ) -> ShardedTensor:
+        """Wrap this rank's local tensor, or one for each of the placement's local shapes."""
+        locals_ = (local,) if isinstance(local, Tensor) else tuple(local)
+        check_locals(locals_, placement)
+        _introduce()
+        if len(locals_) == 1:
+            return _made(_kind_of(locals_[0]), locals_[0], placement, requires_grad)
+        return _made_of_several(locals_, placement, requires_grad)
 
     @classmethod
     def __torch_dispatch__(
@@ -87,26 +115,103 @@ class ShardedTensor(Tensor):
     ) -> Any:
         return _HANDLERS[func](func, args, kwargs or {})
 
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """This rank's rectangles of the global tensor; none where it holds nothing."""
-        return self.placement.piece.regions
-
-    def parts(self) -> list[tuple[Region, Tensor]]:
-        """Each region with this rank's memory for it, in the region's shape."""
-        flat, start = self.local.view(-1), 0
-        found: list[tuple[Region, Tensor]] = []
-        for region in self.regions:
-            stop = start + region.numel
-            found.append((region, flat[start:stop].view(region.sizes)))
-            start = stop
-        return found
-
     def full_tensor(self) -> Tensor:
         """Gather the whole tensor on every rank of the group: collective, and detached."""
-        from shoal.tensor.gather import gather
+        from shoal.tensor.gather import gather_everywhere
 
-        return gather(self)
+        return gather_everywhere(self)
+
+    def gather(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        dst: int = 0,
+        out: Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Gather the whole tensor into `out` on rank `dst` of the group: collective."""
+        from shoal.tensor.gather import gather_on
+
+        gather_on(self, dst, out, enforce_dtype=enforce_dtype, dtype=dtype)
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Cut the tensor as another spec does, in place: collective."""
+        from shoal.tensor.reshard import reshard_
+
+        return reshard_(self, resharding_spec)
+
+    def fetch(self, region: Region | tuple[slice, ...] | None) -> Tensor | None:
+        """Get any rectangle of the whole, each rank another one or none: collective, no RPC."""
+        from shoal.tensor.fetch import fetch
+
+        return fetch(self, region)
+
+    def sharding_spec(self) -> ShardingSpec:
+        """How torch would say that the tensor is cut."""
+        return self.placement.spec(self.device)
+
+    def local_tensor(self) -> Tensor:
+        """The tensor of this rank's only shard."""
+        shards = self.local_shards()
+        if len(shards) != 1:
+            raise NotImplementedError(
+                "Only single local shard is supported. Number of shards: "
+                f"{len(shards)} on {self.placement}; use local_shards()"
+            )
+        return shards[0].tensor
+
+    def remote_shards(self) -> dict[int, list[Any]]:
+        """RRefs to the other ranks' shards, by RPC rank."""
+        from shoal.tensor.remote import remote_shards
+
+        return remote_shards(self)
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """Move or cast as a tensor does; `process_group` moves it to another group as well."""
+        from shoal.tensor.moving import to
+
+        return to(self, *args, **kwargs)
+
+    def cpu(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: ProcessGroup | None = None,
+    ) -> ShardedTensor:
+        """Move all ranks' shards to host memory; itself if they are there."""
+        from shoal.tensor.moving import to_cpu
+
+        return to_cpu(self, memory_format, process_group)
+
+    def cuda(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        device: torch.device | str | int | None = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: ProcessGroup | None = None,
+    ) -> ShardedTensor:
+        """Move each rank's shards to its current CUDA device; always another tensor."""
+        from shoal.tensor.moving import to_cuda
+
+        return to_cuda(self, device, non_blocking, memory_format, process_group)
+
+    def requires_grad_(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, requires_grad: bool = True
+    ) -> ShardedTensor:
+        """Let autograd record; where shards are tensors in their own right, of them as well."""
+        super().requires_grad_(requires_grad)
+        if self.placement.shards_stand_alone:
+            for local in self.locals:
+                local.requires_grad_(requires_grad)
+        return self
+
+    def _set_requires_grad(self, requires_grad: bool) -> None:
+        if self.placement.shards_stand_alone:
+            raise RuntimeError(
+                "torch function '__set__' of requires_grad would leave the shards as they are, and "
+                "is not supported for ShardedTensor: use requires_grad_()"
+            )
+        _torch.set_requires_grad(self, requires_grad)
+
+    requires_grad = property(_torch.get_requires_grad, _set_requires_grad)
 
     @property
     def data(self) -> ShardedTensor:
@@ -119,10 +224,65 @@ class ShardedTensor(Tensor):
         if not isinstance(other, ShardedTensor) or not self.placement.agrees(other.placement):
             raise UsageError(
                 f"`.data` of a ShardedTensor ({self.placement}) takes a ShardedTensor of the same "
-                f"placement, got {_described(other)}; to change values, use copy_"
+                f"placement, got {described(other)}; to change values, use copy_"
             )
+        self.adopt(other)
+
+    def adopt(self, other: ShardedTensor) -> None:
+        """Become another tensor of the same shape: its local tensors, and where they lie."""
         _torch.set_data(self, other)
-        self.kind, self.local, self.placement = other.kind, other.local, other.placement
+        _hold(self, other.locals)
+        self.kind, self.placement = other.kind, other.placement
+
+    @classmethod
+    def _init_from_local_shards(
+        cls,
+        local_shards: list[LocalShard],
+        *global_size: Any,
+        process_group: ProcessGroup | None = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """Put all ranks' shards together; one exchange finds out whether they fit: collective."""
+        from shoal.tensor.assembly import assemble
+
+        return assemble(local_shards, global_size, process_group, init_rrefs)
+
+    @classmethod
+    def _init_from_local_tensor(
+        cls,
+        local_tensor: Tensor,
+        sharding_spec: ShardingSpec,
+        *global_size: Any,
+        process_group: ProcessGroup | None = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """Take a tensor for this rank's shard of a spec; no rank looks at the others'."""
+        from shoal.tensor.assembly import assemble_by_spec
+
+        return assemble_by_spec(local_tensor, sharding_spec, global_size, process_group, init_rrefs)
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(  # pyright: ignore
+        cls,
+        local_shards: list[LocalShard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        process_group: ProcessGroup | None = None,
+        init_rrefs: bool = False,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> ShardedTensor:
+        """Put shards together as metadata say that each rank has; no rank looks at the others'."""
+        from shoal.tensor.assembly import assemble_by_metadata
+
+        return assemble_by_metadata(
+            local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
+        )
+
+    def _get_preferred_device(self) -> torch.device:
+        return preferred_device(self.placement.group)
+
+    @property
+    def _process_group(self) -> ProcessGroup:
+        return self.placement.group
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Placement, bool]]:
         return ["local"], (self.placement, self.requires_grad)
@@ -132,7 +292,7 @@ class ShardedTensor(Tensor):
         inner: dict[str, Tensor], context: tuple[Placement, bool], size: object, stride: object
     ) -> ShardedTensor:
         placement, requires_grad = context
-        return ShardedTensor(inner["local"], placement, requires_grad=requires_grad)
+        return ShardedTensor.of(inner["local"], placement, requires_grad=requires_grad)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
@@ -141,7 +301,10 @@ class ShardedTensor(Tensor):
             raise UsageError(
                 "only a ShardedTensor that is a leaf of autograd can be deep-copied: detach it"
             )
-        copied = ShardedTensor(self.local.clone(), self.placement, requires_grad=self.requires_grad)
+        copies = [
+            local.detach().clone().requires_grad_(local.requires_grad) for local in self.locals
+        ]
+        copied = ShardedTensor.of(copies, self.placement, requires_grad=self.requires_grad)
         memo[id(self)] = copied
         vars(copied).update(deepcopy(vars(self), memo))
         if self.grad is not None:
@@ -149,12 +312,13 @@ class ShardedTensor(Tensor):
         return copied
 
     def __reduce_ex__(self, protocol: object) -> Any:
-        raise NotImplementedError(
-            f"a ShardedTensor ({self.placement}) cannot be pickled, since its process group lives "
-            "in this process: save it with shoal.checkpoint, or pickle `tensor.full_tensor()`"
-        )
+        from shoal.tensor.pickling import reduced
+
+        return reduced(self)
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
+        if self.placement.shards_stand_alone:
+            return f"ShardedTensor({self.metadata()})"
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"ShardedTensor(shape={self.placement.shape}, dtype={self.dtype}, "
@@ -164,10 +328,27 @@ class ShardedTensor(Tensor):
 
 def like(example: ShardedTensor, local: Tensor) -> ShardedTensor:
     """Wrap a local tensor of the right shape with another's placement; checks nothing."""
-    kind = example.kind
+    kind, placement = example.kind, example.placement
     if local.dtype is not kind[1] or local.device != kind[0]:
+        if local.device != kind[0]:
+            placement = placement.on(local.device)
         kind = _kind_of(local)
-    return _made(kind, local, example.placement, False)
+    return _made(kind, local, placement, False)
+
+
+def like_each(example: ShardedTensor, locals_: Sequence[Tensor]) -> ShardedTensor:
+    """Do as `like` does for any number of local tensors."""
+    if len(locals_) == 1:
+        return like(example, locals_[0])
+    placement = example.placement
+    if locals_[0].device != example.kind[0]:
+        placement = placement.on(locals_[0].device)
+    return _made_of_several(tuple(locals_), placement, False)
+
+
+def relaid(tensor: ShardedTensor, placement: Placement) -> ShardedTensor:
+    """The same local tensors by another placement, which gives this rank the same shapes."""
+    return ShardedTensor.of(tensor.locals, placement, requires_grad=tensor.requires_grad)
 
 
 def _made(kind: Kind, local: Tensor, placement: Placement, requires_grad: bool) -> ShardedTensor:
@@ -180,6 +361,25 @@ def _made(kind: Kind, local: Tensor, placement: Placement, requires_grad: bool) 
     tensor.local = local
     tensor.placement = placement
     return tensor
+
+
+def _made_of_several(
+    locals_: tuple[Tensor, ...], placement: Placement, requires_grad: bool
+) -> ShardedTensor:
+    tensor = _made(_kind_of(locals_[0]), locals_[0], placement, requires_grad)
+    _hold(tensor, locals_)
+    return tensor
+
+
+def _hold(tensor: ShardedTensor, locals_: tuple[Tensor, ...]) -> None:
+    """Let a tensor have these local tensors and no others."""
+    if len(locals_) == 1:
+        tensor.local = locals_[0]
+        return
+    tensor._several = locals_
+    # Who asks for the only local tensor must not get the first of several.
+    if hasattr(tensor, "local"):
+        del tensor.local
 
 
 def _kind_of(local: Tensor) -> Kind:
@@ -195,31 +395,3 @@ def _introduce() -> None:
     # Without it, optimizers and clipping would take tensors one by one on CUDA.
     _torch.offer_foreach(ShardedTensor)
     _torch.group_for_optimizers(grouped)
-
-
-def _check_local(local: Tensor, placement: Placement) -> None:
-    if isinstance(local, ShardedTensor) or not isinstance(local, Tensor):
-        raise UsageError(f"expected a plain local tensor, got {_described(local)}")
-    if tuple(local.shape) != placement.piece.shape:
-        raise UsageError(
-            f"{placement} needs a local tensor of shape {placement.piece.shape}, "
-            f"got {tuple(local.shape)}"
-        )
-    if local.requires_grad:
-        raise UsageError(
-            "expected a local tensor outside of autograd, got one that requires a gradient: "
-            "detach it, and pass requires_grad=True for the ShardedTensor itself"
-        )
-    if not local.is_contiguous():
-        raise UsageError(
-            f"expected a contiguous local tensor, got strides {local.stride()}: "
-            "pass local.contiguous()"
-        )
-
-
-def _described(value: object) -> str:
-    if isinstance(value, ShardedTensor):
-        return f"a ShardedTensor ({value.placement})"
-    if isinstance(value, Tensor):
-        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
-    return f"a {type(value).__name__}"

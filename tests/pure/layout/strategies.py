@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from shoal.layout import Block, Even, Flat, Layout, Packing, ParamSpec, Rows, Whole
+from shoal.layout import Block, Even, Flat, Layout, Packing, ParamSpec, Region, Rows, Whole
 
 DTYPES = [
     torch.float32,
@@ -79,6 +80,22 @@ def packing_pairs(draw: st.DrawFn) -> tuple[Packing, Packing]:
     src = draw(layouts_for(params)).pack(params, draw(worlds))
     dst = draw(layouts_for(params)).pack(params, draw(worlds))
     return src, dst
+
+
+@dataclass(frozen=True)
+class Held:
+    """Who holds what of one parameter of a packing; ranks beyond its world hold nothing."""
+
+    packing: Packing
+    index: int
+
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        if rank >= self.packing.world_size:
+            return ()
+        return self.packing.piece(self.index, rank).regions
+
+    def holders(self, region: Region) -> range:
+        return self.packing.holders(self.index, region)
 
 
 def random_tensors(params: list[ParamSpec] | tuple[ParamSpec, ...]) -> list[torch.Tensor]:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from pure.layout.strategies import spec, transformer_block
-from shoal.layout import Block, Even, Flat, Layout, Packing, Region, Rows, Whole, moves_to
+from pure.layout.strategies import Held, spec, transformer_block
+from shoal.layout import Block, Even, Flat, Layout, Packing, Region, Rows, Whole, incoming
 
 LAYOUTS = [Even(), Even(1), Flat(), Rows(), Block(128), Whole()]
 PARAMS = [param for param in transformer_block() if len(param.shape) == 2]
@@ -57,9 +57,13 @@ def test_cost_is_linear_in_parameters(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("layout", [Even(), Flat(), Rows(), Block(128)], ids=repr)
-def test_moves_between_4096_ranks_cost_what_moves_between_2_do(layout: Layout) -> None:
-    def moves(world_size: int) -> Callable[[], object]:
+def test_parcels_between_4096_ranks_cost_what_parcels_between_2_do(layout: Layout) -> None:
+    def parcels(world_size: int) -> Callable[[], object]:
         src, dst = Flat().pack(PARAMS, world_size), layout.pack(PARAMS, world_size)
-        return lambda: [m for rank in (0, world_size - 1) for m in moves_to(src, dst, rank)]
+        return lambda: [
+            incoming(Held(src, index), Held(dst, index), rank)
+            for index in range(len(PARAMS))
+            for rank in (0, world_size - 1)
+        ]
 
-    assert count_calls(moves(4096)) <= 2 * count_calls(moves(2)) + 200
+    assert count_calls(parcels(4096)) <= 2 * count_calls(parcels(2)) + 200

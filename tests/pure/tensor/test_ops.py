@@ -123,7 +123,7 @@ REFUSED: dict[str, Callable[[Any], Any]] = {
     "aten.cat.default": lambda x: torch.cat([x, x]),
     "aten._local_scalar_dense.default": lambda x: torch.ops.aten._local_scalar_dense(x),
     "aten.cumsum.default": lambda x: x.cumsum(0),
-    "aten.rand_like.default": lambda x: torch.rand_like(x),
+    "aten.randint_like.default": lambda x: torch.randint_like(x, 3),
     "aten.sum.dim_IntList": lambda x: x.sum(dim=0),
     "aten.linalg_vector_norm.default": lambda x: torch.linalg.vector_norm(x, dim=1),
     "aten.add.Tensor": lambda x: x + torch.ones(6, 6),
@@ -142,7 +142,8 @@ def test_what_is_not_local_is_refused_by_name(name: str, layout: Layout) -> None
         (tensor,) = sharded(random_tensors([(6, 6)]), layout)
         with pytest.raises(NotImplementedError) as raised:
             REFUSED[name](tensor)
-        assert str(raised.value).startswith(f"{name} on a ShardedTensor is not supported: ")
+        assert str(raised.value).startswith(f"{name}: ")
+        assert str(raised.value).endswith(" not supported for ShardedTensor!")
         assert "full_tensor()" in str(raised.value)
 
     run_local(2, rank)
@@ -183,6 +184,7 @@ def initialise(weight: Any, bias: Any) -> None:
         fill(other)
         weight.data.add_(other.detach())
     nn.init.normal_(bias, 1, 2)
+    bias.data.add_(torch.rand_like(bias.detach()) + torch.randn_like(bias.detach()))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -24,8 +24,9 @@ from pure.layout.strategies import random_tensors as random_bits
 from shoal.comm.local import run_local
 from shoal.comm.transport import Transport
 from shoal.errors import MeshError, UsageError
-from shoal.layout import Even, Flat, Layout, Packing, Rows, Whole
-from shoal.tensor import Placement, ShardedTensor
+from shoal.layout import Even, Flat, Layout, Packing, Region, Rows, Whole
+from shoal.tensor import Packed, ShardedTensor
+from shoal.tensor.creation import empty
 from shoal.tensor.sharded import like
 
 
@@ -44,9 +45,9 @@ def test_any_bits_in_any_cut_come_back_whole(packing: Packing) -> None:
         group = dist.group.WORLD
         assert group is not None
         for index, tensor in enumerate(whole):
-            placement = Placement(packing=packing, index=index, group=group, rank=group.rank())
+            placement = Packed(packing=packing, index=index, group=group, rank=group.rank())
             blank = torch.zeros(placement.piece.shape, dtype=tensor.dtype)
-            ours = ShardedTensor(blank, placement)
+            ours = ShardedTensor.of(blank, placement)
             ours.copy_(tensor)
             assert (ours.shape, ours.dtype) == (tensor.shape, tensor.dtype)
             assert_same_bits(
@@ -188,14 +189,37 @@ def test_the_repr_names_the_whole_and_the_part() -> None:
     )
 
 
-def test_pickling_is_refused_with_a_way_out() -> None:
-    def rank() -> None:
-        (tensor,) = sharded([torch.zeros(4, 2)], Flat())
-        for dump in (pickle.dumps, lambda t: torch.save(t, "/dev/null")):
-            with pytest.raises(NotImplementedError, match=r"shoal\.checkpoint.*full_tensor"):
-                dump(tensor)
+@on_each()
+def test_pickling_keeps_this_ranks_part(layout: Layout) -> None:
+    for parameter, whole in zip(
+        parameters(random_tensors(), layout), random_tensors(), strict=True
+    ):
+        loaded = pickle.loads(pickle.dumps(parameter))
+        assert loaded.placement == parameter.placement
+        assert loaded.local is not parameter.local
+        assert isinstance(loaded, nn.Parameter)
+        assert torch.equal(loaded.full_tensor(), whole)
 
-    run_local(1, rank)
+
+@on_each()
+def test_shards_and_metadata_of_a_layout_are_torchs(layout: Layout) -> None:
+    for tensor, whole in zip(sharded(random_tensors(), layout), random_tensors(), strict=True):
+        metadata = tensor.metadata()
+        assert (metadata.size, metadata.tensor_properties.dtype) == (whole.shape, whole.dtype)
+        everywhere = torch.zeros(whole.shape)
+        for shard in metadata.shards_metadata:
+            region = Region(offsets=tuple(shard.shard_offsets), sizes=tuple(shard.shard_sizes))
+            everywhere[region.slices] += 1
+        assert bool((everywhere == 1).all())
+        for shard in tensor.local_shards():
+            assert shard.metadata in metadata.shards_metadata
+            assert shard.metadata.placement.rank() == dist.get_rank()
+            offsets, sizes = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+            region = Region(offsets=tuple(offsets), sizes=tuple(sizes))
+            assert torch.equal(shard.tensor, whole[region.slices])
+        if whole.numel():
+            again = empty(tensor.sharding_spec(), whole.shape).metadata()
+            assert again.shards_metadata == metadata.shards_metadata
 
 
 @pytest.mark.parametrize(
@@ -213,7 +237,7 @@ def test_placements_that_cannot_be(wrong: dict[str, Any], error: type, match: st
         right = placements([(4, 2), (3,)], Flat())[0]
         given = {name: getattr(right, name) for name in ("packing", "index", "group", "rank")}
         with pytest.raises(error, match=match):
-            Placement(**{**given, **wrong})
+            Packed(**{**given, **wrong})
 
     run_local(1, rank)
 
@@ -224,13 +248,13 @@ def test_placements_that_cannot_be(wrong: dict[str, Any], error: type, match: st
         (torch.zeros(7), r"needs a local tensor of shape \(8,\), got \(7,\)"),
         (torch.zeros(8, requires_grad=True), "outside of autograd"),
         (torch.zeros(16)[::2], r"contiguous local tensor, got strides \(2,\)"),
-        ([0.0] * 8, "plain local tensor, got a list"),
+        ([0.0] * 8, "plain local tensors, got a float"),
     ],
 )
 def test_local_tensors_that_do_not_fit(local: Any, match: str) -> None:
     def rank() -> None:
         with pytest.raises(UsageError, match=match):
-            ShardedTensor(local, placements([(4, 2)], Flat())[0])
+            ShardedTensor.of(local, placements([(4, 2)], Flat())[0])
 
     run_local(1, rank)
 

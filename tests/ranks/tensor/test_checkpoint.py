@@ -14,7 +14,7 @@ from harness import on_ranks, ranks
 from shoal.checkpoint import load, load_training, save, save_training, storage
 from shoal.errors import CheckpointError
 from shoal.layout import Block, Even, Flat, Layout, ParamSpec, Rows, Whole
-from shoal.tensor import Placement, ShardedTensor
+from shoal.tensor import Packed, ShardedTensor
 
 NAMES = [f"p{index}" for index in range(len(SHAPES))]
 
@@ -122,10 +122,10 @@ def test_of_equal_replicas_one_writes(tmp_path: Path) -> None:
     values = torch.arange(40.0)
     packing = Flat().pack([ParamSpec.of("x", values)], 2)
     placements = [
-        Placement(packing=packing, index=0, group=group, rank=group.rank(), replica=number)
+        Packed(packing=packing, index=0, group=group, rank=group.rank(), replica=number)
         for number in (replica, 0)
     ]
-    tensors = [ShardedTensor(torch.zeros(p.piece.shape), p) for p in placements]
+    tensors = [ShardedTensor.of(torch.zeros(p.piece.shape), p) for p in placements]
     for tensor in tensors:
         tensor.copy_(values)
     save(tmp_path / "c", {"x": tensors[0]}, {})

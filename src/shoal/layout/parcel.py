@@ -1,0 +1,114 @@
+"""Parcels: what a rank sends to each other rank, and receives, to go from one holding to another.
+
+    holding A, two ranks         holding B, three ranks       rank 0 of A sends
+    rank 0  rows 0-2             rank 0  rows 0-1             to rank 0: rows 0-1
+    rank 1  rows 3-5             rank 1  rows 2-3             to rank 1: row 2
+                                 rank 2  rows 4-5
+
+A rank lists its own parcels alone. It asks the other holding who holds a region, and never walks
+the ranks. All parcels of a pair of ranks are one message, of which both ends know the order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+from shoal.errors import UsageError
+from shoal.layout.region import Region
+
+
+class Holding(Protocol):
+    """Who holds what of one tensor."""
+
+    def regions_of(self, rank: int) -> Sequence[Region]:
+        """What a rank holds; none of the regions is empty."""
+        ...
+
+    def holders(self, region: Region) -> Sequence[int]:
+        """The ranks that may hold an element of a region; no other rank does."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parcel:
+    """A region that goes from a rank's `src`-th region to another's `dst`-th."""
+
+    region: Region
+    src: int
+    dst: int
+
+
+Message: TypeAlias = tuple[Parcel, ...]
+"""All that goes from one rank to another, in the order of the sender's regions."""
+
+
+def outgoing(src: Holding, dst: Holding, rank: int) -> dict[int, Message]:
+    """What a rank sends, by receiver."""
+    found: dict[int, list[Parcel]] = {}
+    for index, region in enumerate(src.regions_of(rank)):
+        for peer in dst.holders(region):
+            parcels = _parcels([region], dst.regions_of(peer), first_src=index)
+            found.setdefault(peer, []).extend(parcels)
+    return _messages(found)
+
+
+def incoming(src: Holding, dst: Holding, rank: int) -> dict[int, Message]:
+    """What a rank receives, by sender."""
+    found: dict[int, list[Parcel]] = {}
+    for index, region in enumerate(dst.regions_of(rank)):
+        for peer in src.holders(region):
+            parcels = _parcels(src.regions_of(peer), [region], first_dst=index)
+            found.setdefault(peer, []).extend(parcels)
+    return _messages(found)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Elements [start, stop) of a parcel's region, counted row by row."""
+
+    parcel: Parcel
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start < self.stop <= self.parcel.region.numel:
+            raise UsageError(
+                f"elements [{self.start}, {self.stop}) are not a part of {self.parcel.region}"
+            )
+
+
+def cut(message: Message, index: int, num_cuts: int) -> list[Cut]:
+    """The `index`-th of `num_cuts` parts of a message; their sizes differ by an element at most."""
+    if not 0 <= index < num_cuts:
+        raise UsageError(f"part {index} does not exist: the message is cut into {num_cuts}")
+    numel = sum(parcel.region.numel for parcel in message)
+    begin, end = index * numel // num_cuts, (index + 1) * numel // num_cuts
+    cuts: list[Cut] = []
+    offset = 0
+    for parcel in message:
+        start = max(begin - offset, 0)
+        stop = min(end - offset, parcel.region.numel)
+        if start < stop:
+            cuts.append(Cut(parcel=parcel, start=start, stop=stop))
+        offset += parcel.region.numel
+    return cuts
+
+
+def _parcels(
+    sources: Sequence[Region], targets: Sequence[Region], *, first_src: int = 0, first_dst: int = 0
+) -> Iterator[Parcel]:
+    for src, source in enumerate(sources, first_src):
+        for dst, target in enumerate(targets, first_dst):
+            region = source.overlap(target)
+            if region is not None:
+                yield Parcel(region=region, src=src, dst=dst)
+
+
+def _messages(found: dict[int, list[Parcel]]) -> dict[int, Message]:
+    return {
+        peer: tuple(sorted(parcels, key=lambda parcel: (parcel.src, parcel.dst)))
+        for peer, parcels in found.items()
+        if parcels
+    }

@@ -1,0 +1,36 @@
+"""The names of the `api` modules of `torch.distributed._shard` and of its `sharded_tensor`."""
+
+from shoal._torch import LocalShard as Shard
+from shoal._torch import (
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+    load_with_process_group,
+)
+from shoal._torch import empty_like_properties as _create_tensor_from_params
+from shoal.tensor.assembly import init_from_local_shards
+from shoal.tensor.base import ShardedTensorBase
+from shoal.tensor.module import collect_local_shard as _collect_local_shard
+from shoal.tensor.module import reshard_output as _reshard_output
+from shoal.tensor.module import shard_module, shard_parameter
+from shoal.tensor.module import shard_tensor as _shard_tensor
+from shoal.tensor.remote import SHARED as _sharded_tensor_map
+from shoal.tensor.sharded import ShardedTensor
+
+__all__ = [
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensor",
+    "ShardedTensorBase",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+    "_collect_local_shard",
+    "_create_tensor_from_params",
+    "_reshard_output",
+    "_shard_tensor",
+    "_sharded_tensor_map",
+    "init_from_local_shards",
+    "load_with_process_group",
+    "shard_module",
+    "shard_parameter",
+]

@@ -1,0 +1,114 @@
+"""What this rank has of a sharded tensor: local tensors, and the metadata of all shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from shoal import _torch
+from shoal._torch import LocalShard, ShardedTensorMetadata, ShardingSpec, TensorProperties
+from shoal.layout.region import Region
+from shoal.tensor.placement import Placement
+
+if TYPE_CHECKING:
+    from shoal.tensor.sharded import ShardedTensor
+
+Kind: TypeAlias = tuple[torch.device, torch.dtype]
+
+
+class ShardedTensorBase(Tensor):
+    """A tensor of which this rank has the elements that its placement says.
+
+    `local` is the very tensor that holds them, often a view of a larger buffer; assign it to move
+    the tensor to other memory of the same dtype and device. It has no elements where the rank holds
+    nothing, and it is not there where the rank has several shards: `locals` always is. `kind` is
+    the device and dtype.
+    """
+
+    __slots__ = ("_several", "kind", "local", "placement")
+
+    kind: Kind
+    local: Tensor
+    placement: Placement
+    _several: tuple[Tensor, ...]
+
+    __torch_function__ = _torch.no_torch_function
+
+    @property
+    def locals(self) -> tuple[Tensor, ...]:
+        """This rank's local tensors, one for each of the placement's local shapes."""
+        try:
+            return (self.local,)
+        except AttributeError:
+            return self._several
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """This rank's rectangles of the global tensor; none where it holds nothing."""
+        return self.placement.regions
+
+    def parts(self) -> list[tuple[Region, Tensor]]:
+        """Each region with this rank's memory for it, in its shape, outside of autograd."""
+        return parts_of(self.placement, [local.detach() for local in self.locals])
+
+    def local_shards(self) -> list[LocalShard]:
+        """This rank's shards: the local tensors themselves, or views of each of their regions."""
+        tensors: Sequence[Tensor]
+        if self.placement.shards_stand_alone:
+            tensors = self.locals
+        else:
+            tensors = [part for _, part in self.parts()]
+        # Where a rank has no shard, its local tensor without elements is none either.
+        pairs = zip(tensors, self.placement.own_shards(self.device), strict=False)
+        return [LocalShard(tensor, metadata) for tensor, metadata in pairs]
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """Where all shards of all ranks lie, and what they have in common."""
+        return ShardedTensorMetadata(
+            shards_metadata=self.placement.shards(self.device),
+            size=self.size(),
+            tensor_properties=TensorProperties(
+                dtype=self.dtype,
+                layout=torch.strided,
+                requires_grad=self.requires_grad,
+                memory_format=torch.contiguous_format,
+                pin_memory=self.is_pinned(),
+            ),
+        )
+
+    def is_pinned(self, device: Any = None) -> bool:
+        """Whether all local tensors are in page-locked memory."""
+        held = [local for local in self.locals if local.numel()]
+        if held:
+            return all(local.is_pinned() for local in held)
+        return self.placement.is_pinned
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(
+        cls,
+        local_shards: list[LocalShard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> ShardedTensor:
+        """Put shards together that are all here, without a process group."""
+        from shoal.tensor.assembly import assemble_without_group
+
+        return assemble_without_group(local_shards, sharded_tensor_metadata, sharding_spec)
+
+
+def parts_of(placement: Placement, locals_: Sequence[Tensor]) -> list[tuple[Region, Tensor]]:
+    """Each region of a rank with its part of the rank's local tensors, in the region's shape."""
+    found: list[tuple[Region, Tensor]] = []
+    for local, regions in zip(locals_, placement.local_regions, strict=True):
+        if len(regions) == 1:
+            found.append((regions[0], local.view(regions[0].sizes)))
+            continue
+        flat, start = local.view(-1), 0
+        for region in regions:
+            stop = start + region.numel
+            found.append((region, flat[start:stop].view(region.sizes)))
+            start = stop
+    return found

@@ -1,0 +1,132 @@
+"""New sharded tensors: each rank fills the shards that a spec gives it, and nobody communicates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shoal._torch import ShardingSpec
+from shoal.tensor import remote
+from shoal.tensor.listed import Listed
+from shoal.tensor.placement import Placement
+from shoal.tensor.sharded import ShardedTensor
+
+
+def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Make a tensor of whatever values its memory has."""
+    return ShardedTensor(sharding_spec, *size, **options)
+
+
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Make a tensor of ones."""
+    return full(sharding_spec, size, 1, **options)
+
+
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Make a tensor of zeros."""
+    return full(sharding_spec, size, 0, **options)
+
+
+def full(
+    sharding_spec: ShardingSpec, size: Sequence[Any], fill_value: Any, **options: Any
+) -> ShardedTensor:
+    """Make a tensor of one value."""
+    tensor = ShardedTensor(sharding_spec, *size, **options)
+    return _filled(tensor, lambda local: local.fill_(fill_value))
+
+
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Draw uniform numbers from [0, 1); each rank draws its own, with its own generator."""
+    return _filled(ShardedTensor(sharding_spec, *size, **options), Tensor.uniform_)
+
+
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Draw normal numbers; each rank draws its own, with its own generator."""
+    return _filled(ShardedTensor(sharding_spec, *size, **options), Tensor.normal_)
+
+
+def allocate(
+    spec: ShardingSpec,
+    size: Sequence[Any],
+    *,
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    pin_memory: bool,
+    memory_format: torch.memory_format,
+    process_group: ProcessGroup | None,
+    init_rrefs: bool,
+) -> ShardedTensor:
+    """Do what the constructor of `ShardedTensor` does."""
+    if not isinstance(spec, ShardingSpec):
+        raise ValueError(
+            f"Expecting ShardingSpec but got: {type(spec)}; ShardedTensor.of wraps local tensors"
+        )
+    if layout != torch.strided:
+        raise ValueError(f"Only torch.strided layout is currently supported, got {layout}")
+    if memory_format != torch.contiguous_format:
+        raise ValueError(
+            "Only torch.contiguous_format memory_format is currently supported, "
+            f"got {memory_format}"
+        )
+    group = group_or_default(process_group)
+    placement = Listed.of_spec(spec, shape_of(size), group, is_pinned=pin_memory)
+    tensor = blank(placement, dtype or torch.get_default_dtype(), requires_grad=requires_grad)
+    if init_rrefs:
+        remote.share(tensor)
+    return tensor
+
+
+def blank(
+    placement: Placement,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    requires_grad: bool = False,
+) -> ShardedTensor:
+    """Allocate the local tensors of a placement; `device` serves one that does not say where."""
+    devices = placement.local_devices or (device,) * len(placement.local_shapes)
+    locals_ = [
+        torch.empty(
+            shape,
+            dtype=dtype,
+            device=where,
+            pin_memory=placement.is_pinned,
+            requires_grad=requires_grad and placement.shards_stand_alone,
+        )
+        for shape, where in zip(placement.local_shapes, devices, strict=True)
+    ]
+    return ShardedTensor.of(locals_, placement, requires_grad=requires_grad)
+
+
+def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
+    """The group itself, or that of all ranks."""
+    if group is not None:
+        return group
+    if dist.group.WORLD is None:
+        raise ValueError(
+            "Default process group has not been initialized: call init_process_group first, or "
+            "pass process_group"
+        )
+    return dist.group.WORLD
+
+
+def shape_of(size: Sequence[Any]) -> tuple[int, ...]:
+    """Sizes that were given one by one, or as one sequence."""
+    if len(size) == 1 and isinstance(size[0], Sequence):
+        (size,) = size
+    if not all(isinstance(number, int) for number in size):
+        raise TypeError(f"size has to be a sequence of ints, found: {[*size]}")
+    return tuple(size)
+
+
+def _filled(tensor: ShardedTensor, fill: Callable[[Tensor], object]) -> ShardedTensor:
+    with torch.no_grad():
+        for local in tensor.locals:
+            fill(local)
+    return tensor

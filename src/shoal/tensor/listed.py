@@ -1,0 +1,227 @@
+"""Placements of tensors whose shards are listed one by one, as torch's specs and metadata do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Self, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shoal import _torch
+from shoal._torch import ShardingSpec, ShardMetadata, TensorProperties
+from shoal.layout.listing import Listing
+from shoal.layout.region import Region
+from shoal.tensor.device import preferred_device
+from shoal.tensor.placement import Placement
+from shoal.tensor.spec import spec_of
+
+Held: TypeAlias = tuple[int, Region]
+"""A rank of the group, and what it holds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listed(Placement):
+    """Shards with a global rank and a device each; a rank's own in the order of its local tensors.
+
+    A rank that is not in the group may have one too, and holds nothing by it. Without any group
+    (None), `own` says which shards are here.
+    """
+
+    shards_stand_alone: ClassVar[bool] = True
+
+    listed: tuple[ShardMetadata, ...] = field(repr=False, compare=False)
+    shape: tuple[int, ...]
+    group: ProcessGroup
+    given_spec: ShardingSpec | None = field(default=None, repr=False, compare=False)
+    is_pinned: bool = field(default=False, repr=False, compare=False)
+    own: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
+    rank: int = field(init=False, compare=False)
+    replica: int = field(default=0, init=False, repr=False, compare=False)
+    local_devices: tuple[torch.device, ...] = field(  # pyright: ignore
+        init=False, repr=False, compare=False
+    )
+    local_regions: tuple[tuple[Region, ...], ...] = field(init=False, repr=False, compare=False)
+    local_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _held: tuple[Held, ...] = field(init=False, repr=False)
+    _listing: Listing = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        set_field = partial(object.__setattr__, self)
+        if self.group is None:
+            ranks = [_torch_rank(shard) for shard in self.listed]
+            own = self.own or ()
+            set_field("rank", -1)
+        else:
+            global_ranks = [_rank_in(self.group, shard) for shard in self.listed]
+            own = tuple(i for i, rank in enumerate(global_ranks) if rank == dist.get_rank())
+            ranks = _inside(self.group, global_ranks)
+            set_field("rank", dist.get_rank(self.group))
+            set_field("own", own)
+        regions = [_region(shard) for shard in self.listed]
+        # Stable: the order of a rank's own shards is part of the cut, that of ranks is not.
+        held = sorted(zip(ranks, regions, strict=True), key=lambda pair: pair[0])
+        set_field("shape", tuple(self.shape))
+        set_field("given_spec", self.given_spec or spec_of([*self.listed]))
+        set_field("_held", tuple(held))
+        set_field("_listing", Listing(held))
+        set_field("local_regions", tuple(_if_any(regions[i]) for i in own) or ((),))
+        set_field("local_shapes", tuple(regions[i].sizes for i in own) or ((0,),))
+        set_field("local_devices", self._devices(own))
+
+    @classmethod
+    def of_spec(
+        cls,
+        spec: ShardingSpec,
+        shape: Sequence[int],
+        group: ProcessGroup,
+        *,
+        is_pinned: bool = False,
+    ) -> Self:
+        """List the shards into which a spec cuts a tensor; raises if it cannot."""
+        shards = spec.build_metadata(torch.Size(shape), TensorProperties()).shards_metadata
+        if not isinstance(spec, (_torch.ChunkShardingSpec, _torch.EnumerableShardingSpec)):
+            check_shards(shards, shape)
+        return cls(
+            listed=tuple(shards),
+            shape=tuple(shape),
+            group=group,
+            given_spec=spec,
+            is_pinned=is_pinned,
+        )
+
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """See `Placement.regions_of`."""
+        return self._listing.regions_of(rank)
+
+    def holders(self, region: Region) -> Sequence[int]:
+        """See `Placement.holders`."""
+        return self._listing.holders(region)
+
+    def agrees(self, other: Placement) -> bool:
+        """See `Placement.agrees`."""
+        if self is other:
+            return True
+        return (
+            isinstance(other, Listed)
+            and self.group is other.group
+            and self.shape == other.shape
+            and self._held == other._held
+        )
+
+    def shards(self, device: torch.device) -> list[ShardMetadata]:
+        """See `Placement.shards`: in the order in which the spec lists them."""
+        spec = self.given_spec
+        if not isinstance(spec, _torch.ChunkShardingSpec):
+            return [*self.listed]
+        dim = cast(int, spec.dim)
+        return sorted(self.listed, key=lambda shard: shard.shard_offsets[dim])
+
+    def own_shards(self, device: torch.device) -> list[ShardMetadata]:
+        """See `Placement.own_shards`."""
+        return [self.listed[index] for index in self.own or ()]
+
+    def spec(self, device: torch.device) -> ShardingSpec:
+        """See `Placement.spec`: the one given, or one that cuts as the shards are."""
+        return cast(ShardingSpec, self.given_spec)
+
+    def on(self, device: torch.device) -> Listed:
+        """See `Placement.on`; which device of the same type another rank uses is its business."""
+        own = self.own or ()
+        moved = tuple(
+            _on_device(shard, device, exactly=index in own)
+            for index, shard in enumerate(self.listed)
+        )
+        if all(old is new for old, new in zip(self.listed, moved, strict=True)):
+            return self
+        return replace(self, listed=moved, given_spec=None, is_pinned=False)
+
+    def within(self, group: ProcessGroup) -> Self:
+        """See `Placement.within`."""
+        return replace(self, group=group)
+
+    def without_group(self) -> Callable[[Any], Placement]:
+        """See `Placement.without_group`."""
+        return partial(
+            _listed,
+            listed=self.listed,
+            shape=self.shape,
+            given_spec=self.given_spec,
+            is_pinned=self.is_pinned,
+            own=self.own,
+        )
+
+    def _devices(self, own: Sequence[int]) -> tuple[torch.device, ...]:
+        found = tuple(_place(self.listed[index]).device() for index in own)
+        if found:
+            return found
+        return (torch.device("cpu") if self.is_pinned else preferred_device(self.group),)
+
+    def __str__(self) -> str:
+        size = dist.get_world_size(self.group) if self.rank >= 0 else "no group"
+        numel = sum(region.numel for region in self.regions)
+        return f"rank {self.rank} of {size} holding {numel:,} elements of {self.shape}"
+
+
+def check_shards(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:
+    """Raise ValueError unless the shards cover a tensor, and no element twice."""
+    if not shards:
+        raise ValueError("shards_metadata must not be empty: list the shards of all ranks")
+    _torch.validate_non_overlapping_shards_metadata([*shards])
+    _torch.check_tensor([*shards], [*shape])
+
+
+def _listed(group: ProcessGroup, **fields: Any) -> Listed:
+    return Listed(group=group, **fields)
+
+
+def _region(shard: ShardMetadata) -> Region:
+    return Region(offsets=tuple(shard.shard_offsets), sizes=tuple(shard.shard_sizes))
+
+
+def _if_any(region: Region) -> tuple[Region, ...]:
+    return (region,) if region.numel else ()
+
+
+def _place(shard: ShardMetadata) -> _torch.RemoteDevice:
+    if shard.placement is None:
+        raise ValueError(
+            f"remote device is None for {shard}: give the shard a placement such as 'rank:0/cpu'"
+        )
+    return shard.placement
+
+
+def _torch_rank(shard: ShardMetadata) -> int:
+    rank = _place(shard).rank()
+    return -1 if rank is None else rank
+
+
+def _rank_in(group: ProcessGroup, shard: ShardMetadata) -> int:
+    rank, _ = _torch.parse_remote_device(group, _place(shard))
+    if rank is None:
+        raise ValueError(
+            f"the placement of {shard} names no rank: expected 'rank:<rank>/<device>', or "
+            "'<worker>/<device>' of RPC"
+        )
+    return rank
+
+
+def _inside(group: ProcessGroup, global_ranks: Sequence[int]) -> Sequence[int]:
+    """The ranks as the group counts them; a rank outside of it does not know, and need not."""
+    if not isinstance(group, ProcessGroup):
+        return global_ranks
+    number = {rank: index for index, rank in enumerate(dist.get_process_group_ranks(group))}
+    return [number[rank] for rank in global_ranks]
+
+
+def _on_device(shard: ShardMetadata, device: torch.device, *, exactly: bool) -> ShardMetadata:
+    present = _place(shard).device()
+    if present == device if exactly else present.type == device.type:
+        return shard
+    moved = deepcopy(shard)
+    moved.placement = _torch.on_device(_place(shard), device)
+    return moved

@@ -1,0 +1,160 @@
+"""Placements of tensors that a layout has cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Self, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from shoal._torch import RemoteDevice, ShardingSpec, ShardMetadata
+from shoal.errors import MeshError, UsageError
+from shoal.layout.packing import Packing
+from shoal.layout.piece import Piece
+from shoal.layout.region import Region
+from shoal.tensor.placement import Placement
+from shoal.tensor.spec import spec_of
+
+Cut: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packed(Placement):
+    """Parameter `index` of a packing, as rank `rank` of `group` sees it.
+
+    The tensor's dtype need not be the one that the packing was made for: cuts count elements.
+    """
+
+    shards_stand_alone: ClassVar[bool] = False
+
+    packing: Packing
+    index: int
+    group: ProcessGroup
+    rank: int
+    replica: int = 0
+    is_pinned: bool = field(default=False, init=False, repr=False, compare=False)
+    shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    piece: Piece = field(init=False, repr=False, compare=False)
+    _cut: Cut = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.group, ProcessGroup):
+            raise MeshError(
+                f"expected a process group that this rank belongs to, got {self.group!r}"
+            )
+        if self.group.size() != self.packing.world_size:
+            raise MeshError(
+                f"a packing for {self.packing.world_size} ranks cannot be placed on a group of "
+                f"{self.group.size()}: pack for the group's size"
+            )
+        if self.rank != self.group.rank():
+            raise MeshError(f"expected rank {self.group.rank()} of the group, got {self.rank}")
+        if not 0 <= self.index < len(self.packing.params):
+            raise UsageError(
+                f"parameter {self.index} does not exist: the packing has {len(self.packing.params)}"
+            )
+        if self.replica < 0:
+            raise UsageError(f"expected a replica of 0 or more, got {self.replica}")
+        object.__setattr__(self, "shape", self.packing.params[self.index].shape)
+        object.__setattr__(self, "piece", self.packing.piece(self.index, self.rank))
+        object.__setattr__(self, "_cut", _cut(self.packing, self.index))
+
+    @property
+    def local_regions(self) -> tuple[tuple[Region, ...], ...]:  # pyright: ignore
+        """See `Placement`: one local tensor has all of them."""
+        return (self.piece.regions,)
+
+    @property
+    def local_shapes(self) -> tuple[tuple[int, ...], ...]:  # pyright: ignore
+        """See `Placement`."""
+        return (self.piece.shape,)
+
+    @property
+    def local_devices(self) -> None:  # pyright: ignore
+        """See `Placement`: a packing does not say."""
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """See `Placement.regions`."""
+        return self.piece.regions
+
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """See `Placement.regions_of`."""
+        return self.packing.piece(self.index, rank).regions
+
+    def holders(self, region: Region) -> Sequence[int]:
+        """See `Placement.holders`."""
+        return self.packing.holders(self.index, region)
+
+    def agrees(self, other: Placement) -> bool:
+        """See `Placement.agrees`; decided from stripes: few, and the same on all ranks."""
+        if self is other:
+            return True
+        return (
+            isinstance(other, Packed)
+            and self.group is other.group
+            and self.shape == other.shape
+            and self._cut == other._cut
+        )
+
+    def shards(self, device: torch.device) -> list[ShardMetadata]:
+        """See `Placement.shards`; walks all ranks of the group."""
+        found = [shard for rank in range(self.group.size()) for shard in self._of(rank, device)]
+        return found or [_shard(Region.whole(self.shape), self._place(0, device))]
+
+    def own_shards(self, device: torch.device) -> list[ShardMetadata]:
+        """See `Placement.own_shards`."""
+        return self._of(self.rank, device)
+
+    def spec(self, device: torch.device) -> ShardingSpec:
+        """See `Placement.spec`."""
+        return spec_of(self.shards(device))
+
+    def on(self, device: torch.device) -> Packed:
+        """See `Placement.on`: a packing has no device."""
+        return self
+
+    def within(self, group: ProcessGroup) -> Self:
+        """See `Placement.within`."""
+        return replace(self, group=group, rank=group.rank())
+
+    def without_group(self) -> Callable[[Any], Placement]:
+        """See `Placement.without_group`."""
+        return partial(_packed, packing=self.packing, index=self.index, replica=self.replica)
+
+    def _of(self, rank: int, device: torch.device) -> list[ShardMetadata]:
+        place = self._place(rank, device)
+        return [_shard(region, place) for region in self.regions_of(rank)]
+
+    def _place(self, rank: int, device: torch.device) -> RemoteDevice:
+        # Which of its devices another rank uses is its own business.
+        of_rank = device if rank == self.rank else torch.device(device.type)
+        return RemoteDevice(f"rank:{dist.get_global_rank(self.group, rank)}/{of_rank}")
+
+    def __str__(self) -> str:
+        return (
+            f"rank {self.rank} of {self.packing.world_size} holding "
+            f"{self.piece.numel:,} elements of {self.shape}"
+        )
+
+
+def _packed(group: ProcessGroup, *, packing: Packing, index: int, replica: int) -> Packed:
+    return Packed(packing=packing, index=index, group=group, rank=group.rank(), replica=replica)
+
+
+def _shard(region: Region, place: RemoteDevice) -> ShardMetadata:
+    return ShardMetadata(list(region.offsets), list(region.sizes), place)
+
+
+def _cut(packing: Packing, index: int) -> Cut:
+    """Who holds what, without where it lies in the shards; and how a holder shapes it."""
+    stripes = packing.stripes(index)
+    first_rank = stripes[0].first_rank if stripes else 0
+    return (
+        packing.piece(index, first_rank).shape,
+        *((s.first_rank, s.num_ranks, s.full_offset, s.numel, s.num_bands) for s in stripes),
+    )

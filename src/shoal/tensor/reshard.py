@@ -1,0 +1,185 @@
+"""Resharding: a tensor's elements brought to another placement.
+
+    reshard(tensor, to)     another tensor, differentiable: its backward is the reshard back
+    reshard_(tensor, to)    the same tensor, which from then on is cut differently
+
+`to` is any spec or any placement over the ranks of the tensor's group. Beside its old local shards
+a rank has at most `max_extra` times the larger of its old and new ones at any time, of which the
+new ones are a part. Tensors of up to `deliver.ONE_ROUND_BYTES` may take three times that much.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from shoal._torch import ShardingSpec
+from shoal.errors import UsageError
+from shoal.tensor.creation import blank
+from shoal.tensor.deliver import MAX_EXTRA, deliver, num_rounds
+from shoal.tensor.device import shared_device
+from shoal.tensor.listed import Listed
+from shoal.tensor.placement import Placement
+from shoal.tensor.sharded import ShardedTensor
+
+Target: TypeAlias = Placement | ShardingSpec
+
+
+def reshard(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA) -> ShardedTensor:
+    """Give a tensor of the same values that is cut as `to` says: collective.
+
+    It is the tensor itself where that is how it is cut already.
+    """
+    placement = _placement(tensor, to)
+    if _is_placed(tensor, placement):
+        return tensor
+    moved = _moved(tensor, placement, max_extra)
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
+        return moved
+    return _Resharded.apply(tensor, [moved], max_extra)
+
+
+def reshard_(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA) -> ShardedTensor:
+    """Cut a tensor as `to` says, in place, its gradient too: collective."""
+    placement = _placement(tensor, to)
+    if _is_placed(tensor, placement):
+        return tensor
+    moved = _moved(tensor, placement, max_extra)
+    if tensor.grad_fn is not None and torch.is_grad_enabled():
+        return _ReshardedInPlace.apply(tensor, [moved], max_extra)
+    gradient = tensor.grad
+    tensor.grad = None
+    tensor.adopt(moved)
+    if isinstance(gradient, ShardedTensor):
+        tensor.grad = reshard(gradient, placement, max_extra=max_extra)
+    return tensor
+
+
+class _Resharded(torch.autograd.Function):
+    """The tensor in the list, as what became of another one."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, tensor: ShardedTensor, moved: list[ShardedTensor], max_extra: float
+    ) -> ShardedTensor:
+        ctx.source, ctx.max_extra = tensor.placement, max_extra
+        return moved[0]
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, gradient: ShardedTensor
+    ) -> tuple[ShardedTensor, None, None]:
+        return reshard(gradient, ctx.source, max_extra=ctx.max_extra), None, None
+
+
+class _ReshardedInPlace(_Resharded):
+    """A tensor that becomes the one in the list."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: ShardedTensor, moved: list[ShardedTensor], max_extra: float
+    ) -> ShardedTensor:
+        ctx.source, ctx.max_extra = tensor.placement, max_extra
+        tensor.adopt(moved[0])
+        ctx.mark_dirty(tensor)
+        return tensor
+
+
+class _ReshardedShards(torch.autograd.Function):
+    """Local tensors that autograd sees by themselves, from local tensors of another placement."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        anchor: Tensor,
+        source: Placement,
+        target: Placement,
+        max_extra: float,
+        *locals_: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.source, ctx.target, ctx.max_extra = source, target, max_extra
+        tensor = ShardedTensor.of([local.detach() for local in locals_], source)
+        return _carried(tensor, target, max_extra).locals
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        locals_ = [each.contiguous() for each in gradients]
+        back = ctx.target, ctx.source, ctx.max_extra
+        carried = _ReshardedShards.apply(torch.empty(0), *back, *locals_)
+        return None, None, None, None, *carried
+
+
+def _moved(tensor: ShardedTensor, placement: Placement, max_extra: float) -> ShardedTensor:
+    """Carry the elements over; where shards stand alone, autograd sees it shard by shard."""
+    source = tensor.placement
+    if not (
+        source.shards_stand_alone
+        and placement.shards_stand_alone
+        and torch.is_grad_enabled()
+        and (tensor.requires_grad or any(local.requires_grad for local in tensor.locals))
+    ):
+        return _carried(tensor, placement, max_extra)
+    # A rank whose shards need no gradient, or that has none, has to take part in the backward too.
+    anchor = torch.empty(0, requires_grad=True)
+    locals_ = _ReshardedShards.apply(anchor, source, placement, max_extra, *tensor.locals)
+    return ShardedTensor.of(locals_, placement)
+
+
+def _carried(tensor: ShardedTensor, placement: Placement, max_extra: float) -> ShardedTensor:
+    source, group = tensor.placement, tensor.placement.group
+    device = shared_device(tensor.device, source)
+    with torch.no_grad():
+        result = blank(placement, tensor.dtype, device)
+        deliver(
+            tensor.parts(),
+            result.parts(),
+            source,
+            placement,
+            group,
+            device=shared_device(device, source, placement),
+            rounds=num_rounds(
+                tensor.numel() * tensor.element_size(), group.size(), max_extra=max_extra
+            ),
+            reason=f"the reshard of a ShardedTensor of {source.shape}",
+        )
+    return result
+
+
+def _is_placed(tensor: ShardedTensor, placement: Placement) -> bool:
+    """Whether a tensor is cut as a placement says; one that says where must find it there."""
+    return tensor.placement.agrees(placement) and (
+        placement.local_devices is None
+        or placement.shards(tensor.device) == tensor.placement.shards(tensor.device)
+    )
+
+
+def _placement(tensor: ShardedTensor, to: object) -> Placement:
+    group, shape = tensor.placement.group, tensor.placement.shape
+    if not isinstance(group, ProcessGroup):
+        raise UsageError(
+            f"a ShardedTensor of {shape} can be resharded by the ranks of its process group; this "
+            "rank is in none"
+        )
+    if isinstance(to, ShardingSpec):
+        return Listed.of_spec(to, shape, group)
+    if not isinstance(to, Placement):
+        raise UsageError(f"expected a ShardingSpec or a Placement, got {to!r}")
+    if to.shape != shape:
+        raise UsageError(f"a tensor of {shape} cannot be resharded to a placement of {to.shape}")
+    if to.group is not group and _ranks(to.group) != _ranks(group):
+        raise UsageError(
+            f"a tensor over ranks {_ranks(group)} cannot be resharded to ranks {_ranks(to.group)}: "
+            "give a spec that names some ranks of the tensor's group, or make the tensor over the "
+            "larger group first"
+        )
+    return to
+
+
+def _ranks(group: object) -> list[int]:
+    return dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else []
