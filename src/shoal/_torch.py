@@ -521,6 +521,10 @@ def inside_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+grad_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""Who is called when a gradient of a parameter is there; None or empty for nobody."""
+
+
 def has_post_accumulate_hooks(parameter: Tensor) -> bool:
     """Whether somebody is called when a gradient is there."""
     return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore
@@ -591,3 +595,9 @@ def rpc_gather(value: object) -> dict[int, Any]:
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Device, dtype, non_blocking and memory format of the arguments of `to`; None where unsaid."""
     return cast(Any, torch._C)._nn._parse_to(*args, **kwargs)
+
+
+unflatten: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = (
+    torch._C._nn.unflatten_dense_tensors
+)
+"""Views of a flat tensor, in the shapes of examples, one after another."""

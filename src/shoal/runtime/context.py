@@ -39,6 +39,8 @@ class Context:
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._seen: dict[Unit, None] = {}
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
+        self._arrived: list[Reduction] = []
+        """Reduced gradients that nobody waits for: they are put on the parameters together."""
         self._host_marks: list[torch.cuda.Event] = []
         self._launched: dict[Unit, Mark | None] = {}
         self._began: dict[Unit, Mark | None] = {}
@@ -170,6 +172,7 @@ class Context:
         self._end = None
         reductions = tuple(self._reductions)
         self._reductions.clear()
+        self._arrived.clear()
         self._launched.clear()
         self._began.clear()
         for unit in self.units:
@@ -211,6 +214,9 @@ class Context:
             unit.was_reduced = unit.was_entered = unit.has_late_grads = False
         while self._reductions:
             self._finish_reduction()
+        for reduction in self._arrived:
+            reduction.finish()
+        self._arrived.clear()
         for mark in self._host_marks:
             mark.synchronize()
         self._host_marks.clear()
@@ -293,6 +299,10 @@ class Context:
             reduction.wait()
             self._record(EventKind.REDUCE_WAIT, reduction.unit, start)
             self._record(EventKind.REDUCE, reduction.unit, launched)
+        reduction.wait()
+        if reduction.can_wait:
+            self._arrived.append(reduction)
+            return
         mark = reduction.finish()
         if mark is not None:
             self._host_marks.append(mark)

@@ -34,7 +34,9 @@ class Rows:
         self._separate: Transport | None = None
         self._division: tuple[object, Division] | None = None
         self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
-        self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Size | None]] | None = None
+        self._cuts: (
+            tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None] | None
+        ) = None
 
     def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction:
         """Copy gradients in and start reducing them."""
@@ -292,29 +294,35 @@ class Rows:
         """Every gradient in this rank's row of the reduced matrix, by parameter."""
         if self._cuts is None:
             self._cuts = self._cut()
-        widths, wanted, shapes = self._cuts
-        pieces = output.split_with_sizes(widths)
-        return [
-            (index, pieces[at] if shape is None else pieces[at].view(shape))
-            for (index, at), shape in zip(wanted, shapes, strict=True)
-        ]
+        widths, wanted, examples = self._cuts
+        pieces = (
+            output.split_with_sizes(widths)
+            if examples is None
+            else _torch.unflatten(output, examples)
+        )
+        return [(index, pieces[at]) for index, at in wanted]
 
-    def _cut(self) -> tuple[list[int], list[tuple[int, int]], list[torch.Size | None]]:
+    def _cut(self) -> tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None]:
         """The widths of gradients and gaps in a row, which pieces are whose, and their shapes."""
         members = self._unit.shards.members
         widths: list[int] = []
         wanted: list[tuple[int, int]] = []
-        shapes: list[torch.Size | None] = []
+        shapes: list[tuple[int, ...]] = []
         end = 0
         for index, offset in sorted(self._offsets.items(), key=lambda item: (item[1], item[0])):
             local = members[index].local
             if local.numel() > 0:
                 if offset > end:
                     widths.append(offset - end)
+                    shapes.append((offset - end,))
                 end = offset + local.numel()
             wanted.append((index, len(widths)))
             widths.append(local.numel())
-            shapes.append(None if local.dim() == 1 else local.shape)
+            shapes.append(tuple(local.shape))
         if self.shard_numel > end:
             widths.append(self.shard_numel - end)
-        return widths, wanted, shapes
+            shapes.append((self.shard_numel - end,))
+        if all(len(shape) == 1 for shape in shapes):
+            return widths, wanted, None
+        # Examples with no memory behind them.
+        return widths, wanted, [torch.empty(1).expand(shape) for shape in shapes]

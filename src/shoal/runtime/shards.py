@@ -109,9 +109,9 @@ class Shards:
     def _remember(self) -> None:
         """Note what every step asks of every member, as lists that C can walk."""
         self._num_changes += 1
-        self._sharded = [member.sharded for member in self.members]
+        self.sharded = [member.sharded for member in self.members]
         self._locals = [member.local for member in self.members]
-        self._watched = [*self._sharded, *self._locals]
+        self._watched = [*self.sharded, *self._locals]
         self._first_places = [member.places[0] for member in self.members]
         self._places = [
             (parameters, name, member.sharded)
@@ -183,8 +183,8 @@ class Shards:
     def follow(self) -> None:
         """Notice parameters that were replaced or moved since, and take their values over."""
         found = [parameters.get(name) for parameters, name in self._first_places]
-        if all(map(is_, found, self._sharded)) and all(
-            map(is_, map(self._local_of, self._sharded), self._locals)
+        if all(map(is_, found, self.sharded)) and all(
+            map(is_, map(self._local_of, self.sharded), self._locals)
         ):
             return
         changed = False

@@ -400,6 +400,13 @@ class Unit:
         sharded = [self.shards.members[index].sharded for index in indices]
         return any(p.grad is not None or _torch.has_post_accumulate_hooks(p) for p in sharded)
 
+    def may_take_later(self, dtype: torch.dtype) -> bool:
+        """Whether nobody waits for gradients of this dtype, and no memory is gained by them."""
+        members = self.shards.members
+        return members[0].dtype is dtype and not (
+            any(map(_torch.grad_hooks, self.shards.sharded)) or members[0].sharded.grad is not None
+        )
+
     def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
         """Put reduced gradients on the sharded parameters."""
         members, dtype = self.shards.members, output.dtype
