@@ -43,7 +43,7 @@ class Rows:
         unit = self._unit
         dtype = unit.policy.reduce_dtype or self._common_dtype(grads)
         trained = unit.trained
-        if any(index not in trained for index in grads):  # frozen since its gradient was kept
+        if not unit.trained_set.issuperset(grads):  # frozen since its gradient was kept
             trained = tuple(sorted({*trained, *grads}))
         self._settle(trained, dtype)
         num_bytes = self._num_rows_numel * dtype.itemsize
@@ -90,6 +90,7 @@ class Rows:
         else:
             self._packing = whole.with_dtypes([dtype] * len(whole.params))
             self._is_zero_copy = [self._packing.is_zero_copy(i) for i in range(len(whole.params))]
+            self._is_all_zero_copy = all(self._is_zero_copy)
             numel = self._packing.shard_bytes // dtype.itemsize
             self.shard_numel = numel
             for index in trained:
@@ -121,9 +122,15 @@ class Rows:
             if self.shard_numel:
                 _torch.chunk_into_columns(tensors, unit.size, rows.view(unit.size, -1))
             return
+        everything = self._targets_in(rows)
+        if self._is_all_zero_copy and len(grads) == len(everything):
+            # Not in the order of the gradients: those kept from earlier backwards come last.
+            sources = [grads[index] for index in range(len(everything))]
+            _torch.foreach_copy([target for (target,) in everything], sources)
+            return
         into: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for index, targets in enumerate(self._targets_in(rows)):
+        for index, targets in enumerate(everything):
             grad = grads.get(index)
             if grad is None:
                 for target in targets:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import torch
 from torch import nn
@@ -30,6 +31,8 @@ from shoal.runtime.rows import Rows
 from shoal.runtime.shards import Member, Shards, Source
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
+
+_requires_grad = attrgetter("requires_grad")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -95,6 +98,8 @@ class Unit:
         self._watches_all = False
         self.trained: tuple[int, ...] = ()
         """The parameters that get gradients; the same object for as long as they stay the same."""
+        self.trained_set: frozenset[int] = frozenset()
+        self._trained_flags: list[bool] = []
         self._prepared: torch.Tensor | None = None
         self._kept_grads: dict[int, torch.Tensor] = {}
         self._partial: tuple[tuple[int, ...], torch.Tensor] | None = None
@@ -154,7 +159,7 @@ class Unit:
         self.full.put(index, parameter)
         self._find_registrations()
         self._counted.discard(index)
-        self.trained = ()
+        self._trained_flags = []
         self._follow_requires_grad()
 
     def use(self, streams: Streams) -> None:
@@ -307,17 +312,17 @@ class Unit:
     def watch_all_grads(self) -> None:
         """Call the hook for every parameter's gradient, and not for the first one's only."""
         self._watches_all = True
-        self.trained = ()
+        self._trained_flags = []
         self._follow_requires_grad()
 
     def _follow_requires_grad(self) -> None:
         """Freeze and unfreeze as the sharded parameters were; have a gradient noticed."""
-        trained = tuple(
-            i for i, member in enumerate(self.shards.members) if member.sharded.requires_grad
-        )
-        if trained == self.trained and self._counted:
+        flags = list(map(_requires_grad, self.shards.sharded))
+        if flags == self._trained_flags and self._counted:
             return
-        self.trained = trained
+        self._trained_flags = flags
+        self.trained = trained = tuple(i for i, flag in enumerate(flags) if flag)
+        self.trained_set = frozenset(trained)
         for index, parameter in enumerate(self.full.parameters):
             parameter.requires_grad_(index in trained)
         for index in trained if self._watches_all else trained[:1]:
@@ -342,12 +347,13 @@ class Unit:
         """Take the gradients that arrived off the full parameters."""
         grads: dict[int, torch.Tensor] = {}
         parameters, members = self.full.parameters, self.shards.members
+        strided = torch.strided
         for index in self.trained:
             parameter = parameters[index]
             grad = parameter.grad
             if grad is None:
                 continue
-            if grad.layout is not torch.strided:
+            if grad.layout is not strided:
                 raise NotImplementedError(
                     f"parameter {members[index].spec.name!r} of unit {self.name!r} has a sparse "
                     "gradient, which shoal does not support; make it dense "
