@@ -510,6 +510,24 @@ def untraced_function(function: Function) -> Function:
     return function
 
 
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Call `hook` with the gradient of a tensor that is no leaf, before any later hook.
+
+    `register_hook`, without a handle to remove it by, which costs more than all the rest.
+    """
+    own = cast(Any, tensor)
+    if own._backward_hooks is not None or type(tensor) is not Tensor:
+        tensor.register_hook(hook)
+        return
+    own._backward_hooks = hooks = OrderedDict()
+    own.grad_fn._register_hook_dict(tensor)
+    hooks[_NO_HANDLE] = hook
+
+
+_NO_HANDLE = -1
+"""Where handles count from 0."""
+
+
 def base_node(tensor: Tensor) -> Any | None:
     """Where the gradient of a view's base comes through; None for what is no view."""
     base = tensor._base

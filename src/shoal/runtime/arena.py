@@ -30,8 +30,9 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._swaps = _torch.can_swap_memory()
-        self._buries = self._swaps and device.type == "cpu"
+        self.swaps = _torch.can_swap_memory()
+        """Whether storages exchange memory; if not, they are resized."""
+        self._buries = self.swaps and device.type == "cpu"
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._rows: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._users: Counter[int] = Counter()
@@ -52,29 +53,23 @@ class Arena:
 
     def adopt(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Let memory that came from elsewhere be taken back; returns what `detach` wants."""
-        if not self._swaps:
+        if not self.swaps:
             return None
         slot = self.blank(storage.nbytes()).untyped_storage()
         self.bury(slot)
         return slot
 
-    def attach(self, storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage | None:
+    def attach(self, storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
         """Give an empty storage memory; returns what has to be given back with `detach`."""
-        if not self._swaps:
-            storage.resize_(num_bytes)
-            return None
         slots = self._slots[num_bytes]
         slot = slots.pop() if slots else self._new(num_bytes)
         _torch.swap_memory(storage, slot)
         return slot
 
     def detach(
-        self, storage: torch.UntypedStorage, num_bytes: int, slot: torch.UntypedStorage | None
+        self, storage: torch.UntypedStorage, num_bytes: int, slot: torch.UntypedStorage
     ) -> None:
         """Take a storage's memory back."""
-        if slot is None:
-            storage.resize_(0)
-            return
         _torch.swap_memory(storage, slot)
         self._slots[num_bytes].append(slot)
 
