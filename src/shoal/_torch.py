@@ -125,7 +125,7 @@ def all_reduce_method(
     return lambda tensor: method([tensor], options)
 
 
-local_getter: Callable[[Tensor], Tensor] = operator.attrgetter("_local_tensor")
+local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
 """`local_tensor`, in C."""
 
 
@@ -615,7 +615,7 @@ def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     return cast(Any, torch._C)._nn._parse_to(*args, **kwargs)
 
 
-unflatten: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = (
-    torch._C._nn.unflatten_dense_tensors
-)
+unflatten: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = cast(
+    Any, torch._C
+)._nn.unflatten_dense_tensors
 """Views of a flat tensor, in the shapes of examples, one after another."""

@@ -100,7 +100,8 @@ class Context:
 
     def leave_forward(self, unit: Unit, *, reshard: bool) -> None:
         """Free the unit, or hold it for its backward."""
-        self._record(EventKind.FORWARD, unit, self._began.pop(unit, None))
+        if self.recorder is not None:
+            self._record(EventKind.FORWARD, unit, self._began.pop(unit, None))
         unit.phase = Phase.HELD
         if reshard and not unit.is_kept and not _torch.inside_backward():
             unit.reshard(to_post=True)
@@ -119,7 +120,7 @@ class Context:
         if phase is Phase.BACKWARD:
             return
         if phase is Phase.SHARDED and unit.options.gathers_in_backward:
-            self._launch_gather(unit)
+            self._prefetch(unit)
         elif phase is not Phase.GATHERING:
             unit.gathered_version = unit.version
         # The bytes that are there, or on their way, are those of this version.
@@ -191,14 +192,15 @@ class Context:
         )
 
     def _begin_backward(self) -> None:
+        if self._end is not None and self._end() is not None:
+            return
         self._abandon_broken_backward()
-        if self._end is None:
 
-            def end() -> None:
-                self._end_backward()
+        def end() -> None:
+            self._end_backward()
 
-            self._end = weakref.ref(end)
-            _torch.call_after_backward(end)
+        self._end = weakref.ref(end)
+        _torch.call_after_backward(end)
 
     def _end_backward(self) -> None:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
@@ -234,7 +236,8 @@ class Context:
     def _free(self, unit: Unit) -> None:
         if unit.phase is not Phase.BACKWARD:
             return
-        self._record(EventKind.BACKWARD, unit, self._began.pop(unit, None))
+        if self.recorder is not None:
+            self._record(EventKind.BACKWARD, unit, self._began.pop(unit, None))
         if unit.options.reshards_after_backward:
             unit.reshard()
         else:
@@ -269,12 +272,9 @@ class Context:
 
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.phase is Phase.SHARDED:
-            self._launch_gather(unit)
-
-    def _launch_gather(self, unit: Unit) -> None:
-        if self.recorder is not None:
-            self._launched[unit] = self._mark()
-        unit.launch_gather()
+            if self.recorder is not None:
+                self._launched[unit] = self._mark()
+            unit.launch_gather()
 
     def _hold(self, unit: Unit) -> None:
         phase = unit.phase
@@ -283,8 +283,7 @@ class Context:
             return
         if phase is Phase.HELD:
             return
-        if phase is Phase.SHARDED:
-            self._launch_gather(unit)
+        self._prefetch(unit)
         if self.recorder is not None:
             start = self._mark()
             unit.wait_gather()

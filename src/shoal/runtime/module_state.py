@@ -265,7 +265,7 @@ def context_of(module: nn.Module, state: ModuleState) -> Context:
 def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
     """Arrange to be told when backward has left the module."""
     tensors = inputs.differentiable
-    run = Pass(version=unit.gathered_version)
+    run = Pass(unit.gathered_version)
     # Without such inputs a pass counts as open until the end of backward. So it does with leaves
     # alone: a leaf's own hook would come before nodes that do not depend on it, and pile up on a
     # tensor that outlives the step.

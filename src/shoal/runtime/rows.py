@@ -34,9 +34,7 @@ class Rows:
         self._separate: Transport | None = None
         self._division: tuple[object, Division] | None = None
         self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
-        self._cuts: (
-            tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None] | None
-        ) = None
+        self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None] | None = None
 
     def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction:
         """Copy gradients in and start reducing them."""

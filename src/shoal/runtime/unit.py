@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -34,13 +34,18 @@ from shoal.runtime.updates import count_updates
 
 _requires_grad = attrgetter("requires_grad")
 
+Version: TypeAlias = tuple[int, int, int]
+"""How often parameters were stepped, replaced, and changed in place."""
 
-@dataclass(frozen=True, slots=True, eq=False)
+
 class Pass:
     """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
 
-    version: tuple[int, ...]
-    """The parameters' version in forward."""
+    __slots__ = ("version",)
+
+    def __init__(self, version: Version) -> None:
+        self.version = version
+        """The parameters' version in forward."""
 
 
 class Unit:
@@ -91,7 +96,7 @@ class Unit:
         """Whether this backward has reduced something already."""
         self._phase = Phase.SHARDED
         self._wait: Callable[[], object] | None = None
-        self.gathered_version: tuple[int, ...] = ()
+        self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
         self.notices: Callable[[Unit], None] | None = None
         self._counted: set[int] = set()
@@ -208,9 +213,10 @@ class Unit:
         return self.version != self.gathered_version
 
     @property
-    def version(self) -> tuple[int, ...]:
-        """Changes with optimizer steps, and with in-place operations on the shards."""
-        return self.num_updates, *self.shards.version
+    def version(self) -> Version:
+        """Changes with optimizer steps, and with whatever else changes the shards."""
+        shards = self.shards
+        return self.num_updates, shards.num_changes, shards.num_operations
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
