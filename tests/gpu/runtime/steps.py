@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from differential import Engine, gradients, snapshot
 from oracle import Checkpoint, batches, build, full, loss_of
-from peers import Engine, gradients, snapshot
 
 DEVICE = "cuda"
 
@@ -64,12 +64,3 @@ def train(
             model.set_post_optim_event(torch.cuda.current_stream().record_event())
         optimizer.zero_grad()
     return [*seen, snapshot(model, optimizer)]
-
-
-def in_full(value: Any) -> Any:
-    """The same observations with every tensor whole; a collective."""
-    if isinstance(value, torch.Tensor):
-        return full(value)
-    if isinstance(value, dict):
-        return {name: in_full(inner) for name, inner in value.items()}
-    return [in_full(inner) for inner in value] if isinstance(value, list) else value

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
+from differential import PLAIN, SHOAL
 from gpu.runtime.steps import DEVICE, model_for
 from harness import nccl_ranks
 from oracle import batches, full, loss_of
-from peers import PLAIN, SHOAL
 from shoal.layout import Even, Flat
 
 # Inductor advises on TF32 by a warning, and dynamo looks at the gradient of whatever it traces.

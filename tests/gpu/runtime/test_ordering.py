@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from collectives import SynchronousGather, SynchronousReduce
 from gpu.runtime.conftest import Join
 from shoal import _torch
 from shoal.comm.link import cycles_per_us
@@ -97,40 +97,6 @@ class Model(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x).float().square().mean()
-
-
-class SynchronousGather:
-    """A gather of the user's own, on the current stream: there is nothing to wait for after it."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-        gather(output_tensor, input_tensor, group=group)
-        return None
-
-
-class SynchronousReduce(SynchronousGather):
-    """Likewise."""
-
-    def __call__(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self,
-        output_tensor: torch.Tensor,
-        input_tensor: torch.Tensor,
-        group: dist.ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> dist.Work | None:
-        reduce = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        reduce(output_tensor, input_tensor, op=op, group=group)
-        return None
 
 
 def sharded(pace: Pace, **options: Any) -> Any:

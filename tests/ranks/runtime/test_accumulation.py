@@ -1,27 +1,27 @@
 """Several backwards for one update: when gradients are summed, reduced and visible."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from harness import ranks
-from peers import (
+from collectives import log_traffic
+from differential import (
     DIM,
     SHOAL,
     Engine,
     check_engines_agree,
     error_of,
     gradients,
-    inputs,
-    log_traffic,
     loss_of,
     snapshot,
     stack,
+    two_axes,
 )
+from harness import ranks
 
 
 def is_last(index: int, every: int) -> bool:
@@ -43,14 +43,14 @@ def accumulate(
     shards = list(model.parameters())
     optimizer = torch.optim.AdamW(shards, lr=1e-2)
     seen: list[Any] = []
-    for index, batch in enumerate(inputs(num)):
+    for index, batch in enumerate(engine.batches(num)):
         last = is_last(index, every)
         if engine.is_sharded:
             model.set_requires_gradient_sync(last)
             model.set_reshard_after_backward(last or reshard_after_backward)
             if hint:
                 model.set_is_last_backward(last)
-        loss = loss_of(model(engine.part(batch)))
+        loss = loss_of(model(batch))
         loss.backward()
         seen.append(engine.mean(loss))
         if last:
@@ -101,10 +101,10 @@ def test_gradients_that_are_zeroed_instead_of_dropped() -> None:
 def hinted_with_sync(engine: Engine) -> list[Any]:
     """Every backward communicates; only the last one is announced as such."""
     model = engine.shard(stack())
-    for index, batch in enumerate(inputs(3)):
+    for index, batch in enumerate(engine.batches(3)):
         if engine.is_sharded:
             model.set_is_last_backward(index == 2)
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
     return [gradients(model)]
 
 
@@ -117,10 +117,10 @@ def alternate(engine: Engine, syncs: list[bool]) -> list[Any]:
     """Gradients add up over all backwards, however many of them communicate."""
     model = engine.shard(stack())
     seen = []
-    for sync, batch in zip(syncs, inputs(len(syncs)), strict=True):
+    for sync, batch in zip(syncs, engine.batches(len(syncs)), strict=True):
         if engine.is_sharded:
             model.set_requires_gradient_sync(sync)
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
         if sync:
             seen.append(gradients(model))
     return seen
@@ -136,10 +136,10 @@ def partly(engine: Engine, names: list[str], recurse: bool) -> list[Any]:
     """The units named are not reduced; what they have afterwards, and after a full backward."""
     model = engine.shard(stack())
     seen = []
-    for index, batch in enumerate(inputs(2)):
+    for index, batch in enumerate(engine.batches(2)):
         for name in names:
             model.get_submodule(name).set_requires_gradient_sync(index == 1, recurse=recurse)
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
         seen.append(gradients(model))
     return seen
 
@@ -177,12 +177,12 @@ class Branches(nn.Module):
 def branches(engine: Engine, order: list[int], reshard: bool) -> list[Any]:
     torch.manual_seed(0)
     model = engine.shard(Branches())
-    for index, batch in enumerate(inputs(len(order))):
+    for index, batch in enumerate(engine.batches(len(order))):
         last = index == len(order) - 1
         if engine.is_sharded:
             model.set_requires_gradient_sync(last)
             model.set_reshard_after_backward(last or reshard)
-        loss_of(model(engine.part(batch), order[index])).backward()
+        loss_of(model(batch, order[index])).backward()
     return [gradients(model)]
 
 
@@ -198,13 +198,13 @@ def test_a_unit_whose_last_backward_came_before_the_reduction(
 def evaluated_between(engine: Engine, reshard: bool) -> list[Any]:
     model = engine.shard(stack())
     seen = []
-    for index, batch in enumerate(inputs(3)):
+    for index, batch in enumerate(engine.batches(3)):
         if engine.is_sharded:
             model.set_requires_gradient_sync(index == 2)
             model.set_reshard_after_backward(index == 2 or reshard)
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
         with torch.no_grad():
-            seen.append(engine.mean(loss_of(model(engine.part(batch)))))
+            seen.append(engine.mean(loss_of(model(batch))))
     if engine.is_sharded:
         model.reshard()  # torch's root stays gathered after any forward
     return [*seen, gradients(model)]
@@ -219,10 +219,10 @@ def test_evaluation_between_backwards_that_are_not_reduced(reshard: bool) -> Non
 def traffic(engine: Engine, reshard_after_forward: bool, reshard_after_backward: bool) -> list[Any]:
     model = engine.shard(stack(num=2), reshard_after_forward=reshard_after_forward)
     log = log_traffic(model)
-    for index, batch in enumerate(inputs(3)):
+    for index, batch in enumerate(engine.batches(3)):
         model.set_requires_gradient_sync(index == 2)
         model.set_reshard_after_backward(index == 2 or reshard_after_backward)
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
         log.append("---")
     return sorted_steps(log)
 
@@ -255,12 +255,12 @@ def switched_after_forward(engine: Engine, value: bool, recurse: bool) -> list[A
     """What is registered between forward and backward, before and after the switch."""
     model = engine.shard(stack(num=2))
     seen: list[Any] = []
-    for index, batch in enumerate(inputs(3)):
+    for index, batch in enumerate(engine.batches(3)):
         if index == 1:
             model.set_reshard_after_forward(value, recurse)
         if index == 2:
             model.set_reshard_after_forward(not value, recurse=recurse)
-        loss = loss_of(model(engine.part(batch)))
+        loss = loss_of(model(batch))
         seen.append(registered(model))
         loss.backward()
         seen.append(registered(model))
@@ -278,10 +278,10 @@ def test_resharding_after_forward_can_be_switched(value: bool, recurse: bool) ->
 def switched_after_backward(engine: Engine, recurse: bool) -> list[Any]:
     model = engine.shard(stack(num=2))
     seen: list[Any] = []
-    for index, batch in enumerate(inputs(3)):
+    for index, batch in enumerate(engine.batches(3)):
         model.set_requires_gradient_sync(index == 2)
         model.set_reshard_after_backward(index == 2, recurse=recurse)
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
         if index == 2 and not recurse:
             model.reshard()
         seen.append(registered(model))
@@ -296,14 +296,12 @@ def test_resharding_after_backward_can_be_switched(recurse: bool) -> None:
 
 def replicated(engine: Engine, every: int) -> list[Any]:
     """Reduce-scatter every time; all-reduce over the replicas with the last backward only."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-    model = engine.shard(stack(), mesh=mesh) if engine.is_sharded else stack()
-    for index, batch in enumerate(inputs(every)):
+    model = engine.shard(stack(), mesh=two_axes())
+    for index, batch in enumerate(engine.batches(every)):
         if engine.is_sharded:
             model.set_requires_all_reduce(index == every - 1)
-        loss_of(model(engine.part(batch))).backward()
-    found = gradients(model)
-    return [{name: g.full_tensor() if engine.is_sharded else g for name, g in found.items()}]
+        loss_of(model(batch)).backward()
+    return [gradients(model)]
 
 
 @ranks(4)
@@ -312,17 +310,48 @@ def test_replicas_are_reduced_with_the_last_backward(every: int) -> None:
     check_engines_agree(replicated, every)
 
 
+def replicated_and_evaluated(engine: Engine, reshard: bool, mode: Callable[[], Any]) -> list[Any]:
+    """Updates after three backwards, each of them followed by an evaluation."""
+    model = engine.shard(stack(), mesh=two_axes())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    seen: list[Any] = []
+    for index, batch in enumerate(engine.batches(6)):
+        last = is_last(index, 3)
+        if engine.is_sharded:
+            model.set_requires_all_reduce(last)
+            model.set_reshard_after_backward(last or reshard)
+        loss_of(model(batch)).backward()
+        model.eval()
+        with mode():
+            seen.append(engine.mean(loss_of(model(batch))))
+        model.train()
+        if engine.is_sharded:
+            model.reshard()  # torch's root stays gathered after any forward
+        if last:
+            seen.append(gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*seen, snapshot(model, optimizer)]
+
+
+@ranks(4)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_evaluation_between_backwards_that_keep_replicas_apart(
+    reshard: bool, mode: Callable[[], Any]
+) -> None:
+    check_engines_agree(replicated_and_evaluated, reshard, mode, exact=True)
+
+
 @ranks(4)
 def test_replicas_without_sync() -> None:
     def scenario(engine: Engine) -> list[Any]:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        model = engine.shard(stack(), mesh=mesh) if engine.is_sharded else stack()
-        for index, batch in enumerate(inputs(3)):
+        model = engine.shard(stack(), mesh=two_axes())
+        for index, batch in enumerate(engine.batches(3)):
             if engine.is_sharded:
                 model.set_requires_gradient_sync(index == 2)
-            loss_of(model(engine.part(batch))).backward()
-        found = gradients(model)
-        return [{name: g.full_tensor() if engine.is_sharded else g for name, g in found.items()}]
+            loss_of(model(batch)).backward()
+        return [gradients(model)]
 
     check_engines_agree(scenario)
 

@@ -10,22 +10,21 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from harness import ranks
-from peers import (
+from differential import (
     DIM,
     PLAIN,
     SHOAL,
+    Block,
     Engine,
     check_engines_agree,
-    check_same,
+    check_like_plain,
     gradients,
-    inputs,
     loss_of,
-    mlp,
     snapshot,
     stack,
     train,
 )
+from harness import ranks
 from shoal.errors import InvariantError
 
 
@@ -35,7 +34,7 @@ class Choosing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
-        self.blocks = nn.ModuleList(mlp() for _ in range(3))
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
         self.spare = nn.Linear(DIM, DIM)
         self.head = nn.Linear(DIM, 3)
 
@@ -52,8 +51,8 @@ def choosing(engine: Engine, orders: list[tuple[int, ...]], **options: Any) -> l
     model = engine.shard(Choosing(), **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen: list[Any] = []
-    for order, batch in zip(orders, inputs(len(orders)), strict=True):
-        loss = loss_of(model(engine.part(batch), order))
+    for order, batch in zip(orders, engine.batches(len(orders)), strict=True):
+        loss = loss_of(model(batch, order))
         loss.backward()
         seen.append([engine.mean(loss), gradients(model)])
         optimizer.step()
@@ -90,7 +89,7 @@ def several_forwards(engine: Engine, how: str) -> list[Any]:
     model = engine.shard(stack())
     seen = []
     for _ in range(2):
-        losses = [loss_of(model(engine.part(batch))) for batch in inputs(3)]
+        losses = [loss_of(model(batch)) for batch in engine.batches(3)]
         if how == "summed":
             torch.stack(losses).sum().backward()
         elif how == "in order":
@@ -114,8 +113,8 @@ def test_several_forwards_before_a_backward(how: str) -> None:
 def several_losses(engine: Engine, how: str) -> list[Any]:
     model = engine.shard(stack(Chatty, 2))
     seen = []
-    for batch in inputs(3):
-        output = model(engine.part(batch))
+    for batch in engine.batches(3):
+        output = model(batch)
         losses = [loss_of(column) for column in output.split(1, dim=1)]
         losses.append(losses[0] + losses[1])
         if how == "together":
@@ -139,7 +138,7 @@ class Chatty(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp()
+        self.inner = Block()
         self.extra = torch.zeros(())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -167,7 +166,7 @@ def test_a_loss_from_inside_alone_is_right_or_refused() -> None:
         found = several_losses(SHOAL, "only a loss from inside")
     except InvariantError:
         return
-    check_same(found, expected, exact=False, where="plain")
+    check_like_plain(found, expected)
 
 
 class Both(NamedTuple):
@@ -226,7 +225,7 @@ def packed(engine: Engine, kind: str) -> list[Any]:
     torch.manual_seed(0)
     model = engine.shard(Packed(kind))
     unwrap = WRAPS[kind][1]
-    steps = train(engine, model, loss=lambda output: loss_of(unwrap(output)))
+    steps = train(engine, model, loss=lambda model, x: loss_of(unwrap(model(x))))
     return [steps, all(isinstance(p, DTensor) == engine.is_sharded for p in model.parameters())]
 
 
@@ -240,7 +239,7 @@ def test_tensors_in_containers(kind: str) -> None:
 def test_an_output_that_nobody_uses() -> None:
     """Torch's engine gives zeros to the parameters behind it, where there is no gradient."""
     kind = "one of two"
-    check_same(packed(SHOAL, kind), packed(PLAIN, kind), exact=False, where="plain")
+    check_like_plain(packed(SHOAL, kind), packed(PLAIN, kind))
 
 
 class Moody(nn.Module):
@@ -248,7 +247,7 @@ class Moody(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.norm = mlp(), nn.BatchNorm1d(DIM)
+        self.inner, self.norm = Block(), nn.BatchNorm1d(DIM)
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -268,14 +267,14 @@ def evaluated(engine: Engine, mode: str, first: bool) -> list[Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     torch.manual_seed(dist.get_rank())
     seen: list[Any] = []
-    for index, batch in enumerate(inputs(3)):
+    for index, batch in enumerate(engine.batches(3)):
         if first or index:
             model.eval()
             with MODES[mode]():
-                output = model(engine.part(batch))
+                output = model(batch)
                 seen.append((output + 0).clone())
             model.train()
-        loss = loss_of(model(engine.part(batch)))
+        loss = loss_of(model(batch))
         loss.backward()
         seen.append(engine.mean(loss))
         optimizer.step()
@@ -299,22 +298,22 @@ def test_inference_before_the_first_step() -> None:
     def scenario(engine: Engine) -> list[Any]:
         model = engine.shard(stack())
         with torch.inference_mode():
-            loss = engine.mean(loss_of(model(engine.part(inputs(1)[0]))))
+            loss = engine.mean(loss_of(model(engine.batches(1)[0])))
         if engine.is_sharded:
             model.reshard()  # before the optimizer looks for parameters
         return [loss.clone(), train(engine, model)]
 
-    check_same(scenario(SHOAL), scenario(PLAIN), exact=False, where="plain")
+    check_like_plain(scenario(SHOAL), scenario(PLAIN))
 
 
 def evaluated_inside(engine: Engine, mode: str) -> list[Any]:
     """A forward without gradients between a forward and its backward."""
     model = engine.shard(stack())
     seen: list[Any] = []
-    for batch in inputs(2):
-        loss = loss_of(model(engine.part(batch)))
+    for batch in engine.batches(2):
+        loss = loss_of(model(batch))
         with MODES[mode]():
-            seen.append(engine.mean(loss_of(model(engine.part(batch))).clone()))
+            seen.append(engine.mean(loss_of(model(batch)).clone()))
         loss.backward()
         seen.append(gradients(model))
     return seen
@@ -329,7 +328,7 @@ def test_evaluation_between_forward_and_backward(mode: str) -> None:
 def input_gradients(engine: Engine, how: str) -> list[Any]:
     """Gradients for inputs alone, and a step after that."""
     model = engine.shard(stack())
-    x = engine.part(inputs(1)[0]).clone().requires_grad_()
+    x = engine.batches(1)[0].clone().requires_grad_()
     loss = loss_of(model(x))
     if how == "grad":
         (found,) = torch.autograd.grad(loss, x)
@@ -340,7 +339,7 @@ def input_gradients(engine: Engine, how: str) -> list[Any]:
     scale = dist.get_world_size() if engine.is_sharded else 1
     rows = found if engine.is_sharded else found.chunk(dist.get_world_size())[dist.get_rank()]
     seen = [rows / scale, gradients(model)]
-    return [*seen, train(engine, model, 2)]
+    return [*seen, train(engine, model, engine.batches(2))]
 
 
 @ranks(2)
@@ -356,7 +355,7 @@ def detached(engine: Engine) -> list[Any]:
     for stops in ([False, True, False], [False, False, True], [False, False, False]):
         for block, stop in zip(model.blocks, stops, strict=True):
             block.stop = stop
-        loss_of(model(engine.part(inputs(1)[0]))).backward()
+        loss_of(model(engine.batches(1)[0])).backward()
         seen.append(gradients(model))
         model.zero_grad()
     return seen
@@ -367,7 +366,7 @@ class Detaching(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.stop = mlp(), False
+        self.inner, self.stop = Block(), False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x.detach() if self.stop else x)

@@ -4,27 +4,28 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
-from harness import ranks
-from peers import (
+from differential import (
     DIM,
     PLAIN,
     SHOAL,
+    Block,
     Engine,
+    Steady,
     check_engines_agree,
+    check_like_plain,
     check_names,
-    check_same,
     gradients,
-    inputs,
     loss_of,
-    mlp,
     snapshot,
     stack,
 )
+from harness import ranks
 
 # Dynamo looks at the gradient of whatever it traces.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
@@ -47,7 +48,7 @@ def compiled(engine: Engine, how: str, backend: str = BACKEND, **options: Any) -
         elif how == "wrapped":
             model.blocks[index] = torch.compile(block, backend=backend)
         elif how == "a method":
-            block._compute = torch.compile(block._compute, backend=backend)
+            block.compute = torch.compile(block.compute, backend=backend)
     model = engine.shard(model, **options)
     if how == "after sharding":
         for block in model.blocks:
@@ -66,10 +67,10 @@ def steps(engine: Engine, model: nn.Module, num: int = 4) -> list[Any]:
     """Train; from the third step on nothing may be compiled any more."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen: list[Any] = []
-    for index, batch in enumerate(inputs(num)):
+    for index, batch in enumerate(engine.batches(num)):
         stance = "fail_on_recompile" if index > 1 else "default"
         with torch.compiler.set_stance(stance):
-            loss = loss_of(model(engine.part(batch)))
+            loss = loss_of(model(batch))
             loss.backward()
         seen.append([engine.mean(loss), named(gradients(model))])
         optimizer.step()
@@ -115,15 +116,15 @@ def test_compiled_blocks_accumulate_and_evaluate() -> None:
     def scenario(engine: Engine) -> list[Any]:
         model = compiled(engine, "in place")
         seen: list[Any] = []
-        for index, batch in enumerate(inputs(6)):
+        for index, batch in enumerate(engine.batches(6)):
             if engine.is_sharded:
                 model.set_requires_gradient_sync(index % 2 == 1)
             # The first round compiles for training, with and without gradients at hand.
             stance = "fail_on_recompile" if index > 3 else "default"
             with torch.compiler.set_stance(stance):
-                loss_of(model(engine.part(batch))).backward()
+                loss_of(model(batch)).backward()
                 with torch.no_grad():
-                    seen.append(engine.mean(loss_of(model(engine.part(batch)))))
+                    seen.append(engine.mean(loss_of(model(batch))))
         if engine.is_sharded:
             model.reshard()
         return [*seen, gradients(model)]
@@ -136,7 +137,7 @@ class Recomputed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp()
+        self.inner = Steady()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return checkpoint(self.inner, x, use_reentrant=False)
@@ -160,7 +161,7 @@ class Twin(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([mlp()])
+        self.blocks = nn.ModuleList([Block()])
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -185,26 +186,65 @@ def test_blocks_compiled_by_inductor(how: str) -> None:
     check_engines_agree(lambda engine: steps(engine, compiled(engine, how, "inductor")))
 
 
+NUM_ROWS = [4, 3, 6, 2, 7, 3]
+"""Of each step's batch on each rank; the second size makes the dimension dynamic."""
+
+
+def resized(engine: Engine, how: str) -> list[Any]:
+    """A graph for each whole block, whatever the size of the batch, in training and evaluation."""
+    model = stack(num=2)
+    if engine.is_sharded:
+        for index, block in enumerate(model.blocks):
+            if how == "in place":
+                block.compile(backend=BACKEND, fullgraph=True)
+            else:
+                model.blocks[index] = torch.compile(block, backend=BACKEND, fullgraph=True)
+    model = engine.shard(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    generator = torch.Generator().manual_seed(1)
+    seen: list[Any] = []
+    for index, num_rows in enumerate(NUM_ROWS):
+        parts = torch.randn(dist.get_world_size(), num_rows, DIM, generator=generator)
+        x = parts[dist.get_rank()] if engine.is_sharded else parts.flatten(0, 1)
+        with torch.compiler.set_stance("fail_on_recompile" if index > 2 else "default"):
+            loss = loss_of(model(x))
+            loss.backward()
+            with torch.no_grad():
+                evaluated = engine.mean(loss_of(model(x)))
+        if engine.is_sharded:
+            model.reshard()  # torch's root stays gathered after any forward
+        seen.append([engine.mean(loss), evaluated, named(gradients(model))])
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not engine.is_sharded or counters["stats"]["unique_graphs"] > 0
+    return [*seen, named(snapshot(model)["parameters"])]
+
+
+@ranks(2, timeout_s=COMPILE_S)
+@pytest.mark.parametrize("how", ["in place", "wrapped"])
+def test_whole_compiled_blocks_with_batches_of_many_sizes(how: str) -> None:
+    check_engines_agree(resized, how)
+
+
 @ranks(2, timeout_s=COMPILE_S)
 def test_compiled_autograd_is_right_or_refused_by_name() -> None:
     """Torch's engine takes it and gives gradients that are not those of the unsharded model."""
     plain, sharded = stack(), SHOAL.shard(stack())
-    (batch,) = inputs(1)
-    loss_of(plain(batch)).backward()
+    loss_of(plain(PLAIN.batches(1)[0])).backward()
     try:
         with compiled_autograd._enable(torch.compile(backend="eager")):
-            loss_of(sharded(SHOAL.part(batch))).backward()
+            loss_of(sharded(SHOAL.batches(1)[0])).backward()
     except NotImplementedError as error:
         check_names(error, "compiled autograd")
         return
-    check_same(gradients(sharded), gradients(plain), exact=False, where="plain")
+    check_like_plain(gradients(sharded), gradients(plain))
 
 
 @ranks(2, timeout_s=COMPILE_S)
 def test_another_shape_is_what_recompiling_looks_like() -> None:
     """Otherwise the tests above could not fail for it."""
     model = compiled(SHOAL, "in place")
-    (batch,) = inputs(1)
-    loss_of(model(SHOAL.part(batch))).backward()
+    (batch,) = SHOAL.batches(1)
+    loss_of(model(batch)).backward()
     with torch.compiler.set_stance("fail_on_recompile"), pytest.raises(RuntimeError, match="recom"):
-        model(torch.cat([SHOAL.part(batch)] * 2))
+        model(torch.cat([batch] * 2))

@@ -1,7 +1,6 @@
 """What can be given to `fully_shard`: lists, roots, ties, dtypes; and what classes come out."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,38 +11,28 @@ from torch.distributed.tensor import DTensor
 
 from differential import (
     DIM,
-    ENGINES,
+    PLAIN,
+    SHOAL,
+    TORCH,
     Block,
+    Engine,
     Stack,
-    all_batches,
-    assert_close_to,
+    check_close,
     check_engines_agree,
+    copies,
     error_of,
-    facts,
-    my_batches,
+    gradients,
+    loss_of,
     named_parameters,
     seeded,
-    sharded_stack,
-    square_loss,
-    state_of_model,
+    snapshot,
+    stack,
     train,
+    train_beside_plain,
 )
 from harness import ranks
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-
-
-def _check_trains(
-    model: nn.Module,
-    make: Callable[[], nn.Module],
-    loss_of: Callable[[nn.Module, torch.Tensor], torch.Tensor] = square_loss,
-) -> list[Any]:
-    """Train it, and the unsharded one on all batches; return what is left."""
-    result = train(model, my_batches(), loss_of=loss_of)
-    plain = seeded(make)
-    train(plain, all_batches(), loss_of=loss_of)
-    assert_close_to(plain, model)
-    return result
 
 
 class Headed(nn.Module):
@@ -69,35 +58,55 @@ def _without_head() -> Headed:
     return model
 
 
-def _grouped(fsdp: ModuleType, make: Callable[[], Headed], **options: Any) -> Any:
+def _grouped(engine: Engine, make: Callable[[], Headed], **options: Any) -> Any:
     model = seeded(make)
     for block in model.blocks:
-        fsdp.fully_shard(block, **options)
+        engine.api.fully_shard(block, **options)
     pair = [model.norm, model.head]
-    assert fsdp.fully_shard(pair, **options) is pair
-    return fsdp.fully_shard(model, **options)
+    assert engine.api.fully_shard(pair, **options) is pair
+    return engine.api.fully_shard(model, **options)
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("reshard_after_forward", [None, True, False])
 def test_a_list_of_modules_is_one_unit(reshard_after_forward: bool | None) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _grouped(fsdp, Headed, reshard_after_forward=reshard_after_forward)
+    def run(engine: Engine) -> list[Any]:
+        model = _grouped(engine, Headed, reshard_after_forward=reshard_after_forward)
         model.head.unshard()
         kinds = [isinstance(p, DTensor) for p in (model.norm.weight, model.head.weight)]
         model.norm.reshard()
         kinds += [isinstance(p, DTensor) for p in (model.norm.weight, model.head.weight)]
         assert kinds == [False, False, True, True]
-        return _check_trains(model, Headed)
+        return train_beside_plain(engine, model, Headed)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
+
+
+@ranks(4)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_list_of_modules_in_a_smaller_world_between_forward_and_backward(size: int) -> None:
+    def run(engine: Engine) -> list[Any]:
+        model = _grouped(engine, Headed, reshard_after_forward=size)
+        registered = []
+        for x in engine.batches(2):
+            loss = loss_of(model(x))
+            for p in (*model.norm.parameters(), *model.head.parameters()):
+                placed = isinstance(p, DTensor) and (p.placements, p.device_mesh.mesh.tolist())
+                registered.append([type(p).__name__, p.shape, placed, p.requires_grad])
+            loss.backward()
+            model.zero_grad()
+        for buffer in model.buffers():
+            buffer.zero_()
+        return [registered, train_beside_plain(engine, model, Headed)]
+
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("num_chunks", [1, 2])
 @pytest.mark.parametrize("at_once", [True, False])
 def test_a_module_of_a_list_that_runs_later(num_chunks: int, at_once: bool) -> None:
-    def loss_of(model: Any, x: torch.Tensor) -> torch.Tensor:
+    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
         features = model(x)
         if at_once:
             parts = [model.head(chunk).pow(2).mean() for chunk in features.chunk(num_chunks)]
@@ -109,66 +118,66 @@ def test_a_module_of_a_list_that_runs_later(num_chunks: int, at_once: bool) -> N
         assert middle.grad is not None
         return (features * middle.grad).sum()
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        return _check_trains(_grouped(fsdp, _without_head), _without_head, loss_of)
+    def run(engine: Engine) -> list[Any]:
+        return train_beside_plain(engine, _grouped(engine, _without_head), _without_head, loss)
 
     # One reduction for each chunk or one for all of them is the engine's choice.
-    check_engines_agree(run, exact=False)
+    check_engines_agree(run, exact=False, plain=False)
 
 
 @ranks(2)
 def test_a_module_of_a_list_that_never_runs() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _grouped(fsdp, _without_head)
+    def run(engine: Engine) -> list[Any]:
+        model = _grouped(engine, _without_head)
         seen = []
-        for x in my_batches(2):
-            square_loss(model, x).backward()
-            seen.append(state_of_model(model))
+        for x in engine.batches(2):
+            loss_of(model(x)).backward()
+            seen.append(snapshot(model))
         assert model.head.weight.grad is None
         assert model.norm.weight.grad is not None
         return seen
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 @pytest.mark.parametrize("output_dtype", [None, torch.float32], ids=["as_is", "wide"])
 def test_a_list_of_modules_in_mixed_precision(output_dtype: torch.dtype | None) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(Headed)
-        policy = fsdp.MixedPrecisionPolicy(**BF16, output_dtype=output_dtype)
-        fsdp.fully_shard([model.norm, model.head], mp_policy=policy)
-        fsdp.fully_shard(model)
+        policy = engine.policy(**BF16, output_dtype=output_dtype)
+        engine.api.fully_shard([model.norm, model.head], mp_policy=policy)
+        engine.api.fully_shard(model)
         dtypes = []
         for module in (model.norm, model.head):
             module.register_forward_hook(
                 lambda _, args, output: dtypes.append((args[0].dtype, output.dtype))
             )
-        return [train(model, my_batches()), dtypes]
+        return [train(engine, model), dtypes]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_lists_that_hold_parents_and_children() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(Headed)
-        fsdp.fully_shard([model.blocks[0], model.blocks[0].up, model.head])
-        fsdp.fully_shard(model)
+        engine.api.fully_shard([model.blocks[0], model.blocks[0].up, model.head])
+        engine.api.fully_shard(model)
         classes = [type(module).__name__ for module in model.modules()]
-        return [classes, _check_trains(model, Headed)]
+        return [classes, train_beside_plain(engine, model, Headed)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_a_list_cannot_be_the_root() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         layers = [nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)]
-        fsdp.fully_shard(layers)
-        return [error_of(lambda: layers[1](layers[0](my_batches(1)[0])))]
+        engine.api.fully_shard(layers)
+        return [error_of(lambda: layers[1](layers[0](engine.batches(1)[0])))]
 
-    (error,) = check_engines_agree(run)
+    (error,) = check_engines_agree(run, plain=False)
     assert isinstance(error, RuntimeError)
 
 
@@ -177,7 +186,7 @@ class Chain(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = Stack(1), nn.Linear(3, 3)
+        self.first, self.second = Stack(num=1), nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(self.first(x))
@@ -186,49 +195,49 @@ class Chain(nn.Module):
 @ranks(2)
 @pytest.mark.parametrize("has_root", [True, False])
 def test_several_roots_and_a_root_without_parameters(has_root: bool) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(Chain)
-        fsdp.fully_shard(model.first.blocks[0])
-        fsdp.fully_shard(model.first)
-        fsdp.fully_shard(model.second)
+        engine.api.fully_shard(model.first.blocks[0])
+        engine.api.fully_shard(model.first)
+        engine.api.fully_shard(model.second)
         if has_root:
-            fsdp.fully_shard(model)
-        loss = square_loss(model, my_batches(1)[0])
+            engine.api.fully_shard(model)
+        loss = loss_of(model(engine.batches(1)[0]))
         kinds = [isinstance(p, DTensor) for p in model.parameters()]
         loss.backward()
-        gradients = state_of_model(model)["gradients"]
+        first = gradients(model)
         model.zero_grad()
-        return [kinds, gradients, _check_trains(model, Chain)]
+        return [kinds, first, train_beside_plain(engine, model, Chain)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_ignored_parameters_stay_as_they_are() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(Stack)
         block = model.blocks[0]
         ignored = {model.head.bias, block.gain, *block.up.parameters()}
         kept = {id(parameter) for parameter in ignored}
-        fsdp.fully_shard(block, ignored_params=ignored)
-        fsdp.fully_shard(model, ignored_params=ignored)
+        engine.api.fully_shard(block, ignored_params=ignored)
+        engine.api.fully_shard(model, ignored_params=ignored)
         assert [n for n, p in model.named_parameters() if not isinstance(p, DTensor)] == [
             "blocks.0.gain",
             "blocks.0.up.weight",
             "blocks.0.up.bias",
             "head.bias",
         ]
-        square_loss(model, my_batches(1)[0]).backward()
+        loss_of(model(engine.batches(1)[0])).backward()
         plain = seeded(Stack)
-        square_loss(plain, my_batches(1)[0]).backward()
+        loss_of(plain(engine.batches(1)[0])).backward()
         # Nobody reduced these: they are this rank's own gradients.
         assert torch.equal(model.head.bias.grad, plain.head.bias.grad)
         model.zero_grad()
-        result = train(model, my_batches())
+        result = train(engine, model)
         assert kept <= {id(parameter) for parameter in model.parameters()}
         return [result, list(model.state_dict())]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 class Tied(nn.Module):
@@ -249,20 +258,20 @@ class Tied(nn.Module):
 @ranks(2, 4)
 @pytest.mark.parametrize("units", ["one", "list", "shared_module_alone"])
 def test_tied_parameters(units: str) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(Tied)
         if units == "list":
-            fsdp.fully_shard([model.into, model.out])
+            engine.api.fully_shard([model.into, model.out])
         if units == "shared_module_alone":
-            fsdp.fully_shard(model.block)
-        fsdp.fully_shard(model)
-        result = _check_trains(model, Tied)
+            engine.api.fully_shard(model.block)
+        engine.api.fully_shard(model)
+        result = train_beside_plain(engine, model, Tied)
         assert model.into.weight is model.out.weight
         assert model.block is model.again
-        names = [name for name, _ in named_parameters(model)]
+        names = list(named_parameters(model))
         return [result, names, [name for name, _ in model.named_parameters()]]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 class Quantised(nn.Module):
@@ -290,15 +299,15 @@ def test_frozen_parameters_of_other_dtypes(
     def make() -> Quantised:
         return Quantised(frozen_dtype=frozen_dtype)
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(make)
-        fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))
+        engine.api.fully_shard(model, mp_policy=engine.policy(**dtypes))
         assert model.weight.dtype is frozen_dtype
         if dtypes:
-            return train(model, my_batches())
-        return _check_trains(model, make)
+            return train(engine, model)
+        return train_beside_plain(engine, model, make)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
@@ -308,18 +317,18 @@ def test_trained_parameters_of_several_dtypes() -> None:
         model[0].register_forward_hook(lambda *args: args[-1].double())
         return model
 
-    def run(fsdp: ModuleType) -> tuple[nn.Module, BaseException | None]:
+    def run(engine: Engine) -> tuple[nn.Module, BaseException | None]:
         model = seeded(make)
-        sharded = error_of(lambda: fsdp.fully_shard(model))
-        return model, sharded or error_of(lambda: square_loss(model, my_batches(1)[0]).backward())
+        sharded = error_of(lambda: engine.api.fully_shard(model))
+        return model, sharded or error_of(lambda: loss_of(model(engine.batches(1)[0])).backward())
 
-    (_, expected), (model, got) = (run(engine) for engine in ENGINES)
+    (_, expected), (model, got) = (run(engine) for engine in (TORCH, SHOAL))
     assert isinstance(expected, AssertionError)
     # Ours may do what torch's refuses, if it does it right.
     if got is None:
         plain = seeded(make)
-        square_loss(plain, all_batches(1)[0]).backward()
-        assert_close_to(plain, model)
+        loss_of(plain(PLAIN.batches(1)[0])).backward()
+        check_close(model, plain)
     else:
         assert isinstance(got, (AssertionError, NotImplementedError))
 
@@ -339,38 +348,38 @@ def test_buffers_are_left_alone() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.BatchNorm1d(DIM), nn.Linear(DIM, DIM), Gated())
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(make)
         buffers = {name: id(buffer) for name, buffer in model.named_buffers()}
-        fsdp.fully_shard(model[2], mp_policy=fsdp.MixedPrecisionPolicy(**BF16))
-        fsdp.fully_shard(model)
-        seen = train(model, my_batches())
+        engine.api.fully_shard(model[2], mp_policy=engine.policy(**BF16))
+        engine.api.fully_shard(model)
+        seen = train(engine, model)
         assert {name: id(buffer) for name, buffer in model.named_buffers()} == buffers
         return [seen, list(model.state_dict())]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_classes_after_sharding() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = sharded_stack(fsdp)
+    def run(engine: Engine) -> list[Any]:
+        model = engine.shard(stack())
         cls = type(model)
-        assert isinstance(model, (Stack, fsdp.FSDPModule))
+        assert isinstance(model, (Stack, engine.api.FSDPModule))
         assert isinstance(model, TorchFSDPModule)
-        assert issubclass(fsdp.FSDPModule, TorchFSDPModule)
+        assert issubclass(engine.api.FSDPModule, TorchFSDPModule)
         assert type(model.blocks[0]) is type(model.blocks[1])
-        fresh = cls(1)
+        fresh = cls(num=1)
         assert type(fresh) is Stack
         assert len(fresh.blocks) == 1
         return [
             cls.__name__,
-            cls.__mro__.index(Stack) > cls.__mro__.index(fsdp.FSDPModule),
+            cls.__mro__.index(Stack) > cls.__mro__.index(engine.api.FSDPModule),
             [type(module).__name__ for module in model.modules()],
             [cls.__name__ for cls in cls.__mro__ if cls.__module__.startswith("torch.nn")],
         ]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
@@ -378,10 +387,10 @@ def test_indexing_into_a_sharded_sequential() -> None:
     def make() -> nn.Sequential:
         return nn.Sequential(nn.Linear(DIM, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 4))
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(make)
-        fsdp.fully_shard(model[0])
-        fsdp.fully_shard(model)
+        engine.api.fully_shard(model[0])
+        engine.api.fully_shard(model)
         head, tail = model[:2], model[2:]
         assert [type(part) for part in (head, tail)] == [nn.Sequential] * 2
         assert head[0] is model[0]
@@ -390,8 +399,8 @@ def test_indexing_into_a_sharded_sequential() -> None:
         assert all(p is q for p, q in zip(tail.parameters(), rest, strict=True))
         return [
             [type(layer).__name__ for layer in model],
-            [facts(p) for p in tail.parameters()],
-            _check_trains(model, make),
+            [copies(p) for p in tail.parameters()],
+            train_beside_plain(engine, model, make),
         ]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)

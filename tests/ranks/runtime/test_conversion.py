@@ -4,7 +4,6 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,30 +13,21 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from differential import (
     DIM,
+    Engine,
     Stack,
-    all_batches,
-    assert_close_to,
     check_engines_agree,
+    check_same,
+    copies,
     error_of,
-    facts,
-    full,
-    my_batches,
+    loss_of,
     seeded,
-    sharded_stack,
-    square_loss,
-    state_of_model,
+    snapshot,
+    stack,
     train,
+    train_beside_plain,
 )
 from harness import ranks
-
-
-def _check_trains(model: nn.Module, make: Callable[[], nn.Module]) -> list[Any]:
-    """Train it, and the unsharded one on all batches; return what is left."""
-    result = train(model, my_batches())
-    plain = seeded(make)
-    train(plain, all_batches())
-    assert_close_to(plain, model)
-    return result
+from oracle import full
 
 
 class Filled(nn.Linear):
@@ -72,55 +62,55 @@ def _two_scaled() -> nn.Sequential:
     return nn.Sequential(Scaled(), Filled(5, DIM), Scaled())
 
 
-def _on_meta(fsdp: ModuleType, make: Callable[[], nn.Module] = _two_scaled) -> Any:
+def _on_meta(engine: Engine, make: Callable[[], nn.Module] = _two_scaled) -> Any:
     with torch.device("meta"):
         model = make()
     for layer in model:
-        fsdp.fully_shard(layer)
-    return fsdp.fully_shard(model)
+        engine.api.fully_shard(layer)
+    return engine.api.fully_shard(model)
 
 
 @ranks(2, 4)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_meta_parameters_materialised_by_rule(when: str) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         if when == "before":
             with torch.device("meta"):
                 model = _two_scaled()
             model.to_empty(device="cpu")
-            fsdp.fully_shard(model[0])
-            fsdp.fully_shard(model)
+            engine.api.fully_shard(model[0])
+            engine.api.fully_shard(model)
         else:
-            model = _on_meta(fsdp)
+            model = _on_meta(engine)
             kinds = [(p.device.type, p.placements, p.to_local().shape) for p in model.parameters()]
             assert {kind[0] for kind in kinds} == {"meta"}
             model.to_empty(device="cpu")
         for module in model.modules():
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
-        return _check_trains(model, _two_scaled)
+        return train_beside_plain(engine, model, _two_scaled)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 @ranks(2)
 def test_meta_parameters_materialised_at_random() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _on_meta(fsdp, lambda: nn.Sequential(nn.Linear(DIM, 13), nn.Linear(13, DIM)))
+    def run(engine: Engine) -> list[Any]:
+        model = _on_meta(engine, lambda: nn.Sequential(nn.Linear(DIM, 13), nn.Linear(13, DIM)))
         model.to_empty(device="cpu")
         torch.manual_seed(7)
         for layer in model:
             layer.reset_parameters()
-        return train(model, my_batches())
+        return train(engine, model)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2, 4)
 def test_meta_parameters_loaded() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _on_meta(fsdp)
+    def run(engine: Engine) -> list[Any]:
+        model = _on_meta(engine)
         source = _two_scaled()
         state = {
             name: distribute_tensor(value, model[1].weight.device_mesh, model[1].weight.placements)
@@ -129,40 +119,40 @@ def test_meta_parameters_loaded() -> None:
             for name, value in source.state_dict().items()
         }
         model.load_state_dict(state, assign=True)
-        return _check_trains(model, _two_scaled)
+        return train_beside_plain(engine, model, _two_scaled)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_conversion_between_sharding_and_training(dtype: torch.dtype) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = sharded_stack(fsdp)
-        before = state_of_model(model)
+    def run(engine: Engine) -> list[Any]:
+        model = engine.shard(stack())
+        before = snapshot(model)
         model.to(dtype)
-        seen = train(model, [x.to(dtype) for x in my_batches()])
+        seen = train(engine, model, [x.to(dtype) for x in engine.batches()])
         assert all(p.dtype is dtype for p in model.parameters())
         return [before, seen]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_conversions_that_change_nothing_between_steps() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = sharded_stack(fsdp)
+    def run(engine: Engine) -> list[Any]:
+        model = engine.shard(stack())
         objects = [id(p) for p in model.parameters()]
         seen = []
         for change in (nn.Module.cpu, nn.Module.float, lambda m: m.to("cpu", torch.float32)):
             # The root is held here: what it is converted as is its shards.
-            square_loss(model, my_batches(1)[0])
+            loss_of(model(engine.batches(1)[0]))
             change(model)
-            seen.append([facts(p) for p in model.parameters()])
+            seen.append([copies(p) for p in model.parameters()])
             assert [id(p) for p in model.parameters()] == objects
-        return [seen, train(model, my_batches())]
+        return [seen, train(engine, model)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 def _scale_in_place(model: nn.Module) -> None:
@@ -211,11 +201,11 @@ def test_values_changed_between_steps(
             parameter.data.mul_(2)
         return model
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = sharded_stack(fsdp)
+    def run(engine: Engine) -> list[Any]:
+        model = engine.shard(stack())
         # A forward on other weights first: what it gathered must not be used again.
         with torch.set_grad_enabled(not after_evaluation):
-            loss = square_loss(model, my_batches(1)[0])
+            loss = loss_of(model(engine.batches(1)[0]))
         if not after_evaluation:
             loss.backward()
             model.zero_grad()
@@ -228,46 +218,70 @@ def test_values_changed_between_steps(
             assert torch.equal(full(q), p)
         for buffer in model.buffers():
             buffer.zero_()
-        return _check_trains(model, doubled)
+        return train_beside_plain(engine, model, doubled)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_copies_and_pickles() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = sharded_stack(fsdp)
-        square_loss(model, my_batches(1)[0]).backward()
+    def run(engine: Engine) -> list[Any]:
+        model = engine.shard(stack())
+        loss_of(model(engine.batches(1)[0])).backward()
         outer = nn.Sequential(nn.ReLU(), model)
-        shard = copy.deepcopy(model.head.weight)
+        # Torch's engine makes gradients that cannot be copied of all but a unit's first parameter.
+        shard = copy.deepcopy(model.first.weight)
         return [
             error_of(lambda: copy.deepcopy(model)),
             error_of(lambda: copy.deepcopy(model.blocks[0])),
             error_of(lambda: copy.deepcopy(outer)),
             error_of(lambda: pickle.dumps(model)),
             error_of(lambda: torch.save(model, io.BytesIO())),
-            facts(shard),
-            facts(copy.deepcopy(model.state_dict())),
+            copies(shard),
+            copies(copy.deepcopy(model.state_dict())),
         ]
 
-    errors = check_engines_agree(run)[:5]
+    errors = check_engines_agree(run, plain=False)[:5]
     assert [type(error) for error in errors[:3]] == [AssertionError] * 3
     assert all(errors)
 
 
 @ranks(2)
 def test_a_saved_state_dict_comes_back() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = sharded_stack(fsdp)
+    def run(engine: Engine) -> list[Any]:
+        model = engine.shard(stack())
         optimizer = torch.optim.AdamW(model.parameters())
-        square_loss(model, my_batches(1)[0]).backward()
+        loss_of(model(engine.batches(1)[0])).backward()
         optimizer.step()
         file = io.BytesIO()
         torch.save([model.state_dict(), optimizer.state_dict()], file)
         file.seek(0)
         weights, moments = torch.load(file, weights_only=False)
-        other = sharded_stack(fsdp)
+        other = engine.shard(stack())
         other.load_state_dict(weights)
-        return [facts(weights), facts(moments["state"]), train(other, my_batches())]
+        return [copies(weights), copies(moments["state"]), train(engine, other)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("reshard_after_forward", [None, False])
+def test_a_state_dict_that_is_assigned_between_steps(reshard_after_forward: bool | None) -> None:
+    def scenario(engine: Engine) -> list[Any]:
+        model = engine.shard(stack(), reshard_after_forward=reshard_after_forward)
+        seen = [train(engine, model, engine.batches(1))]
+        saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        for _ in range(2):
+            seen.append(train(engine, model))
+            with torch.no_grad():
+                seen.append(engine.mean(loss_of(model(engine.batches(1)[0]))))
+            model.load_state_dict(saved, assign=True)
+            check_same(copies(model.state_dict()), saved, exact=True, where="assigned")
+            seen.append(engine.mean(loss_of(model(engine.batches(1)[0]))))
+            # Training may write into what was assigned.
+            saved = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        if engine.is_sharded:
+            model.reshard()
+        return [*seen, train(engine, model)]
+
+    check_engines_agree(scenario)

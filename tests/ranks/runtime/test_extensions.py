@@ -1,92 +1,46 @@
 """Tensors that say themselves how they are gathered: few bits and a rest instead of weights."""
 
 import types
-from types import ModuleType
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map_only
 
 from differential import (
     DIM,
-    all_batches,
+    PLAIN,
+    SHOAL,
+    Engine,
     check_engines_agree,
     error_of,
-    full,
-    my_batches,
+    loss_of,
     seeded,
-    square_loss,
-    state_of_model,
+    snapshot,
     train,
+    two_axes,
 )
 from harness import ranks
+from oracle import full
+from wrapped import Wrapped
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 _STEP = 1 / 64
-_aten = torch.ops.aten
-_KEPT = {
-    _aten.empty_like.default,
-    _aten.new_zeros.default,
-    _aten.slice.Tensor,
-    _aten.copy_.default,
-    _aten.view.default,
-    _aten.as_strided.default,
-    _aten._to_copy.default,
-    _aten._pin_memory.default,
-    _aten.split.Tensor,
-    _aten.clone.default,
-    _aten.detach.default,
-}
-"""What quantisation libraries keep their own class for; everything else gives plain tensors."""
 
 
-class Gathered(torch.Tensor):
+class Gathered(Wrapped):
     """A weight that travels as two tensors of fewer bits."""
 
-    whole: torch.Tensor
     calls: list[Any]
     """What the engine said at each gather, for tests to look at."""
 
-    @staticmethod
-    def __new__(cls, whole: torch.Tensor, calls: list[Any]) -> "Gathered":
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            whole.size(),
-            strides=whole.stride(),
-            storage_offset=whole.storage_offset(),
-            dtype=whole.dtype,
-            device=whole.device,
-            requires_grad=whole.requires_grad,
-        )
-
     def __init__(self, whole: torch.Tensor, calls: list[Any]) -> None:
-        self.whole, self.calls = whole, calls
+        super().__init__(whole)
+        self.calls = calls
 
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.whole})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["whole"], None
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        calls: list[list[Any]] = []
-
-        def unwrap(tensor: Gathered) -> torch.Tensor:
-            calls.append(tensor.calls)
-            return tensor.whole
-
-        args, kwargs = tree_map_only(Gathered, unwrap, (args, kwargs or {}))
-        output = func(*args, **kwargs)
-        if func not in _KEPT:
-            return output
-        return tree_map_only(torch.Tensor, lambda whole: cls(whole, calls[0]), output)
+    def like(self, whole: torch.Tensor) -> Self:
+        return type(self)(whole, self.calls)
 
     def fsdp_post_all_gather(
         self,
@@ -187,8 +141,8 @@ def _plain(kind: type[Any], num_rows: int) -> nn.Module:
 def _check_gradients(model: Layers, kind: type[Gathered]) -> None:
     """Gradients are those of the weights that arrived, in full precision."""
     plain = _plain(kind, model.up.out_features)
-    square_loss(plain, all_batches(1)[0]).backward()
-    square_loss(model, my_batches(1)[0]).backward()
+    loss_of(plain(PLAIN.batches(1)[0])).backward()
+    loss_of(model(SHOAL.batches(1)[0])).backward()
     for (name, p), (_, q) in zip(plain.named_parameters(), model.named_parameters(), strict=True):
         assert isinstance(q.grad, DTensor)
         assert type(q.grad._local_tensor) is torch.Tensor
@@ -205,53 +159,53 @@ def _what_was_said(model: Layers) -> list[str]:
 @pytest.mark.parametrize("num_rows", [12, 13])
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_a_gather_of_two_tensors_with_metadata(num_rows: int, reshard_after_forward: bool) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(lambda: Layers(WithEverything, num_rows))
-        fsdp.fully_shard(model, reshard_after_forward=reshard_after_forward)
+        engine.api.fully_shard(model, reshard_after_forward=reshard_after_forward)
         assert isinstance(model.up.weight, DTensor)
         assert type(model.up.weight._local_tensor) is WithEverything
         _check_gradients(model, WithEverything)
-        return [train(model, my_batches()), _what_was_said(model)]
+        return [train(engine, model), _what_was_said(model)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2, 4)
 def test_the_signature_with_the_mesh_alone() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(lambda: Layers(WithMesh, 12))
-        fsdp.fully_shard(model.up)
-        fsdp.fully_shard(model)
+        engine.api.fully_shard(model.up)
+        engine.api.fully_shard(model)
         _check_gradients(model, WithMesh)
-        return [train(model, my_batches()), _what_was_said(model)]
+        return [train(engine, model), _what_was_said(model)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 @pytest.mark.parametrize("kind", [WithEverything, WithMesh])
 def test_mixed_precision_reaches_the_hooks(kind: type[Gathered]) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(lambda: Layers(kind, 12))
-        fsdp.fully_shard(model, mp_policy=fsdp.MixedPrecisionPolicy(**BF16))
-        result = train(model, my_batches())
+        engine.api.fully_shard(model, mp_policy=engine.policy(**BF16))
+        result = train(engine, model)
         assert torch.bfloat16 in [call[-1] for call in model.calls]
         return [result, _what_was_said(model)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(4)
 def test_hooks_on_two_axes() -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = two_axes()
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(lambda: Layers(WithEverything, 13))
-        fsdp.fully_shard(model, mesh=mesh)
+        engine.api.fully_shard(model, mesh=mesh)
         _check_gradients(model, WithEverything)
-        return [train(model, my_batches()), _what_was_said(model)]
+        return [train(engine, model), _what_was_said(model)]
 
-    check_engines_agree(run, exact=True)
+    check_engines_agree(run, exact=True, plain=False)
 
 
 @ranks(2)
@@ -280,20 +234,20 @@ def test_hooks_given_to_plain_shards_before_the_first_forward() -> None:
         shard.fsdp_pre_all_gather = types.MethodType(before, shard)
         shard.fsdp_post_all_gather = types.MethodType(after, shard)
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(lambda: nn.Sequential(nn.Linear(DIM, 6), nn.ReLU(), nn.Linear(6, 4)))
-        fsdp.fully_shard(model)
+        engine.api.fully_shard(model)
         seen: list[Any] = []
         give(model[2].weight._local_tensor, seen)
-        loss = square_loss(model, my_batches(1)[0])
+        loss = loss_of(model(engine.batches(1)[0]))
         loss.backward()
         assert seen
         plain = seeded(lambda: nn.Sequential(nn.Linear(DIM, 6), nn.ReLU(), nn.Linear(6, 4)))
         plain[2].weight.data = plain[2].weight.data.bfloat16().float()
-        assert torch.equal(square_loss(plain, my_batches(1)[0]), loss)
-        return [loss, state_of_model(model)]
+        assert torch.equal(loss_of(plain(engine.batches(1)[0])), loss)
+        return [loss, snapshot(model)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 class WithTooMuch(Gathered):
@@ -309,34 +263,34 @@ class OnlyAfter(Gathered):
 
 @ranks(2)
 def test_hooks_that_are_refused() -> None:
-    def refusal(fsdp: ModuleType, kind: type[Gathered]) -> BaseException | None:
+    def refusal(engine: Engine, kind: type[Gathered]) -> BaseException | None:
         model = seeded(lambda: Layers(kind, 12))
-        error = error_of(lambda: fsdp.fully_shard(model))
-        return error or error_of(lambda: model(my_batches(1)[0]))
+        error = error_of(lambda: engine.api.fully_shard(model))
+        return error or error_of(lambda: model(engine.batches(1)[0]))
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        return [refusal(fsdp, WithTooMuch), refusal(fsdp, OnlyAfter)]
+    def run(engine: Engine) -> list[Any]:
+        return [refusal(engine, WithTooMuch), refusal(engine, OnlyAfter)]
 
-    errors = check_engines_agree(run)
+    errors = check_engines_agree(run, plain=False)
     assert [type(error) for error in errors] == [AssertionError] * 2
 
 
 @ranks(2)
 def test_an_evaluation_between_steps_gathers_anew() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(lambda: Layers(WithEverything, 13))
-        fsdp.fully_shard(model.up)
-        fsdp.fully_shard(model)
+        engine.api.fully_shard(model.up)
+        engine.api.fully_shard(model)
         seen = []
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for x in my_batches():
+        for x in engine.batches():
             with torch.no_grad():
-                seen.append(square_loss(model, x))
-            loss = square_loss(model, x)
+                seen.append(loss_of(model(x)))
+            loss = loss_of(model(x))
             assert torch.equal(loss, seen[-1])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        return [seen, state_of_model(model)]
+        return [seen, snapshot(model)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)

@@ -6,19 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from collectives import LoggedReduce, log_traffic
+from differential import DIM, Engine, check_engines_agree, gradients, loss_of, stack, train
 from harness import ranks
-from peers import (
-    DIM,
-    Engine,
-    LoggedReduce,
-    check_engines_agree,
-    gradients,
-    inputs,
-    log_traffic,
-    loss_of,
-    stack,
-    train,
-)
 
 
 class Adapted(nn.Module):
@@ -58,10 +48,10 @@ def thawed(engine: Engine) -> list[Any]:
     """Layers that are frozen and trained by turns."""
     model = engine.shard(stack(Adapted))
     seen: list[Any] = []
-    for index, batch in enumerate(inputs(4)):
+    for index, batch in enumerate(engine.batches(4)):
         model.blocks[0].requires_grad_(index % 2 == 0)
         model.head.requires_grad_(index % 2 == 1)
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
         seen.append(gradients(model))
         model.zero_grad()
     return seen
@@ -82,7 +72,7 @@ def reduced_elements(engine: Engine) -> list[Any]:
     for module in (model, *model.blocks):
         comms.append(LoggedReduce("", log))
         module.set_custom_reduce_scatter(comms[-1])
-    loss_of(model(engine.part(inputs(1)[0]))).backward()
+    loss_of(model(engine.batches(1)[0])).backward()
     return [sorted(log), [sum(b.numel() for b in comm.buffers) for comm in comms]]
 
 

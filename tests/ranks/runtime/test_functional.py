@@ -7,22 +7,23 @@ import pytest
 import torch
 from torch import nn
 
-from harness import ranks
-from peers import (
+from differential import (
     PLAIN,
     SHOAL,
     TORCH,
     Engine,
+    Steady,
     check_engines_agree,
+    check_like_plain,
     check_names,
     check_same,
     error_of,
     gradients,
-    inputs,
     loss_of,
     stack,
     train,
 )
+from harness import ranks
 from shoal.errors import InvariantError
 
 FUNCTIONS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
@@ -35,10 +36,10 @@ FUNCTIONS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 def transformed(engine: Engine, name: str) -> list[Any]:
     """A transform of the model, and ordinary steps after it."""
-    model = engine.shard(stack())
-    found = FUNCTIONS[name](model, engine.part(inputs(1)[0]))
+    model = engine.shard(stack(Steady))
+    found = FUNCTIONS[name](model, engine.batches(1)[0])
     model.reshard()  # before the optimizer looks for parameters
-    return [found, gradients(model), train(engine, model, 2)]
+    return [found, gradients(model), train(engine, model, engine.batches(2))]
 
 
 @ranks(2)
@@ -56,9 +57,9 @@ def test_function_transforms_work_or_are_refused(name: str) -> None:
 def called_functionally(engine: Engine) -> list[Any]:
     model = engine.shard(stack())
     seen: list[Any] = []
-    for batch in inputs(2):
+    for batch in engine.batches(2):
         parameters = dict(model.named_parameters())
-        loss = loss_of(torch.func.functional_call(model, parameters, engine.part(batch)))
+        loss = loss_of(torch.func.functional_call(model, parameters, batch))
         loss.backward()
         seen.append([engine.mean(loss), gradients(model)])
     return seen
@@ -75,15 +76,15 @@ def test_a_functional_call_with_other_parameters_is_right_or_refused() -> None:
     results = []
     for engine in (PLAIN, SHOAL):
         model = engine.shard(stack())
-        train(engine, model, 1)
+        train(engine, model, engine.batches(1))
         others = {name: p.detach() * 2 for name, p in model.named_parameters()}
-        part = engine.part(inputs(1)[0])
+        part = engine.batches(1)[0]
         try:
             output = torch.func.functional_call(model, others, part)
         except (InvariantError, NotImplementedError):
             return
         results.append(engine.mean(loss_of(output)))
-    check_same(results[1], results[0], exact=False, where="plain")
+    check_like_plain(results[1], results[0])
 
 
 GRAPHS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
@@ -99,23 +100,23 @@ def test_graphs_of_gradients_are_refused_by_name_and_training_goes_on(how: str) 
 
     def scenario(engine: Engine) -> list[Any]:
         model = engine.shard(stack())
-        x = engine.part(inputs(1)[0]).clone().requires_grad_()
+        x = engine.batches(1)[0].clone().requires_grad_()
         loss = loss_of(model(x))
         if engine.is_sharded:
             with pytest.raises(NotImplementedError, match="create_graph"):
                 GRAPHS[how](loss, x)
             model.reshard()  # before the optimizer looks for parameters
             model.zero_grad()
-        return train(engine, model, 2)
+        return train(engine, model, engine.batches(2))
 
-    check_same(scenario(SHOAL), scenario(PLAIN), exact=False, where="plain")
+    check_like_plain(scenario(SHOAL), scenario(PLAIN))
 
 
 def asked_for_shards(engine: Engine) -> list[Any]:
     """The shards are no part of the graph; gradients come to them, not through them."""
     model = engine.shard(stack())
     shards = list(model.blocks[0].parameters())
-    loss = loss_of(model(engine.part(inputs(1)[0])))
+    loss = loss_of(model(engine.batches(1)[0]))
     return [error_of(lambda: torch.autograd.grad(loss, shards))]
 
 

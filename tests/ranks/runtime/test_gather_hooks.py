@@ -2,7 +2,6 @@
 
 import types
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -13,76 +12,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._pytree import tree_map_only
 
+from collectives import LoggedGather
 from differential import (
     DIM,
-    ENGINES,
-    assert_same,
+    SHOAL,
+    Engine,
     check_engines_agree,
+    check_same,
     error_of,
-    full,
-    my_batches,
+    loss_of,
     seeded,
-    square_loss,
-    state_of_model,
+    snapshot,
     train,
 )
 from harness import ranks
-from shoal._torch import can_swap_memory, gather_method
+from oracle import full
+from shoal._torch import can_swap_memory
 from shoal.errors import InvariantError, RankError, UsageError
 from shoal.layout import Flat
 from shoal.runtime.full_parameters import full_parameters
 from shoal.runtime.module_state import state_of
+from wrapped import KEPT, Wrapped
 
-_our_engine = ENGINES[1]
 _aten = torch.ops.aten
-_KEPT = {
-    _aten.empty_like.default,
-    _aten.new_zeros.default,
-    _aten.slice.Tensor,
-    _aten.copy_.default,
-    _aten._to_copy.default,
-    _aten.as_strided.default,
-    _aten.split.Tensor,
-    _aten.clone.default,
-    _aten.detach.default,
-    _aten.view.default,
-}
-
-
-class Wrapped(torch.Tensor):
-    """A tensor around another one, which has it for all that trains and shards it."""
-
-    whole: torch.Tensor
-    kept = _KEPT
-    shown_as: torch.dtype | None = None
-
-    @staticmethod
-    def __new__(cls, whole: torch.Tensor) -> "Wrapped":
-        return torch.Tensor._make_wrapper_subclass(
-            cls,
-            whole.size(),
-            strides=whole.stride(),
-            dtype=cls.shown_as or whole.dtype,
-            device=whole.device,
-            requires_grad=whole.requires_grad,
-        )
-
-    def __init__(self, whole: torch.Tensor) -> None:
-        self.whole = whole
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.whole})"
-
-    def __tensor_flatten__(self) -> tuple[list[str], None]:
-        return ["whole"], None
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(Wrapped, lambda t: t.whole, (args, kwargs or {}))
-        output = func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, cls, output) if func in cls.kept else output
 
 
 class Plainly(Wrapped):
@@ -134,80 +86,80 @@ def _layers(kind: Callable[[torch.Tensor], torch.Tensor], *, bias: bool = True) 
     return model
 
 
-def _sharded(fsdp: ModuleType, kind: Any, *, bias: bool = True, **options: Any) -> Any:
+def _sharded(engine: Engine, kind: Any, *, bias: bool = True, **options: Any) -> Any:
     model = seeded(lambda: _layers(kind, bias=bias))
     for layer in (model[0], model[2]):
-        fsdp.fully_shard(layer, **options)
-    return fsdp.fully_shard(model, **options)
+        engine.api.fully_shard(layer, **options)
+    return engine.api.fully_shard(model, **options)
 
 
 @ranks(2)
 @pytest.mark.parametrize("kind", [Plainly, Narrowly])
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_full_parameter_made_of_what_was_gathered(kind: type[Wrapped], bias: bool) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        return train(_sharded(fsdp, kind, bias=bias), my_batches())
+    def run(engine: Engine) -> list[Any]:
+        return train(engine, _sharded(engine, kind, bias=bias))
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_hooks_that_change_nothing() -> None:
-    plain = _sharded(_our_engine, lambda weight: weight)
-    model = _sharded(_our_engine, Plainly)
-    for x in my_batches():
+    plain = _sharded(SHOAL, lambda weight: weight)
+    model = _sharded(SHOAL, Plainly)
+    for x in SHOAL.batches():
         for one in (plain, model):
             one.zero_grad()
-            square_loss(one, x).backward()
+            loss_of(one(x)).backward()
         for p, q in zip(plain.parameters(), model.parameters(), strict=True):
             assert torch.equal(full(p.grad), full(q.grad))
 
 
 @ranks(2)
 def test_frozen_tied_and_accumulated() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(lambda: _layers(Plainly))
         model.append(nn.Linear(4, 12)).append(nn.Linear(12, 4))
         model[4].weight = model[2].weight
         model[0].weight.requires_grad_(False)
-        fsdp.fully_shard(model[0])
-        fsdp.fully_shard(model)
-        first, *rest = my_batches()
+        engine.api.fully_shard(model[0])
+        engine.api.fully_shard(model)
+        first, *rest = engine.batches()
         model.set_requires_gradient_sync(False)
-        square_loss(model, first).backward()
+        loss_of(model(first)).backward()
         model.set_requires_gradient_sync(True)
-        steps = train(model, rest)
+        steps = train(engine, model, rest)
         model[0].weight.requires_grad_(True)
-        return [steps, train(model, rest), model[4].weight is model[2].weight]
+        return [steps, train(engine, model, rest), model[4].weight is model[2].weight]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_shards_on_the_cpu() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        policy = fsdp.CPUOffloadPolicy(pin_memory=False)
-        return train(_sharded(fsdp, Narrowly, offload_policy=policy), my_batches())
+    def run(engine: Engine) -> list[Any]:
+        policy = engine.api.CPUOffloadPolicy(pin_memory=False)
+        return train(engine, _sharded(engine, Narrowly, offload_policy=policy))
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(4)
 def test_hooks_beside_tensor_parallelism() -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(lambda: nn.Linear(DIM, 12, bias=False))
         weight = distribute_tensor(model.weight.detach(), mesh["tensor"], [Shard(0)])
         local = Plainly(weight.to_local())
         weight = DTensor.from_local(local, mesh["tensor"], [Shard(0)], run_check=False)
         model.weight = nn.Parameter(weight)
-        fsdp.fully_shard(model, mesh=mesh["data"])
-        x = DTensor.from_local(my_batches(1)[0], mesh["tensor"], run_check=False)
+        engine.api.fully_shard(model, mesh=mesh["data"])
+        x = DTensor.from_local(engine.batches(1)[0], mesh["tensor"], run_check=False)
         model(x).to_local().pow(2).sum().backward()
-        return [state_of_model(model)]
+        return [snapshot(model)]
 
-    check_engines_agree(run, exact=True)
+    check_engines_agree(run, exact=True, plain=False)
 
 
 @ranks(2)
@@ -215,44 +167,44 @@ def test_inference_first() -> None:
     """Torch's engine fails then: what the first gather makes would belong to inference."""
 
     def run(*, infers: bool) -> list[Any]:
-        model = _sharded(_our_engine, Narrowly)
+        model = _sharded(SHOAL, Narrowly)
         if infers:
             with torch.inference_mode():
-                square_loss(model, my_batches(1)[0])
-        return train(model, my_batches())
+                loss_of(model(SHOAL.batches(1)[0]))
+        return train(SHOAL, model)
 
-    assert_same(run(infers=False), run(infers=True))
+    check_same(run(infers=True), run(infers=False), exact=True, where="inference first")
 
 
 @ranks(2)
 def test_state_dicts() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model, other = _sharded(fsdp, Plainly), _sharded(fsdp, Plainly)
-        train(other, my_batches())
-        square_loss(model, my_batches(1)[0])
+    def run(engine: Engine) -> list[Any]:
+        model, other = _sharded(engine, Plainly), _sharded(engine, Plainly)
+        train(engine, other)
+        loss_of(model(engine.batches(1)[0]))
         model.load_state_dict(other.state_dict())
-        losses = [square_loss(model, x) for x in my_batches()]
-        assert all(map(torch.equal, losses, [square_loss(other, x) for x in my_batches()]))
-        model.load_state_dict(_sharded(fsdp, Plainly).state_dict(), assign=True)
-        return [losses, train(model, my_batches())]
+        losses = [loss_of(model(x)) for x in engine.batches()]
+        assert all(map(torch.equal, losses, [loss_of(other(x)) for x in engine.batches()]))
+        model.load_state_dict(_sharded(engine, Plainly).state_dict(), assign=True)
+        return [losses, train(engine, model)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 def test_module_to_another_dtype() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _sharded(fsdp, Narrowly).to(torch.float64)
+    def run(engine: Engine) -> list[Any]:
+        model = _sharded(engine, Narrowly).to(torch.float64)
         assert type(model[0].weight._local_tensor) is Narrowly
-        return [state_of_model(model)]
+        return [snapshot(model)]
 
-    check_engines_agree(run)
-    model = _sharded(_our_engine, Plainly)
-    square_loss(model, my_batches(1)[0]).backward()
+    check_engines_agree(run, plain=False)
+    model = _sharded(SHOAL, Plainly)
+    loss_of(model(SHOAL.batches(1)[0])).backward()
     model.zero_grad()
     model.to(torch.float64)
     plain = seeded(lambda: _layers(lambda weight: weight)).to(torch.float64)
-    x = my_batches(1)[0].double()
+    x = SHOAL.batches(1)[0].double()
     assert torch.equal(model(x), plain(x))
 
 
@@ -266,11 +218,11 @@ def test_shards_that_lose_their_hooks_are_plain_again() -> None:
 
     model = seeded(lambda: nn.Linear(DIM, 4, bias=False))
     plain = seeded(lambda: nn.Linear(DIM, 4, bias=False))
-    _our_engine.fully_shard(model)
+    SHOAL.api.fully_shard(model)
     give(model.weight._local_tensor)
     shard = model.weight._local_tensor
     shared = shard.data_ptr()
-    x = my_batches(1)[0]
+    x = SHOAL.batches(1)[0]
     assert torch.equal(model(x), 2 * plain(x))
     # Memory of its own: with a part of the unit's buffer it would keep all of that alive.
     assert shard.data_ptr() != shared
@@ -301,7 +253,7 @@ def test_memory_is_given_back_and_comes_back() -> None:
     model = seeded(lambda: nn.Linear(DIM, 4, bias=False))
     weight = model.weight.detach()
     model.weight = nn.Parameter(Noting(weight))
-    _our_engine.fully_shard(model)
+    SHOAL.api.fully_shard(model)
     for _ in range(2):
         model.unshard()
         pointers = [noted.data_ptr() for noted in Noting.noted]
@@ -317,7 +269,7 @@ def test_what_was_gathered_is_freed_once() -> None:
     """Though the hook names it as its own."""
     model = nn.Linear(DIM, 4, bias=False)
     model.weight = nn.Parameter(Plainly(model.weight.detach()))
-    _our_engine.fully_shard(model)
+    SHOAL.api.fully_shard(model)
     for _ in range(2):
         model.unshard()
         model.reshard()
@@ -341,13 +293,13 @@ def test_reading_between_forward_and_backward() -> None:
 
     model = seeded(lambda: nn.Sequential(Noted(DIM, 12), nn.Linear(12, 4)))
     model[0].weight = nn.Parameter(Plainly(model[0].weight.detach()))
-    _our_engine.fully_shard(model[0])
-    _our_engine.fully_shard(model)
-    loss = square_loss(model, my_batches(1)[0])
+    SHOAL.api.fully_shard(model[0])
+    SHOAL.api.fully_shard(model)
+    loss = loss_of(model(SHOAL.batches(1)[0]))
     with pytest.raises(InvariantError, match="parameter 'weight' of unit '0' was read"):
         kept[0] + 1
     loss.backward()
-    square_loss(model, my_batches(1)[0])
+    loss_of(model(SHOAL.batches(1)[0]))
     assert kept[0] is kept[1]
 
     class Keeper(nn.Linear):
@@ -357,11 +309,11 @@ def test_reading_between_forward_and_backward() -> None:
 
     keeper = nn.Sequential(Keeper(DIM, 12, bias=False), nn.Linear(12, 4))
     keeper[0].weight = nn.Parameter(Plainly(keeper[0].weight.detach()))
-    _our_engine.fully_shard(keeper[0])
-    _our_engine.fully_shard(keeper)
+    SHOAL.api.fully_shard(keeper[0])
+    SHOAL.api.fully_shard(keeper)
     for dtype in (torch.float32, torch.float64):
         keeper.to(dtype)
-        keeper(my_batches(1)[0].to(dtype))
+        keeper(SHOAL.batches(1)[0].to(dtype))
         with pytest.raises(InvariantError, match="it has read no weights"):
             keeper[0].loss.backward()
 
@@ -371,41 +323,26 @@ def test_reading_between_forward_and_backward() -> None:
 
     leaky = Leaky(DIM, 12)
     leaky.weight = nn.Parameter(Plainly(leaky.weight.detach()))
-    _our_engine.fully_shard(leaky)
-    assert isinstance(error_of(lambda: leaky(my_batches(1)[0])), InvariantError)
-
-
-class _OwnGather:
-    """The user's own all-gather, which counts."""
-
-    num_calls = 0
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output: Any, input: Any, group: Any, async_op: bool = False) -> Any:
-        self.num_calls += 1
-        return gather_method(group)(output, input)
+    SHOAL.api.fully_shard(leaky)
+    assert isinstance(error_of(lambda: leaky(SHOAL.batches(1)[0])), InvariantError)
 
 
 @ranks(2)
 def test_own_all_gather() -> None:
-    expected, model = _sharded(_our_engine, Plainly), _sharded(_our_engine, Plainly)
-    own = _OwnGather()
-    model[0].set_custom_all_gather(own)
-    x = my_batches(1)[0]
-    assert torch.equal(model(x), expected(x))
-    assert own.num_calls == 2  # what has hooks, and what has none
-    model, own = _sharded(_our_engine, Plainly, bias=False), _OwnGather()
-    model[0].set_custom_all_gather(own)
-    model(x)
-    assert own.num_calls == 1
+    x = SHOAL.batches(1)[0]
+    # What has hooks, and what has none, are gathered apart.
+    for bias, num_gathers in ((True, 2), (False, 1)):
+        expected, model = (_sharded(SHOAL, Plainly, bias=bias) for _ in range(2))
+        log: list[str] = []
+        model[0].set_custom_all_gather(LoggedGather("0", log))
+        assert torch.equal(model(x), expected(x))
+        assert log == ["gather 0"] * num_gathers
 
 
 class Forgetful(Plainly):
     """A class that its own shards do not have."""
 
-    kept = _KEPT - {_aten.new_zeros.default, _aten.slice.Tensor}
+    kept = KEPT - {_aten.new_zeros.default, _aten.slice.Tensor}
 
 
 class Sometimes(Wrapped):
@@ -423,7 +360,7 @@ class Sometimes(Wrapped):
 
 @ranks(2)
 def test_combinations_that_are_refused() -> None:
-    engine, x = _our_engine, my_batches(1)[0]
+    engine, x = SHOAL, SHOAL.batches(1)[0]
     error = error_of(lambda: _sharded(engine, Plainly, layout=Flat()))
     assert isinstance(error, NotImplementedError)
     assert "'weight'" in str(error)
@@ -436,7 +373,7 @@ def test_combinations_that_are_refused() -> None:
     assert isinstance(error_of(lambda: _sharded(engine, Forgetful)), UsageError)
     early = nn.Linear(DIM, 4)
     early.weight.fsdp_pre_all_gather = early.weight.fsdp_post_all_gather = lambda mesh: None
-    assert isinstance(error_of(lambda: engine.fully_shard(early)), NotImplementedError)
+    assert isinstance(error_of(lambda: engine.api.fully_shard(early)), NotImplementedError)
     with full_parameters(model := _sharded(engine, Plainly)):
         assert torch.equal(model[0].weight, seeded(lambda: _layers(lambda w: w))[0].weight)
     assert torch.equal(model(x), seeded(lambda: _layers(lambda w: w))(x))
@@ -444,25 +381,25 @@ def test_combinations_that_are_refused() -> None:
 
 @ranks(4)
 def test_a_smaller_group_after_forward_is_refused() -> None:
-    error = error_of(lambda: _sharded(_our_engine, Plainly, reshard_after_forward=2))
+    error = error_of(lambda: _sharded(SHOAL, Plainly, reshard_after_forward=2))
     assert isinstance(error, NotImplementedError)
     model = seeded(lambda: nn.Linear(DIM, 4))
-    _our_engine.fully_shard(model, reshard_after_forward=2)
+    SHOAL.api.fully_shard(model, reshard_after_forward=2)
     shard = model.weight._local_tensor
     shard.fsdp_pre_all_gather = lambda mesh: ((shard,), None)
     shard.fsdp_post_all_gather = lambda outputs, *_, out=None: (outputs[0], outputs)
-    assert isinstance(error_of(lambda: model(my_batches(1)[0])), NotImplementedError)
+    assert isinstance(error_of(lambda: model(SHOAL.batches(1)[0])), NotImplementedError)
 
 
 @ranks(2)
 @torch.no_grad()
 def test_hooks_that_send_the_wrong_thing() -> None:
-    x = my_batches(1)[0]
+    x = SHOAL.batches(1)[0]
 
     def error_if(send: Callable[[torch.Tensor], torch.Tensor], num_rows: int = 4) -> Any:
         model = nn.Linear(DIM, num_rows)
         model.weight = nn.Parameter(Sometimes(model.weight.detach()))
-        _our_engine.fully_shard(model)
+        SHOAL.api.fully_shard(model)
         Sometimes.send = staticmethod(send)
         return error_of(lambda: model(x))
 
@@ -473,7 +410,7 @@ def test_hooks_that_send_the_wrong_thing() -> None:
     assert isinstance(error_if(lambda whole: whole[dist.get_rank() :]), RankError)
     model = nn.Linear(DIM, 4)
     model.weight = nn.Parameter(Sometimes(model.weight.detach()))
-    _our_engine.fully_shard(model)
+    SHOAL.api.fully_shard(model)
     Sometimes.send = staticmethod(lambda whole: whole)
     output = model(x)
     for send, error in ((lambda _: 1 / 0, ZeroDivisionError), (lambda w: w[:1], InvariantError)):
@@ -487,7 +424,7 @@ def test_hooks_that_send_the_wrong_thing() -> None:
 def test_one_rank_alone() -> None:
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        return train(_sharded(fsdp, Narrowly, mesh=mesh), my_batches())
+    def run(engine: Engine) -> list[Any]:
+        return train(engine, _sharded(engine, Narrowly, mesh=mesh))
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)

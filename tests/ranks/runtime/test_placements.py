@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,19 +18,21 @@ from torch.distributed.tensor import (
 import shoal.mesh
 from differential import (
     DIM,
-    ENGINES,
-    all_batches,
-    assert_close_to,
+    SHOAL,
+    Engine,
+    check_close,
     check_engines_agree,
+    copies,
     error_of,
-    facts,
-    full,
-    my_batches,
+    loss_of,
     seeded,
-    square_loss,
+    snapshot,
     train,
+    train_beside_plain,
+    two_axes,
 )
 from harness import ranks
+from oracle import full
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -51,14 +52,6 @@ class Mixture(nn.Module):
         mixed = torch.einsum("bi,eij->bej", hidden, self.experts).sum(1)
         filtered = self.filters(mixed.unsqueeze(1).expand(-1, 4, -1))
         return self.out(filtered.mean(2))
-
-
-def _check_trains(model: nn.Module, make: Callable[[], nn.Module]) -> list[Any]:
-    result = train(model, my_batches())
-    plain = seeded(make)
-    train(plain, all_batches())
-    assert_close_to(plain, model)
-    return result
 
 
 _BY_DIM: dict[str, Callable[[nn.Parameter], Shard | None]] = {
@@ -81,31 +74,31 @@ def _even_mixture() -> Mixture:
 @ranks(2, 4)
 @pytest.mark.parametrize("choice", _BY_DIM)
 def test_shards_on_other_dims(choice: str) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = fsdp.fully_shard(seeded(_even_mixture), shard_placement_fn=_BY_DIM[choice])
-        return _check_trains(model, _even_mixture)
+    def run(engine: Engine) -> list[Any]:
+        model = engine.api.fully_shard(seeded(_even_mixture), shard_placement_fn=_BY_DIM[choice])
+        return train_beside_plain(engine, model, _even_mixture)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(4)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_shards_on_other_dims_in_two_units_and_mixed_precision(reshard_after_forward: bool) -> None:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh = two_axes()
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(_even_mixture)
         options = {
             "mesh": mesh,
-            "mp_policy": fsdp.MixedPrecisionPolicy(**BF16),
+            "mp_policy": engine.policy(**BF16),
             "shard_placement_fn": _BY_DIM["second"],
             "reshard_after_forward": reshard_after_forward,
         }
-        fsdp.fully_shard(model.filters, **options)
-        fsdp.fully_shard(model, **options)
-        return train(model, my_batches(), max_norm=0.1)
+        engine.api.fully_shard(model.filters, **options)
+        engine.api.fully_shard(model, **options)
+        return train(engine, model, max_norm=0.1)
 
-    check_engines_agree(run, exact=True)
+    check_engines_agree(run, exact=True, plain=False)
 
 
 class Scraps(nn.Module):
@@ -126,22 +119,22 @@ class Scraps(nn.Module):
 @ranks(2, 4)
 @pytest.mark.parametrize("dtypes", [{}, BF16], ids=["precise", "mixed"])
 def test_uneven_and_empty_shards(dtypes: dict[str, torch.dtype]) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        policy = fsdp.MixedPrecisionPolicy(**dtypes)
-        model = fsdp.fully_shard(seeded(Scraps), mp_policy=policy)
+    def run(engine: Engine) -> list[Any]:
+        policy = engine.policy(**dtypes)
+        model = engine.api.fully_shard(seeded(Scraps), mp_policy=policy)
         if dtypes:
-            return train(model, my_batches())
-        return _check_trains(model, Scraps)
+            return train(engine, model)
+        return train_beside_plain(engine, model, Scraps)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(4)
 def test_a_state_dict_of_uneven_and_empty_shards_goes_round() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         source, target = seeded(Scraps), Scraps()
-        fsdp.fully_shard(source)
-        fsdp.fully_shard(target)
+        engine.api.fully_shard(source)
+        engine.api.fully_shard(target)
         for assign in (False, True):
             saved = copy.deepcopy(source.state_dict())
             target.load_state_dict(saved, assign=assign)
@@ -149,26 +142,26 @@ def test_a_state_dict_of_uneven_and_empty_shards_goes_round() -> None:
                 seeded(Scraps).named_parameters(), target.named_parameters(), strict=True
             ):
                 assert torch.equal(full(q), p), name
-        return [facts(source.state_dict()), _check_trains(target, Scraps)]
+        return [copies(source.state_dict()), train_beside_plain(engine, target, Scraps)]
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(4)
 def test_placements_that_are_refused() -> None:
-    def refusal(fsdp: ModuleType, module: nn.Module, result: Any) -> BaseException | None:
-        return error_of(lambda: fsdp.fully_shard(module, shard_placement_fn=lambda p: result))
+    def refusal(engine: Engine, module: nn.Module, result: Any) -> BaseException | None:
+        return error_of(lambda: engine.api.fully_shard(module, shard_placement_fn=lambda p: result))
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         return [
-            refusal(fsdp, nn.Linear(6, 8, bias=False), Shard(1)),
-            refusal(fsdp, nn.Conv1d(4, 4, 3, bias=False), Shard(2)),
-            refusal(fsdp, nn.Linear(8, 8), Shard(1)),
-            refusal(fsdp, nn.Linear(8, 8), Replicate()),
-            refusal(fsdp, nn.Linear(8, 8), 0),
+            refusal(engine, nn.Linear(6, 8, bias=False), Shard(1)),
+            refusal(engine, nn.Conv1d(4, 4, 3, bias=False), Shard(2)),
+            refusal(engine, nn.Linear(8, 8), Shard(1)),
+            refusal(engine, nn.Linear(8, 8), Replicate()),
+            refusal(engine, nn.Linear(8, 8), 0),
         ]
 
-    errors = check_engines_agree(run)
+    errors = check_engines_agree(run, plain=False)
     expected = [NotImplementedError] * 2 + [AssertionError] + [ValueError] * 2
     assert [type(error) for error in errors] == expected
 
@@ -185,10 +178,10 @@ class Experts(nn.Module):
         return self.expert(torch.relu(self.dense(x)))
 
 
-def _on_two_meshes(fsdp: ModuleType, everyone: DeviceMesh, few: DeviceMesh, **options: Any) -> Any:
+def _on_two_meshes(engine: Engine, everyone: DeviceMesh, few: DeviceMesh, **options: Any) -> Any:
     """Dense weights over all ranks, the expert's over the inner axis: two groups, one unit."""
-    ours = fsdp is not ENGINES[0]
-    result = fsdp.ShardPlacementResult if ours else torch_common.ShardPlacementResult
+    ours = engine is SHOAL
+    result = engine.api.ShardPlacementResult if ours else torch_common.ShardPlacementResult
     info = (shoal.mesh if ours else torch_common).FSDPMeshInfo
     of_dense, of_expert = info(everyone, shard_mesh_dim=0), info(few, shard_mesh_dim=0)
     model = seeded(Experts)
@@ -199,7 +192,7 @@ def _on_two_meshes(fsdp: ModuleType, everyone: DeviceMesh, few: DeviceMesh, **op
             return result(None, of_dense)
         return result(Shard(1) if parameter.ndim == 2 else None, of_expert)
 
-    fsdp.fully_shard(model, mesh=everyone, shard_placement_fn=place, **options)
+    engine.api.fully_shard(model, mesh=everyone, shard_placement_fn=place, **options)
     return model
 
 
@@ -214,27 +207,62 @@ _needs_placement_results = pytest.mark.skipif(
 )
 
 
+def _check_means(model: Any, everyone: DeviceMesh, few: DeviceMesh) -> None:
+    """Gradients are means over the ranks of each parameter's own mesh."""
+    plain = seeded(Experts)
+    loss_of(plain(SHOAL.batches(1)[0])).backward()
+    for part, mesh in ((plain.expert, few), (plain.dense, everyone)):
+        for parameter in part.parameters():
+            dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=mesh.get_group())
+    check_close(model, plain)
+
+
 @_needs_placement_results
 @ranks(4)
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-def test_parameters_on_another_mesh(reshard_after_forward: bool | None) -> None:
+@pytest.mark.parametrize("reshard_after_forward", [None, True, False, 1, 2])
+def test_parameters_on_another_mesh(reshard_after_forward: bool | int | None) -> None:
     everyone, few = _flat_and_folded()
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _on_two_meshes(fsdp, everyone, few, reshard_after_forward=reshard_after_forward)
+    def run(engine: Engine) -> list[Any]:
+        model = _on_two_meshes(engine, everyone, few, reshard_after_forward=reshard_after_forward)
         assert model.expert.weight.to_local().shape == (6, 6)
         assert model.dense.weight.to_local().shape == (3, DIM)
-        square_loss(model, my_batches(1)[0]).backward()
-        plain = seeded(Experts)
-        square_loss(plain, my_batches(1)[0]).backward()
-        for part, mesh in ((plain.expert, few), (plain.dense, everyone)):
-            for parameter in part.parameters():
-                dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=mesh.get_group())
-        assert_close_to(plain, model)
+        loss_of(model(engine.batches(1)[0])).backward()
+        _check_means(model, everyone, few)
         model.zero_grad()
-        return train(model, my_batches())
+        return train(engine, model)
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
+
+
+@_needs_placement_results
+@ranks(4)
+def test_parameters_on_another_mesh_in_a_smaller_world() -> None:
+    everyone, few = _flat_and_folded()
+
+    def run(engine: Engine) -> list[Any]:
+        inner = _on_two_meshes(engine, everyone, few, reshard_after_forward=2)
+        model = engine.api.fully_shard(nn.Sequential(inner), mesh=everyone)
+        seen = []
+        for x in engine.batches(2):
+            model.zero_grad()
+            with torch.no_grad():
+                seen.append(loss_of(model(x)))
+            loss = loss_of(model(x))
+            assert torch.equal(loss, seen[-1])
+            # Two ranks share the expert in any case; four shared the dense weights.
+            assert inner.dense.weight.device_mesh.shape == (2, 2)
+            assert inner.expert.weight.device_mesh.shape == (2,)
+            seen.append(copies(dict(model.named_parameters())))
+            loss.backward()
+            seen.append(snapshot(model))
+        model.zero_grad()
+        loss_of(model(engine.batches(1)[0])).backward()
+        _check_means(inner, everyone, few)
+        model.zero_grad()
+        return [*seen, train(engine, model)]
+
+    check_engines_agree(run, plain=False)
 
 
 @_needs_placement_results
@@ -242,13 +270,13 @@ def test_parameters_on_another_mesh(reshard_after_forward: bool | None) -> None:
 def test_what_two_meshes_in_one_unit_exclude() -> None:
     everyone, few = _flat_and_folded()
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _on_two_meshes(fsdp, everyone, few)
+    def run(engine: Engine) -> list[Any]:
+        model = _on_two_meshes(engine, everyone, few)
         return [
             error_of(lambda: model.set_all_reduce_hook(print)),
             error_of(lambda: model.set_custom_all_gather(None)),
             error_of(lambda: model.set_custom_reduce_scatter(None)),
         ]
 
-    errors = check_engines_agree(run)
+    errors = check_engines_agree(run, plain=False)
     assert all(isinstance(error, ValueError) for error in errors)

@@ -11,8 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from harness import ranks
-from peers import (
+from differential import (
     DIM,
     SHOAL,
     Engine,
@@ -20,12 +19,13 @@ from peers import (
     check_same,
     error_of,
     gradients,
-    inputs,
+    in_full,
     loss_of,
     snapshot,
     stack,
     train,
 )
+from harness import ranks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -76,7 +76,7 @@ def trained_with(engine: Engine, dtypes: dict[str, Any]) -> list[Any]:
     model = engine.shard(stack(Noting, 2), dtypes)
     steps = train(engine, model)
     with torch.no_grad():
-        evaluated = model(engine.part(inputs(1)[0]))
+        evaluated = model(engine.batches(1)[0])
     return [steps, evaluated, notes(model)]
 
 
@@ -99,9 +99,9 @@ def bf16_by_hand(reduce: torch.dtype, num_batches: int) -> dict[str, torch.Tenso
     """Gradients of a bf16 copy on this rank's rows, summed over batches and averaged over ranks."""
     model = stack().to(BF16)
     total = {name: torch.zeros_like(p, dtype=reduce) for name, p in model.named_parameters()}
-    for batch in inputs(num_batches):
+    for batch in SHOAL.batches(num_batches):
         model.zero_grad()
-        loss_of(model(SHOAL.part(batch).to(BF16))).backward()
+        loss_of(model(batch.to(BF16))).backward()
         for name, parameter in model.named_parameters():
             assert parameter.grad is not None
             total[name] += parameter.grad.to(reduce)
@@ -111,28 +111,24 @@ def bf16_by_hand(reduce: torch.dtype, num_batches: int) -> dict[str, torch.Tenso
     return {name: gradient.float() for name, gradient in total.items()}
 
 
-def whole(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: gradient.full_tensor() for name, gradient in found.items()}
-
-
 @ranks(2)
 @pytest.mark.parametrize("reduce", [BF16, FP32])
 def test_gradients_are_those_of_a_copy_in_the_compute_dtype(reduce: torch.dtype) -> None:
     model = SHOAL.shard(stack(), {"param_dtype": BF16, "reduce_dtype": reduce})
-    loss_of(model(SHOAL.part(inputs(1)[0]))).backward()
+    loss_of(model(SHOAL.batches(1)[0])).backward()
     expected = bf16_by_hand(reduce, 1)
-    check_same(whole(gradients(model)), expected, exact=True, where="by hand")
+    check_same(in_full(gradients(model)), expected, exact=True, where="by hand")
 
 
 def accumulated(engine: Engine, dtypes: dict[str, Any], reshard: bool) -> list[Any]:
     model = engine.shard(stack(), dtypes)
     model.set_reshard_after_backward(reshard)
     seen = []
-    for index, batch in enumerate(inputs(4)):
+    for index, batch in enumerate(engine.batches(4)):
         model.set_requires_gradient_sync(index == 3)
         if index == 3:
             model.set_reshard_after_backward(True)
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
     seen.append(gradients(model))
     return seen
 
@@ -147,10 +143,10 @@ def test_accumulation_without_sync_is_as_precise_as_in_torch(policy: str, reshar
 @ranks(2)
 def test_accumulation_without_sync_is_in_the_reduce_dtype() -> None:
     model = SHOAL.shard(stack(), POLICIES["param, reduce"])
-    for index, batch in enumerate(inputs(4)):
+    for index, batch in enumerate(SHOAL.batches(4)):
         model.set_requires_gradient_sync(index == 3)
-        loss_of(model(SHOAL.part(batch))).backward()
-    found = whole(gradients(model))
+        loss_of(model(batch)).backward()
+    found = in_full(gradients(model))
     check_same(found, bf16_by_hand(FP32, 4), exact=True, where="summed in fp32")
     coarse = bf16_by_hand(BF16, 4)
     # Otherwise this test could not tell the one sum from the other.
@@ -209,7 +205,7 @@ class Sorting(nn.Module):
 def sorted_containers(engine: Engine, dtypes: dict[str, Any]) -> list[Any]:
     torch.manual_seed(0)
     model = engine.shard(Sorting(), dtypes)
-    x = engine.part(inputs(1)[0])
+    x = engine.batches(1)[0]
     output = model(x, *containers(x).values(), **containers(x))
     loss_of(output["list"][1][1]["deep"]).backward()
     return [model.notes, describe(output), gradients(model)]
@@ -225,7 +221,7 @@ def test_containers_are_cast_inside(cast: bool, output: torch.dtype | None) -> N
 
 def fed_uncast(engine: Engine) -> Any:
     dtypes = {"param_dtype": BF16, "cast_forward_inputs": False}
-    return error_of(lambda: engine.shard(stack(), dtypes)(engine.part(inputs(1)[0])))
+    return error_of(lambda: engine.shard(stack(), dtypes)(engine.batches(1)[0]))
 
 
 @ranks(2)
@@ -245,7 +241,7 @@ def nested(engine: Engine) -> list[Any]:
     ):
         engine.api.fully_shard(block, mp_policy=engine.policy(**dtypes))
     steps = train(engine, model)
-    return [steps, notes(model), model(engine.part(inputs(1)[0])).dtype]
+    return [steps, notes(model), model(engine.batches(1)[0]).dtype]
 
 
 @ranks(2)
@@ -282,7 +278,7 @@ def test_norms_in_full_precision_keep_their_statistics() -> None:
 def test_buffers_are_left_alone() -> None:
     model = SHOAL.shard(stack(Noting, 1), POLICIES["param, reduce, output"])
     before = {name: (id(b), b.dtype, b.data_ptr()) for name, b in model.named_buffers()}
-    loss_of(model(SHOAL.part(inputs(1)[0]))).backward()
+    loss_of(model(SHOAL.batches(1)[0])).backward()
     after = {name: (id(b), b.dtype, b.data_ptr()) for name, b in model.named_buffers()}
     assert after == before
     assert int(model.blocks[0].count) == 1
@@ -316,8 +312,8 @@ def test_frozen_parameters_of_another_dtype() -> None:
 def low_precision_weights(engine: Engine, dtypes: dict[str, Any]) -> list[Any]:
     model = engine.shard(stack().to(BF16), dtypes)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in inputs(2):
-        loss_of(model(engine.part(batch).to(BF16))).backward()
+    for batch in engine.batches(2):
+        loss_of(model(batch.to(BF16))).backward()
         optimizer.step()
     return [snapshot(model, optimizer)]
 
@@ -380,29 +376,6 @@ def test_recomputation_has_the_dtypes_of_the_first_computation(how: str) -> None
         return Noting() if how == "around" else Recomputed(how == "reentrant")
 
     check_engines_agree(recomputed, block, how == "around", plain=False)
-
-
-class Autocast(nn.Module):
-    """Runs a model under autocast."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=BF16):
-            output = self.model(x)
-        assert output.dtype is BF16
-        return output
-
-
-def autocast(engine: Engine) -> list[Any]:
-    return train(engine, Autocast(engine.shard(stack())))
-
-
-@ranks(2)
-def test_autocast_over_a_model_without_a_policy() -> None:
-    check_engines_agree(autocast, plain=False)
 
 
 @ranks(2)

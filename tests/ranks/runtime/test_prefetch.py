@@ -6,21 +6,20 @@ import pytest
 import torch
 from torch import nn
 
-from harness import ranks
-from peers import (
+from collectives import log_traffic
+from differential import (
     SHOAL,
     TORCH,
+    Block,
     Engine,
     Stack,
     check_engines_agree,
-    inputs,
-    log_traffic,
     loss_of,
-    mlp,
     snapshot,
     stack,
     train,
 )
+from harness import ranks
 from shoal.runtime.events import EventKind
 from shoal.runtime.fully_shard import watch
 
@@ -30,7 +29,7 @@ class Announcing(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner = mlp()
+        self.inner = Block()
         self.name, self.log = "", []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -58,8 +57,8 @@ def prefetching(engine: Engine, ahead: int) -> tuple[Stack, list[str]]:
 def prefetched(engine: Engine, ahead: int) -> list[Any]:
     model, log = prefetching(engine, ahead)
     seen: list[Any] = []
-    for batch in inputs(3):
-        loss_of(model(engine.part(batch))).backward()
+    for batch in engine.batches(3):
+        loss_of(model(batch)).backward()
         seen.append([line for line in log if line.startswith("gather")])
         log.clear()
     return [*seen, snapshot(model)]
@@ -78,9 +77,9 @@ def test_explicit_prefetch_is_launched_before_the_block_computes(
     engine: Engine, ahead: int
 ) -> None:
     model, log = prefetching(engine, ahead)
-    for batch in inputs(3):
+    for batch in engine.batches(3):
         log.clear()
-        loss_of(model(engine.part(batch))).backward()
+        loss_of(model(batch)).backward()
         turn = log.index("forward blocks.3")
         forward, backward = log[: turn + 1], log[turn:]
         for index in range(4):
@@ -97,7 +96,7 @@ def test_events_show_the_order_of_explicit_prefetch() -> None:
     model = SHOAL.shard(stack(num=3))
     blocks = list(model.blocks)
     model.set_modules_to_forward_prefetch(blocks)
-    batch = SHOAL.part(inputs(1)[0])
+    batch = SHOAL.batches(1)[0]
     loss_of(model(batch)).backward()
     with watch(model) as recorder:
         loss_of(model(batch)).backward()

@@ -1,7 +1,6 @@
 """Bad input: an error on every rank, of torch's type where torch has one, and no hang."""
 
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,22 +14,21 @@ from torch.distributed.tensor import DTensor
 
 from differential import (
     DIM,
-    ENGINES,
+    PLAIN,
+    SHOAL,
+    TORCH,
+    Engine,
     Stack,
-    all_batches,
-    assert_close_to,
+    check_close,
     check_engines_agree,
     error_of,
-    my_batches,
+    loss_of,
     seeded,
-    sharded_stack,
-    square_loss,
+    stack,
     train,
 )
 from harness import ranks
 from shoal.errors import InvariantError, ShoalError, UsageError
-
-_our_engine = ENGINES[1]
 
 
 def _layer() -> nn.Linear:
@@ -53,10 +51,13 @@ def test_meshes_that_cannot_be_used() -> None:
     three = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("a", "b", "c"))
     nameless = init_device_mesh("cpu", (2, 2))
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        return [error_of(lambda m=m: fsdp.fully_shard(_layer(), mesh=m)) for m in (three, nameless)]
+    def run(engine: Engine) -> list[Any]:
+        return [
+            error_of(lambda m=m: engine.api.fully_shard(_layer(), mesh=m))
+            for m in (three, nameless)
+        ]
 
-    errors = check_engines_agree(run)
+    errors = check_engines_agree(run, plain=False)
     assert [type(error) for error in errors] == [ValueError, AssertionError]
 
 
@@ -66,24 +67,24 @@ def test_a_mesh_of_another_device() -> None:
         pytest.skip("torch moves the parameters to a device that is there")
     mesh = DeviceMesh("cuda", [0, 1], _init_backend=False)
     with pytest.raises(UsageError, match="cuda"):
-        _our_engine.fully_shard(_layer(), mesh=mesh)
+        SHOAL.api.fully_shard(_layer(), mesh=mesh)
     assert all(not isinstance(p, DTensor) for p in _layer().parameters())
 
 
 @ranks(2)
 def test_modules_and_parameters_that_cannot_be_sharded() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
-        twice = fsdp.fully_shard(_layer())
+    def run(engine: Engine) -> list[Any]:
+        twice = engine.api.fully_shard(_layer())
         strided = torch.ones(DIM, 8).t()
         return [
-            error_of(lambda: fsdp.fully_shard(nn.ModuleList([_layer()]))),
-            error_of(lambda: fsdp.fully_shard(nn.ModuleDict({"layer": _layer()}))),
-            error_of(lambda: fsdp.fully_shard(_with("scale", torch.ones(())))),
-            error_of(lambda: fsdp.fully_shard(_with("weight", strided))),
-            error_of(lambda: fsdp.fully_shard(twice)),
+            error_of(lambda: engine.api.fully_shard(nn.ModuleList([_layer()]))),
+            error_of(lambda: engine.api.fully_shard(nn.ModuleDict({"layer": _layer()}))),
+            error_of(lambda: engine.api.fully_shard(_with("scale", torch.ones(())))),
+            error_of(lambda: engine.api.fully_shard(_with("weight", strided))),
+            error_of(lambda: engine.api.fully_shard(twice)),
         ]
 
-    errors = check_engines_agree(run)
+    errors = check_engines_agree(run, plain=False)
     expected = [ValueError] * 3 + [NotImplementedError, AssertionError]
     assert [type(error) for error in errors] == expected
 
@@ -92,13 +93,13 @@ def test_modules_and_parameters_that_cannot_be_sharded() -> None:
 def test_a_refused_module_is_left_as_it_was() -> None:
     layer = _with("scale", torch.ones(()))
     with pytest.raises(UsageError, match="scale"):
-        _our_engine.fully_shard(layer)
+        SHOAL.api.fully_shard(layer)
     assert type(layer) is nn.Linear
-    layer(my_batches(1)[0]).sum().backward()
+    layer(SHOAL.batches(1)[0]).sum().backward()
     assert all(not isinstance(p, DTensor) for p in layer.parameters())
     layer.scale = None
-    model = _our_engine.fully_shard(layer)
-    model(my_batches(1)[0]).sum().backward()
+    model = SHOAL.api.fully_shard(layer)
+    model(SHOAL.batches(1)[0]).sum().backward()
 
 
 @ranks(2)
@@ -112,29 +113,29 @@ def test_a_container_that_has_a_forward_is_fine() -> None:
     def make() -> Running:
         return Running([_layer(), nn.Linear(8, 3)])
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = fsdp.fully_shard(seeded(make))
-        result = train(model, my_batches())
+    def run(engine: Engine) -> list[Any]:
+        model = engine.api.fully_shard(seeded(make))
+        result = train(engine, model)
         plain = seeded(make)
-        train(plain, all_batches())
-        assert_close_to(plain, model)
+        train(PLAIN, plain)
+        check_close(model, plain)
         return result
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)
 
 
 @ranks(2)
 @pytest.mark.parametrize("materialised", [[], ["blocks.0"]], ids=["none", "some"])
 def test_meta_parameters_at_the_first_forward(materialised: list[str]) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         with torch.device("meta"):
             model = Stack()
         for block in model.blocks:
-            fsdp.fully_shard(block)
-        fsdp.fully_shard(model)
+            engine.api.fully_shard(block)
+        engine.api.fully_shard(model)
         for name in materialised:
             model.get_submodule(name).to_empty(device="cpu")
-        error = error_of(lambda: model(my_batches(1)[0]))
+        error = error_of(lambda: model(engine.batches(1)[0]))
         on_meta = {name: p.is_meta for name, p in model.named_parameters()}
         named = [on_meta[name] for name in on_meta if f"'{name}'" in str(error)]
         assert named
@@ -142,39 +143,43 @@ def test_meta_parameters_at_the_first_forward(materialised: list[str]) -> None:
         assert "to_empty" in str(error)
         return [error]
 
-    (error,) = check_engines_agree(run)
+    (error,) = check_engines_agree(run, plain=False)
     assert isinstance(error, RuntimeError)
 
 
 @ranks(2)
 def test_meta_parameters_at_an_explicit_gather() -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         with torch.device("meta"):
             layer = _layer()
-        fsdp.fully_shard(layer)
+        engine.api.fully_shard(layer)
         return [error_of(layer.unshard)]
 
-    (error,) = check_engines_agree(run)
+    (error,) = check_engines_agree(run, plain=False)
     assert isinstance(error, RuntimeError)
 
 
 @ranks(2)
-@pytest.mark.parametrize("where", ["between_blocks", "with_the_root"])
+@pytest.mark.parametrize("where", ["between_blocks", "with_the_root", "list_and_root"])
 def test_a_parameter_shared_across_units(where: str) -> None:
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(Stack)
+        units: list[Any] = [*model.blocks, model]
         if where == "between_blocks":
             model.blocks[1].up.weight = model.blocks[0].up.weight
-        else:
+        elif where == "with_the_root":
             model.head.bias = model.blocks[0].extra = nn.Parameter(torch.ones(3))
+        else:
+            model.first.weight = model.blocks[1].extra = nn.Parameter(torch.ones(DIM, DIM))
+            units = [[model.blocks[0], model.blocks[1]], model]
 
         def shard() -> None:
-            for unit in (*model.blocks, model):
-                fsdp.fully_shard(unit)
+            for unit in units:
+                engine.api.fully_shard(unit)
 
-        return [_first_error(shard, lambda: model(my_batches(1)[0]))]
+        return [_first_error(shard, lambda: model(engine.batches(1)[0]))]
 
-    (error,) = check_engines_agree(run)
+    (error,) = check_engines_agree(run, plain=False)
     assert isinstance(error, ValueError)
 
 
@@ -191,8 +196,8 @@ def test_an_optimizer_from_before_sharding(units: str, kind: str) -> None:
     else:
         optimizer = torch.optim.AdamW([{"params": [p], "lr": 0.1} for p in parameters])
     for unit in (*model.blocks, model) if units == "all" else (model.blocks[0],):
-        _our_engine.fully_shard(unit)
-    square_loss(model, my_batches(1)[0]).backward()
+        SHOAL.api.fully_shard(unit)
+    loss_of(model(SHOAL.batches(1)[0])).backward()
     with pytest.raises(InvariantError, match="after fully_shard"):
         optimizer.step()
 
@@ -202,9 +207,9 @@ def test_an_optimizer_of_other_parameters_is_left_in_peace() -> None:
     model = seeded(Stack)
     ignored = set(model.blocks[0].parameters())
     early = torch.optim.SGD(ignored, lr=0.1)
-    _our_engine.fully_shard(model, ignored_params=ignored)
+    SHOAL.api.fully_shard(model, ignored_params=ignored)
     late = torch.optim.SGD([p for p in model.parameters() if isinstance(p, DTensor)], lr=0.1)
-    square_loss(model, my_batches(1)[0]).backward()
+    loss_of(model(SHOAL.batches(1)[0])).backward()
     before = model.blocks[0].gain.detach().clone()
     early.step()
     late.step()
@@ -238,32 +243,32 @@ def test_ranks_with_different_parameters(what: str) -> None:
 
     def shard() -> None:
         for unit in (*model.blocks, model):
-            _our_engine.fully_shard(unit)
+            SHOAL.api.fully_shard(unit)
 
-    error = _first_error(shard, lambda: square_loss(model, my_batches(1)[0]).backward())
+    error = _first_error(shard, lambda: loss_of(model(SHOAL.batches(1)[0])).backward())
     assert isinstance(error, ShoalError), error
     assert "rank" in str(error)
     assert ("up.weight" if what == "shape" else "extra") in str(error)
 
 
-def _shard_after_replicate(fsdp: ModuleType, apply: Callable[..., Any]) -> BaseException | None:
+def _shard_after_replicate(engine: Engine, apply: Callable[..., Any]) -> BaseException | None:
     layer = _layer()
     apply(layer)
-    x = my_batches(1)[0]
-    return _first_error(lambda: fsdp.fully_shard(layer), lambda: layer(x).sum().backward())
+    x = engine.batches(1)[0]
+    return _first_error(lambda: engine.api.fully_shard(layer), lambda: layer(x).sum().backward())
 
 
 @ranks(2)
 def test_replicate_on_a_sharded_module() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         return [
-            error_of(lambda: replicate(sharded_stack(fsdp))),
-            error_of(lambda: replicate_by_fsdp(sharded_stack(fsdp), mesh=mesh)),
+            error_of(lambda: replicate(engine.shard(stack()))),
+            error_of(lambda: replicate_by_fsdp(engine.shard(stack()), mesh=mesh)),
         ]
 
-    errors = check_engines_agree(run)
+    errors = check_engines_agree(run, plain=False)
     assert [type(error) for error in errors] == [RuntimeError] * 2
 
 
@@ -271,10 +276,10 @@ def test_replicate_on_a_sharded_module() -> None:
 def test_a_replicated_module_is_not_sharded() -> None:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
 
-    for fsdp in ENGINES:
+    for engine in (TORCH, SHOAL):
         for apply in (replicate, lambda layer: replicate_by_fsdp(layer, mesh=mesh)):
             # Torch finds the one at construction and the other, by another error, in forward.
-            error = _shard_after_replicate(fsdp, apply)
+            error = _shard_after_replicate(engine, apply)
             assert isinstance(error, (RuntimeError, AssertionError)), error
 
 
@@ -283,15 +288,15 @@ def test_a_replicated_module_inside_a_sharded_one_keeps_its_parameters() -> None
     def make() -> nn.Module:
         return nn.Sequential(_layer(), nn.ReLU(), nn.Linear(8, 5))
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(make)
         replicate(model[0])
-        fsdp.fully_shard(model)
+        engine.api.fully_shard(model)
         assert [isinstance(p, DTensor) for p in model.parameters()] == [False] * 2 + [True] * 2
-        result = train(model, my_batches())
+        result = train(engine, model)
         plain = seeded(make)
-        train(plain, all_batches())
-        assert_close_to(plain, model)
+        train(PLAIN, plain)
+        check_close(model, plain)
         return result
 
-    check_engines_agree(run)
+    check_engines_agree(run, plain=False)

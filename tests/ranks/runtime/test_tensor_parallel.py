@@ -1,7 +1,6 @@
 """Parameters that are on a mesh already: tensor parallelism, axes of a larger mesh."""
 
 import copy
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,17 +19,18 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from differential import (
     DIM,
-    assert_close_to,
+    PLAIN,
+    Engine,
+    check_close,
     check_engines_agree,
+    copies,
     error_of,
-    facts,
-    full,
-    my_batches,
     needs_mesh_dims,
     seeded,
     train,
 )
 from harness import ranks
+from oracle import full
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -49,15 +49,15 @@ class Pair(nn.Module):
 
 
 def _tensor_parallel(
-    fsdp: ModuleType, mesh: DeviceMesh, data: Any, *, whole_head: bool = False, **options: Any
+    engine: Engine, mesh: DeviceMesh, data: Any, *, whole_head: bool = False, **options: Any
 ) -> Any:
     model = seeded(Pair)
     plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
     if not whole_head:
         plan["head"] = ColwiseParallel(output_layouts=Replicate())
     parallelize_module(model, mesh["tensor"], plan)
-    fsdp.fully_shard(model.up, mesh=mesh[data], **options)
-    return fsdp.fully_shard(model, mesh=mesh[data], **options)
+    engine.api.fully_shard(model.up, mesh=mesh[data], **options)
+    return engine.api.fully_shard(model, mesh=mesh[data], **options)
 
 
 def _batches_of_data_ranks(mesh: DeviceMesh, num: int = 3) -> tuple[list[Any], list[Any]]:
@@ -87,22 +87,22 @@ def test_tensor_parallel_parameters(
     data = "shard" if len(sizes[0]) == 2 else ("replicate", "shard")
     mine, joined = _batches_of_data_ranks(mesh)
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         # Norms are of parameters on one mesh: with plain ones among them, torch clips nothing.
         model = _tensor_parallel(
-            fsdp,
+            engine,
             mesh,
             data,
             whole_head=max_norm is None,
             shard_placement_fn=lambda p: Shard(min(dim, p.ndim - 1)),
         )
-        result = train(model, mine, max_norm=max_norm)
+        result = train(engine, model, mine, max_norm=max_norm)
         plain = seeded(Pair)
-        train(plain, joined, max_norm=max_norm)
-        assert_close_to(plain, model)
+        train(PLAIN, plain, joined, max_norm=max_norm)
+        check_close(model, plain)
         return result
 
-    check_engines_agree(run, exact=True)
+    check_engines_agree(run, exact=True, plain=False)
 
 
 @_quietly
@@ -111,11 +111,11 @@ def test_tensor_parallel_parameters_in_mixed_precision() -> None:
     mesh = init_device_mesh("cpu", _2D[0], mesh_dim_names=_2D[1])
     mine, _ = _batches_of_data_ranks(mesh)
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        policy = fsdp.MixedPrecisionPolicy(**BF16)
-        return train(_tensor_parallel(fsdp, mesh, "shard", mp_policy=policy), mine)
+    def run(engine: Engine) -> list[Any]:
+        policy = engine.policy(**BF16)
+        return train(engine, _tensor_parallel(engine, mesh, "shard", mp_policy=policy), mine)
 
-    check_engines_agree(run, exact=True)
+    check_engines_agree(run, exact=True, plain=False)
 
 
 @_quietly
@@ -124,19 +124,19 @@ def test_a_state_dict_of_tensor_parallel_parameters_goes_round() -> None:
     mesh = init_device_mesh("cpu", _2D[0], mesh_dim_names=_2D[1])
     mine, _ = _batches_of_data_ranks(mesh)
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        model = _tensor_parallel(fsdp, mesh, "shard")
-        train(model, mine)
+    def run(engine: Engine) -> list[Any]:
+        model = _tensor_parallel(engine, mesh, "shard")
+        train(engine, model, mine)
         saved = copy.deepcopy(model.state_dict())
         whole = {name: full(value) for name, value in get_model_state_dict(model).items()}
-        other = _tensor_parallel(fsdp, mesh, "shard")
+        other = _tensor_parallel(engine, mesh, "shard")
         other.load_state_dict(saved)
-        again = _tensor_parallel(fsdp, mesh, "shard")
+        again = _tensor_parallel(engine, mesh, "shard")
         set_model_state_dict(again, saved)
         outputs = [m(mine[0]) for m in (model, other, again)]
-        return [facts(saved), facts(whole), facts(outputs), train(other, mine)]
+        return [copies(saved), copies(whole), copies(outputs), train(engine, other, mine)]
 
-    check_engines_agree(run, exact=True)
+    check_engines_agree(run, exact=True, plain=False)
 
 
 @_quietly
@@ -144,18 +144,18 @@ def test_a_state_dict_of_tensor_parallel_parameters_goes_round() -> None:
 def test_what_tensor_parallel_parameters_exclude() -> None:
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=_2D[1])
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         model = seeded(Pair)
         parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel()})
 
         def shard_and_run() -> None:  # one engine tells when sharding, the other when running
-            fsdp.fully_shard(model.up, mesh=mesh["shard"], reshard_after_forward=2)
-            fsdp.fully_shard(model, mesh=mesh["shard"])
-            model(my_batches(1)[0])
+            engine.api.fully_shard(model.up, mesh=mesh["shard"], reshard_after_forward=2)
+            engine.api.fully_shard(model, mesh=mesh["shard"])
+            model(engine.batches(1)[0])
 
         return [error_of(shard_and_run)]
 
-    (error,) = check_engines_agree(run)
+    (error,) = check_engines_agree(run, plain=False)
     assert isinstance(error, NotImplementedError)
 
 
@@ -206,22 +206,22 @@ def test_data_parallel_axes_of_a_larger_mesh(
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(8, DIM, generator=generator) for _ in range(3)]
 
-    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         output = model(distribute_tensor(x, mesh, split))
         return output.redistribute(placements=split).to_local().pow(2).mean()
 
-    def run(fsdp: ModuleType) -> list[Any]:
-        dims = fsdp.DataParallelMeshDims(shard=shard, replicate=replicate)
+    def run(engine: Engine) -> list[Any]:
+        dims = engine.api.DataParallelMeshDims(shard=shard, replicate=replicate)
         model = _on_whole_mesh(mesh)
-        fsdp.fully_shard(model.up, mesh=mesh, dp_mesh_dims=dims)
-        fsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
-        result = train(model, batches, loss_of=loss_of)
+        engine.api.fully_shard(model.up, mesh=mesh, dp_mesh_dims=dims)
+        engine.api.fully_shard(model, mesh=mesh, dp_mesh_dims=dims)
+        result = train(engine, model, batches, loss=loss)
         plain = seeded(Pair)
-        train(plain, batches)
-        assert_close_to(plain, model)
+        train(PLAIN, plain, batches)
+        check_close(model, plain)
         return result
 
-    check_engines_agree(run, exact="tensor" in names)
+    check_engines_agree(run, exact="tensor" in names, plain=False)
 
 
 @needs_mesh_dims
@@ -231,10 +231,10 @@ def test_data_parallel_axes_that_are_refused() -> None:
     nameless = init_device_mesh("cpu", (2, 2))
     other = init_device_mesh("cpu", (4, 1), mesh_dim_names=("a", "tensor"))
 
-    def refusal(fsdp: ModuleType, model: nn.Module, **options: Any) -> BaseException | None:
-        dims = fsdp.DataParallelMeshDims(**options.pop("dims", {"shard": "a"}))
+    def refusal(engine: Engine, model: nn.Module, **options: Any) -> BaseException | None:
+        dims = engine.api.DataParallelMeshDims(**options.pop("dims", {"shard": "a"}))
         return error_of(
-            lambda: fsdp.fully_shard(model, **{"mesh": mesh, "dp_mesh_dims": dims, **options})
+            lambda: engine.api.fully_shard(model, **{"mesh": mesh, "dp_mesh_dims": dims, **options})
         )
 
     def cut() -> nn.Module:
@@ -242,19 +242,19 @@ def test_data_parallel_axes_that_are_refused() -> None:
         layer.weight = nn.Parameter(distribute_tensor(layer.weight.detach(), mesh, [Shard(0)] * 2))
         return layer
 
-    def run(fsdp: ModuleType) -> list[Any]:
+    def run(engine: Engine) -> list[Any]:
         return [
-            error_of(fsdp.DataParallelMeshDims),
-            refusal(fsdp, seeded(Pair)),
-            refusal(fsdp, _on_whole_mesh(mesh), dims={"shard": "data"}),
-            refusal(fsdp, _on_whole_mesh(mesh), dims={"replicate": "data"}),
-            refusal(fsdp, cut()),
-            refusal(fsdp, cut(), dims={"replicate": "a"}),
-            refusal(fsdp, seeded(Pair), mesh=nameless),
-            refusal(fsdp, _on_whole_mesh(other)),
-            refusal(fsdp, _on_whole_mesh(mesh), reshard_after_forward=2),
+            error_of(engine.api.DataParallelMeshDims),
+            refusal(engine, seeded(Pair)),
+            refusal(engine, _on_whole_mesh(mesh), dims={"shard": "data"}),
+            refusal(engine, _on_whole_mesh(mesh), dims={"replicate": "data"}),
+            refusal(engine, cut()),
+            refusal(engine, cut(), dims={"replicate": "a"}),
+            refusal(engine, seeded(Pair), mesh=nameless),
+            refusal(engine, _on_whole_mesh(other)),
+            refusal(engine, _on_whole_mesh(mesh), reshard_after_forward=2),
         ]
 
-    errors = check_engines_agree(run)
+    errors = check_engines_agree(run, plain=False)
     kinds = [ValueError] * 8 + [NotImplementedError]
     assert [type(error) for error in errors] == kinds
