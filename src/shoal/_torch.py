@@ -126,7 +126,7 @@ def all_reduce_method(
     return lambda tensor: method([tensor], options)
 
 
-local_getter: Callable[[Tensor], Tensor] = operator.attrgetter("_local_tensor")
+local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
 """`local_tensor`, in C."""
 
 
@@ -520,6 +520,24 @@ def untraced_function(function: Function) -> Function:
     return function
 
 
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Call `hook` with the gradient of a tensor that is no leaf, before any later hook.
+
+    `register_hook`, without a handle to remove it by, which costs more than all the rest.
+    """
+    own = cast(Any, tensor)
+    if own._backward_hooks is not None or type(tensor) is not Tensor:
+        tensor.register_hook(hook)
+        return
+    own._backward_hooks = hooks = OrderedDict()
+    own.grad_fn._register_hook_dict(tensor)
+    hooks[_NO_HANDLE] = hook
+
+
+_NO_HANDLE = -1
+"""Where handles count from 0."""
+
+
 def base_node(tensor: Tensor) -> Any | None:
     """Where the gradient of a view's base comes through; None for what is no view."""
     base = tensor._base
@@ -529,6 +547,10 @@ def base_node(tensor: Tensor) -> Any | None:
 def inside_function_transform() -> bool:
     """Whether a transform of `torch.func` is running in this thread."""
     return torch._C._are_functorch_transforms_active()
+
+
+grad_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""Who is called when a gradient of a parameter is there; None or empty for nobody."""
 
 
 def has_post_accumulate_hooks(parameter: Tensor) -> bool:
@@ -611,3 +633,32 @@ def rpc_gather(value: object) -> dict[int, Any]:
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
     """Device, dtype, non_blocking and memory format of the arguments of `to`; None where unsaid."""
     return cast(Any, torch._C)._nn._parse_to(*args, **kwargs)
+
+
+unflatten: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = cast(
+    Any, torch._C
+)._nn.unflatten_dense_tensors
+"""Views of a flat tensor, in the shapes of examples, one after another."""
+
+
+class MemoryPool:
+    """CUDA memory that only its users are served from: `with pool:` for what they allocate.
+
+    When memory runs out elsewhere, what is free in the pool is given away.
+    """
+
+    __slots__ = ("_device_index", "_id", "_pool")
+
+    def __init__(self, device_index: int) -> None:
+        self._pool = torch.cuda.MemPool(use_on_oom=True)
+        self._id = self._pool.id
+        self._device_index = device_index
+
+    # `torch.cuda.use_mem_pool`, without a generator around it.
+
+    def __enter__(self) -> None:
+        cast(Any, torch._C)._cuda_beginAllocateCurrentThreadToPool(self._device_index, self._id)
+
+    def __exit__(self, *_: object) -> None:
+        cast(Any, torch._C)._cuda_endAllocateToPool(self._device_index, self._id)
+        cast(Any, torch._C)._cuda_releasePool(self._device_index, self._id)

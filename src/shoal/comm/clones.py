@@ -113,10 +113,15 @@ def _reduce_clones(output: object, piece: object, op: Reduction | None, size: in
     output, piece = output.data, piece.data
     if output.shape != piece.shape:
         piece = piece.reshape(output.shape)
+    reduction_of(op)(output, piece, size, op)
+
+
+def reduction_of(op: Reduction) -> Callable[[Tensor, Tensor, int, Reduction], None]:
+    """What writes to an output the reduction of a piece over so many clones."""
     reduce = _REDUCE.get(_torch.reduction_kind(op))
     if reduce is None:
         raise NotImplementedError(f"reduction {reduction_name(op)} is not supported here")
-    reduce(output, piece, size, op)
+    return reduce
 
 
 def _sum(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:

@@ -11,16 +11,17 @@ is, moves this rank's bytes (`clones`), and occupies the link for latency + byte
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from shoal.comm.calls import Call, Kind
-from shoal.comm.clones import among_clones
+from shoal.comm.calls import Call, Kind, Reduction
+from shoal.comm.clones import among_clones, reduction_of
 from shoal.comm.link import CpuLink, CudaLink, device_of
 from shoal.comm.network import FREE, INFINIBAND, NVLINK, Network
 from shoal.comm.python_group import PythonGroup, PythonWork
@@ -109,6 +110,19 @@ class ModelledGroup(PythonGroup):
         # Nobody has to queue for a link that takes no time.
         self._count(call.kind, call.num_bytes)
         among_clones(call, self._rank, self._size, self.model.fill)
+
+    def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
+        """What reduces a tensor into an output in order with the current stream."""
+        if not self._is_free:
+            return super().reduce_scatter_in_stream(op)
+        reduce, rank, size = reduction_of(op), self._rank, self._size
+
+        def scatter(output: Tensor, input: Tensor) -> None:
+            self._count(Kind.REDUCE_SCATTER, input.nbytes)
+            numel = output.numel()
+            reduce(output.data, input.data[rank * numel : (rank + 1) * numel], size, op)
+
+        return scatter
 
     def _count(self, kind: Kind, num_bytes: int) -> None:
         self.meter.count(kind, num_bytes)

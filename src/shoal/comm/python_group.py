@@ -11,7 +11,7 @@ methods up by name, from Python and, through its trampolines, from C++.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -126,6 +126,15 @@ class PythonGroup(ProcessGroup):
     def run_in_stream(self, call: Call) -> None:
         """Run a call in order with the current stream; the call can be given again."""
         self.run([replace(call)], False).wait()
+
+    def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
+        """What reduces a tensor into an output in order with the current stream."""
+
+        def scatter(output: Tensor, input: Tensor) -> None:
+            slots = Slots.like(output, input, self._size)
+            self.run_in_stream(Call(Kind.REDUCE_SCATTER, slots, output, op))
+
+        return scatter
 
     # A group's identity, by the names that c10d uses from C++ and from Python.
 

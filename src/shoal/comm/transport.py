@@ -105,15 +105,9 @@ class Transport:
 
     def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], object]:
         """What reduces into an output on the current CUDA stream, in order; checks nothing."""
-        group, size = self.group, self.size
-        if not isinstance(group, PythonGroup):
-            return _torch.scatter_method(group, op, asynchronous=False)
-
-        def scatter(output: Tensor, input: Tensor) -> None:
-            slots = Slots.like(output, input, size)
-            group.run_in_stream(Call(Kind.REDUCE_SCATTER, slots, output, op))
-
-        return scatter
+        if isinstance(self.group, PythonGroup):
+            return self.group.reduce_scatter_in_stream(op)
+        return _torch.scatter_method(self.group, op, asynchronous=False)
 
     def reduce_scatter(
         self,

@@ -9,7 +9,8 @@ that comes to a unit without its outputs would read there; the engine notices wh
 gradients arrive, and says so.
 
 torch 2.11 cannot move memory between storages: there a buffer is resized, and its memory comes
-from the allocator's cache.
+from the allocator's cache. On CUDA large buffers have a pool of their own there: activations would
+cut their memory up, and the next gather would have to reserve new.
 """
 
 from __future__ import annotations
@@ -24,18 +25,23 @@ from shoal.runtime.graveyard import Graveyard
 _KEPT_BYTES = 64 << 20
 """Up to here, memory to reduce from is kept from one step to the next."""
 
+_POOLED_BYTES = 32 << 20
+"""From here on, resized buffers come from a pool of their own."""
+
 
 class Arena:
     """The memory of one model on one device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._swaps = _torch.can_swap_memory()
-        self._buries = self._swaps and device.type == "cpu"
+        self.swaps = _torch.can_swap_memory()
+        """Whether storages exchange memory; if not, they are resized."""
+        self._buries = self.swaps and device.type == "cpu"
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._rows: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
         self._users: Counter[int] = Counter()
         self._graveyard: Graveyard | None = None
+        self._pool: _torch.MemoryPool | None = None
         self.generation = 0
         """How often memory was given up: what was remembered of it is void."""
 
@@ -45,6 +51,15 @@ class Arena:
             return self._grave(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
+    def pool_for(self, num_bytes: int) -> _torch.MemoryPool | None:
+        """Where the memory of a buffer of that size comes from, if not from the common cache."""
+        if self.swaps or self.device.type != "cuda" or num_bytes < _POOLED_BYTES:
+            return None
+        if self._pool is None:
+            index = self.device.index
+            self._pool = _torch.MemoryPool(torch.cuda.current_device() if index is None else index)
+        return self._pool
+
     def bury(self, storage: torch.UntypedStorage) -> None:
         """Leave a new storage without memory."""
         if not self._buries:
@@ -52,29 +67,23 @@ class Arena:
 
     def adopt(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Let memory that came from elsewhere be taken back; returns what `detach` wants."""
-        if not self._swaps:
+        if not self.swaps:
             return None
         slot = self.blank(storage.nbytes()).untyped_storage()
         self.bury(slot)
         return slot
 
-    def attach(self, storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage | None:
+    def attach(self, storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
         """Give an empty storage memory; returns what has to be given back with `detach`."""
-        if not self._swaps:
-            storage.resize_(num_bytes)
-            return None
         slots = self._slots[num_bytes]
         slot = slots.pop() if slots else self._new(num_bytes)
         _torch.swap_memory(storage, slot)
         return slot
 
     def detach(
-        self, storage: torch.UntypedStorage, num_bytes: int, slot: torch.UntypedStorage | None
+        self, storage: torch.UntypedStorage, num_bytes: int, slot: torch.UntypedStorage
     ) -> None:
         """Take a storage's memory back."""
-        if slot is None:
-            storage.resize_(0)
-            return
         _torch.swap_memory(storage, slot)
         self._slots[num_bytes].append(slot)
 

@@ -14,15 +14,19 @@ from shoal.runtime.arena import Arena
 class Buffer:
     """Bytes that come from an arena and go back there."""
 
-    __slots__ = ("_arena", "_slot", "_storage", "bytes", "num_bytes")
+    __slots__ = ("_arena", "_pool", "_resize", "_slot", "_storage", "bytes", "num_bytes")
 
     def __init__(self, num_bytes: int, arena: Arena) -> None:
         self.num_bytes = num_bytes
         self.bytes = arena.blank(num_bytes)
         """All of it. Make the views, then call `settle`: later there can be no new ones."""
-        self._storage = self.bytes.untyped_storage()
-        self._arena = arena
+        self._begin(self.bytes.untyped_storage(), arena)
+
+    def _begin(self, storage: torch.UntypedStorage, arena: Arena) -> None:
+        self._storage, self._arena = storage, arena
         self._slot: torch.UntypedStorage | None = None
+        self._resize = None if arena.swaps else storage.resize_
+        self._pool = arena.pool_for(self.num_bytes)
 
     @classmethod
     def around(cls, tensor: torch.Tensor, arena: Arena) -> Buffer:
@@ -31,7 +35,7 @@ class Buffer:
         buffer = cls.__new__(cls)
         buffer.num_bytes = storage.nbytes()
         buffer.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        buffer._storage, buffer._arena = storage, arena
+        buffer._begin(storage, arena)
         buffer._slot = arena.adopt(storage)
         return buffer
 
@@ -45,9 +49,19 @@ class Buffer:
 
     def fill(self) -> None:
         """Give it memory; what is in there is arbitrary."""
-        self._slot = self._arena.attach(self._storage, self.num_bytes)
+        if self._pool is not None and self._resize is not None:
+            with self._pool:
+                self._resize(self.num_bytes)
+        elif self._resize is not None:
+            self._resize(self.num_bytes)
+        else:
+            self._slot = self._arena.attach(self._storage, self.num_bytes)
 
     def empty(self) -> None:
         """Take its memory away."""
-        self._arena.detach(self._storage, self.num_bytes, self._slot)
-        self._slot = None
+        if self._resize is not None:
+            self._resize(0)
+        else:
+            assert self._slot is not None
+            self._arena.detach(self._storage, self.num_bytes, self._slot)
+            self._slot = None

@@ -39,6 +39,8 @@ class Context:
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._seen: dict[Unit, None] = {}
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
+        self._arrived: list[Reduction] = []
+        """Reduced gradients that nobody waits for: they are put on the parameters together."""
         self._host_marks: list[torch.cuda.Event] = []
         self._launched: dict[Unit, Mark | None] = {}
         self._began: dict[Unit, Mark | None] = {}
@@ -98,7 +100,8 @@ class Context:
 
     def leave_forward(self, unit: Unit, *, reshard: bool) -> None:
         """Free the unit, or hold it for its backward."""
-        self._record(EventKind.FORWARD, unit, self._began.pop(unit, None))
+        if self.recorder is not None:
+            self._record(EventKind.FORWARD, unit, self._began.pop(unit, None))
         unit.phase = Phase.HELD
         if reshard and not unit.is_kept and not _torch.inside_backward():
             unit.reshard(to_post=True)
@@ -117,7 +120,7 @@ class Context:
         if phase is Phase.BACKWARD:
             return
         if phase is Phase.SHARDED and unit.options.gathers_in_backward:
-            self._launch_gather(unit)
+            self._prefetch(unit)
         elif phase is not Phase.GATHERING:
             unit.gathered_version = unit.version
         # The bytes that are there, or on their way, are those of this version.
@@ -170,6 +173,7 @@ class Context:
         self._end = None
         reductions = tuple(self._reductions)
         self._reductions.clear()
+        self._arrived.clear()
         self._launched.clear()
         self._began.clear()
         for unit in self.units:
@@ -188,14 +192,15 @@ class Context:
         )
 
     def _begin_backward(self) -> None:
+        if self._end is not None and self._end() is not None:
+            return
         self._abandon_broken_backward()
-        if self._end is None:
 
-            def end() -> None:
-                self._end_backward()
+        def end() -> None:
+            self._end_backward()
 
-            self._end = weakref.ref(end)
-            _torch.call_after_backward(end)
+        self._end = weakref.ref(end)
+        _torch.call_after_backward(end)
 
     def _end_backward(self) -> None:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
@@ -211,6 +216,9 @@ class Context:
             unit.was_reduced = unit.was_entered = unit.has_late_grads = False
         while self._reductions:
             self._finish_reduction()
+        for reduction in self._arrived:
+            reduction.finish()
+        self._arrived.clear()
         for mark in self._host_marks:
             mark.synchronize()
         self._host_marks.clear()
@@ -228,7 +236,8 @@ class Context:
     def _free(self, unit: Unit) -> None:
         if unit.phase is not Phase.BACKWARD:
             return
-        self._record(EventKind.BACKWARD, unit, self._began.pop(unit, None))
+        if self.recorder is not None:
+            self._record(EventKind.BACKWARD, unit, self._began.pop(unit, None))
         if unit.options.reshards_after_backward:
             unit.reshard()
         else:
@@ -263,12 +272,9 @@ class Context:
 
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.phase is Phase.SHARDED:
-            self._launch_gather(unit)
-
-    def _launch_gather(self, unit: Unit) -> None:
-        if self.recorder is not None:
-            self._launched[unit] = self._mark()
-        unit.launch_gather()
+            if self.recorder is not None:
+                self._launched[unit] = self._mark()
+            unit.launch_gather()
 
     def _hold(self, unit: Unit) -> None:
         phase = unit.phase
@@ -277,8 +283,7 @@ class Context:
             return
         if phase is Phase.HELD:
             return
-        if phase is Phase.SHARDED:
-            self._launch_gather(unit)
+        self._prefetch(unit)
         if self.recorder is not None:
             start = self._mark()
             unit.wait_gather()
@@ -293,6 +298,10 @@ class Context:
             reduction.wait()
             self._record(EventKind.REDUCE_WAIT, reduction.unit, start)
             self._record(EventKind.REDUCE, reduction.unit, launched)
+        reduction.wait()
+        if reduction.can_wait:
+            self._arrived.append(reduction)
+            return
         mark = reduction.finish()
         if mark is not None:
             self._host_marks.append(mark)

@@ -7,7 +7,7 @@ full one is a plain tensor, or a DTensor where tensor parallelism had distribute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import ClassVar
@@ -28,7 +28,7 @@ class Form(ABC):
 
     __slots__ = ()
 
-    local_getter: ClassVar[Callable[[torch.Tensor], torch.Tensor]]
+    local_getter: ClassVar[attrgetter[torch.Tensor]]
     """`local_of` a tensor that is known to be of this form, in C."""
 
     @abstractmethod
@@ -64,7 +64,7 @@ class Form(ABC):
 class ShardedForm(Form):
     """A piece of any layout."""
 
-    local_getter: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = attrgetter("local")
+    local_getter: ClassVar[attrgetter[torch.Tensor]] = attrgetter("local")
 
     placement: sharded.Placement
 
@@ -96,7 +96,7 @@ class ShardedForm(Form):
 class DTensorForm(Form):
     """A chunk of a dim, on the data-parallel axes and the axes of whoever came before."""
 
-    local_getter: ClassVar[Callable[[torch.Tensor], torch.Tensor]] = _torch.local_getter
+    local_getter: ClassVar[attrgetter[torch.Tensor]] = _torch.local_getter
 
     spec: _torch.DTensorSpec
     before: _torch.DTensorSpec | None = None

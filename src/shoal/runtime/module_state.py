@@ -174,7 +174,9 @@ class ModuleState:
         """Arrange to be told when backward reaches the module."""
         for unit, _ in runs:
             for tensor in outputs.tensors:
-                if unit.full.holds(tensor):
+                # A result of autograd that is no view has memory of its own.
+                is_new = tensor._base is None and tensor.grad_fn is not None
+                if not is_new and unit.full.holds(tensor):
                     raise InvariantError(
                         f"unit {unit.name!r} returned one of its parameters or a view of one, "
                         "whose memory is freed with the unit. Return a copy (.clone()), or use "
@@ -203,7 +205,7 @@ class Boundary:
 
     def stand_at(self, tensor: torch.Tensor) -> None:
         """Be told when the gradient of a tensor is there."""
-        tensor.register_hook(self)
+        _torch.hook_gradient(tensor, self)
         node = _torch.base_node(tensor)
         if node is not None:
             # An in-place operation on a view drops a hook of the view; its base's stays.
@@ -263,7 +265,7 @@ def context_of(module: nn.Module, state: ModuleState) -> Context:
 def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
     """Arrange to be told when backward has left the module."""
     tensors = inputs.differentiable
-    run = Pass(version=unit.gathered_version)
+    run = Pass(unit.gathered_version)
     # Without such inputs a pass counts as open until the end of backward. So it does with leaves
     # alone: a leaf's own hook would come before nodes that do not depend on it, and pile up on a
     # tensor that outlives the step.
@@ -279,7 +281,7 @@ def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
         context.leave_backward(unit, run)
 
     if len(tensors) == 1:
-        tensors[0].register_hook(leave)
+        _torch.hook_gradient(tensors[0], leave)
     else:
         register_multi_grad_hook(tensors, leave)
     return run

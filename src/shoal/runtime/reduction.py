@@ -103,6 +103,14 @@ class Reduction:
             self.unit.arena.give_rows(self._rows)
             self._rows = None
 
+    @property
+    def can_wait(self) -> bool:
+        """Whether its gradients may be put on the parameters when backward is over.
+
+        There it costs the host a quarter, since then all units do the same thing.
+        """
+        return self.host_mark is None and self.unit.may_take_later(self._output.dtype)
+
     def finish(self) -> torch.cuda.Event | None:
         """Add the reduced gradients to those of the sharded parameters.
 

@@ -34,14 +34,14 @@ class Rows:
         self._separate: Transport | None = None
         self._division: tuple[object, Division] | None = None
         self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
-        self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Size | None]] | None = None
+        self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None] | None = None
 
     def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction:
         """Copy gradients in and start reducing them."""
         unit = self._unit
         dtype = unit.policy.reduce_dtype or self._common_dtype(grads)
         trained = unit.trained
-        if any(index not in trained for index in grads):  # frozen since its gradient was kept
+        if not unit.trained_set.issuperset(grads):  # frozen since its gradient was kept
             trained = tuple(sorted({*trained, *grads}))
         self._settle(trained, dtype)
         num_bytes = self._num_rows_numel * dtype.itemsize
@@ -88,6 +88,7 @@ class Rows:
         else:
             self._packing = whole.with_dtypes([dtype] * len(whole.params))
             self._is_zero_copy = [self._packing.is_zero_copy(i) for i in range(len(whole.params))]
+            self._is_all_zero_copy = all(self._is_zero_copy)
             numel = self._packing.shard_bytes // dtype.itemsize
             self.shard_numel = numel
             for index in trained:
@@ -119,9 +120,15 @@ class Rows:
             if self.shard_numel:
                 _torch.chunk_into_columns(tensors, unit.size, rows.view(unit.size, -1))
             return
+        everything = self._targets_in(rows)
+        if self._is_all_zero_copy and len(grads) == len(everything):
+            # Not in the order of the gradients: those kept from earlier backwards come last.
+            sources = [grads[index] for index in range(len(everything))]
+            _torch.foreach_copy([target for (target,) in everything], sources)
+            return
         into: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for index, targets in enumerate(self._targets_in(rows)):
+        for index, targets in enumerate(everything):
             grad = grads.get(index)
             if grad is None:
                 for target in targets:
@@ -292,29 +299,35 @@ class Rows:
         """Every gradient in this rank's row of the reduced matrix, by parameter."""
         if self._cuts is None:
             self._cuts = self._cut()
-        widths, wanted, shapes = self._cuts
-        pieces = output.split_with_sizes(widths)
-        return [
-            (index, pieces[at] if shape is None else pieces[at].view(shape))
-            for (index, at), shape in zip(wanted, shapes, strict=True)
-        ]
+        widths, wanted, examples = self._cuts
+        pieces = (
+            output.split_with_sizes(widths)
+            if examples is None
+            else _torch.unflatten(output, examples)
+        )
+        return [(index, pieces[at]) for index, at in wanted]
 
-    def _cut(self) -> tuple[list[int], list[tuple[int, int]], list[torch.Size | None]]:
+    def _cut(self) -> tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None]:
         """The widths of gradients and gaps in a row, which pieces are whose, and their shapes."""
         members = self._unit.shards.members
         widths: list[int] = []
         wanted: list[tuple[int, int]] = []
-        shapes: list[torch.Size | None] = []
+        shapes: list[tuple[int, ...]] = []
         end = 0
         for index, offset in sorted(self._offsets.items(), key=lambda item: (item[1], item[0])):
             local = members[index].local
             if local.numel() > 0:
                 if offset > end:
                     widths.append(offset - end)
+                    shapes.append((offset - end,))
                 end = offset + local.numel()
             wanted.append((index, len(widths)))
             widths.append(local.numel())
-            shapes.append(None if local.dim() == 1 else local.shape)
+            shapes.append(tuple(local.shape))
         if self.shard_numel > end:
             widths.append(self.shard_numel - end)
-        return widths, wanted, shapes
+            shapes.append((self.shard_numel - end,))
+        if all(len(shape) == 1 for shape in shapes):
+            return widths, wanted, None
+        # Examples with no memory behind them.
+        return widths, wanted, [torch.empty(1).expand(shape) for shape in shapes]

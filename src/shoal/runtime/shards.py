@@ -102,16 +102,17 @@ class Shards:
             Member(source, self._adopt(source, local, index in self.extended))
             for index, (source, local) in enumerate(zip(sources, locals_, strict=True))
         )
-        self._num_changes = 0
+        self.num_changes = 0
+        """How often parameters were replaced or moved."""
         self._remember()
         self.register()
 
     def _remember(self) -> None:
         """Note what every step asks of every member, as lists that C can walk."""
-        self._num_changes += 1
-        self._sharded = [member.sharded for member in self.members]
+        self.num_changes += 1
+        self.sharded = [member.sharded for member in self.members]
         self._locals = [member.local for member in self.members]
-        self._watched = [*self._sharded, *self._locals]
+        self._watched = [*self.sharded, *self._locals]
         self._first_places = [member.places[0] for member in self.members]
         self._places = [
             (parameters, name, member.sharded)
@@ -173,18 +174,18 @@ class Shards:
             parameters[name] = sharded
 
     @property
-    def version(self) -> tuple[int, int]:
-        """Changes with in-place operations on the parameters or their local tensors.
+    def num_operations(self) -> int:
+        """Grows with in-place operations on the parameters or their local tensors.
 
         An operation on a parameter counts there alone, one on its local tensor there alone.
         """
-        return self._num_changes, sum(map(_version_of, self._watched))
+        return sum(map(_version_of, self._watched))
 
     def follow(self) -> None:
         """Notice parameters that were replaced or moved since, and take their values over."""
         found = [parameters.get(name) for parameters, name in self._first_places]
-        if all(map(is_, found, self._sharded)) and all(
-            map(is_, map(self._local_of, self._sharded), self._locals)
+        if all(map(is_, found, self.sharded)) and all(
+            map(is_, map(self._local_of, self.sharded), self._locals)
         ):
             return
         changed = False

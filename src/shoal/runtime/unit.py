@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from operator import attrgetter
+from typing import TypeAlias
 
 import torch
 from torch import nn
@@ -31,13 +32,20 @@ from shoal.runtime.shards import Member, Shards, Source
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
 
+_requires_grad = attrgetter("requires_grad")
 
-@dataclass(frozen=True, slots=True, eq=False)
+Version: TypeAlias = tuple[int, int, int]
+"""How often parameters were stepped, replaced, and changed in place."""
+
+
 class Pass:
     """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
 
-    version: tuple[int, ...]
-    """The parameters' version in forward."""
+    __slots__ = ("version",)
+
+    def __init__(self, version: Version) -> None:
+        self.version = version
+        """The parameters' version in forward."""
 
 
 class Unit:
@@ -88,13 +96,15 @@ class Unit:
         """Whether this backward has reduced something already."""
         self._phase = Phase.SHARDED
         self._wait: Callable[[], object] | None = None
-        self.gathered_version: tuple[int, ...] = ()
+        self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
         self.notices: Callable[[Unit], None] | None = None
         self._counted: set[int] = set()
         self._watches_all = False
         self.trained: tuple[int, ...] = ()
         """The parameters that get gradients; the same object for as long as they stay the same."""
+        self.trained_set: frozenset[int] = frozenset()
+        self._trained_flags: list[bool] = []
         self._prepared: torch.Tensor | None = None
         self._kept_grads: dict[int, torch.Tensor] = {}
         self._partial: tuple[tuple[int, ...], torch.Tensor] | None = None
@@ -154,7 +164,7 @@ class Unit:
         self.full.put(index, parameter)
         self._find_registrations()
         self._counted.discard(index)
-        self.trained = ()
+        self._trained_flags = []
         self._follow_requires_grad()
 
     def use(self, streams: Streams) -> None:
@@ -203,9 +213,10 @@ class Unit:
         return self.version != self.gathered_version
 
     @property
-    def version(self) -> tuple[int, ...]:
-        """Changes with optimizer steps, and with in-place operations on the shards."""
-        return self.num_updates, *self.shards.version
+    def version(self) -> Version:
+        """Changes with optimizer steps, and with whatever else changes the shards."""
+        shards = self.shards
+        return self.num_updates, shards.num_changes, shards.num_operations
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
@@ -307,17 +318,17 @@ class Unit:
     def watch_all_grads(self) -> None:
         """Call the hook for every parameter's gradient, and not for the first one's only."""
         self._watches_all = True
-        self.trained = ()
+        self._trained_flags = []
         self._follow_requires_grad()
 
     def _follow_requires_grad(self) -> None:
         """Freeze and unfreeze as the sharded parameters were; have a gradient noticed."""
-        trained = tuple(
-            i for i, member in enumerate(self.shards.members) if member.sharded.requires_grad
-        )
-        if trained == self.trained and self._counted:
+        flags = list(map(_requires_grad, self.shards.sharded))
+        if flags == self._trained_flags and self._counted:
             return
-        self.trained = trained
+        self._trained_flags = flags
+        self.trained = trained = tuple(i for i, flag in enumerate(flags) if flag)
+        self.trained_set = frozenset(trained)
         for index, parameter in enumerate(self.full.parameters):
             parameter.requires_grad_(index in trained)
         for index in trained if self._watches_all else trained[:1]:
@@ -342,12 +353,13 @@ class Unit:
         """Take the gradients that arrived off the full parameters."""
         grads: dict[int, torch.Tensor] = {}
         parameters, members = self.full.parameters, self.shards.members
+        strided = torch.strided
         for index in self.trained:
             parameter = parameters[index]
             grad = parameter.grad
             if grad is None:
                 continue
-            if grad.layout is not torch.strided:
+            if grad.layout is not strided:
                 raise NotImplementedError(
                     f"parameter {members[index].spec.name!r} of unit {self.name!r} has a sparse "
                     "gradient, which shoal does not support; make it dense "
@@ -399,6 +411,13 @@ class Unit:
         """Whether somebody reads these gradients as soon as they are there."""
         sharded = [self.shards.members[index].sharded for index in indices]
         return any(p.grad is not None or _torch.has_post_accumulate_hooks(p) for p in sharded)
+
+    def may_take_later(self, dtype: torch.dtype) -> bool:
+        """Whether nobody waits for gradients of this dtype, and no memory is gained by them."""
+        members = self.shards.members
+        return members[0].dtype is dtype and not (
+            any(map(_torch.grad_hooks, self.shards.sharded)) or members[0].sharded.grad is not None
+        )
 
     def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
         """Put reduced gradients on the sharded parameters."""

@@ -47,10 +47,10 @@ _owners_in: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictio
 
 
 class _Known:
-    """Whose parameters an optimizer holds, as long as neither side has grown."""
+    """Whose parameters an optimizer holds, as long as both sides stay as they are."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.size = _size(optimizer)
+        self.held = _held(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         replaced = [name for p in parameters if (name := replaced_name(p)) is not None]
         if replaced:
@@ -59,7 +59,7 @@ class _Known:
                 f"first is {replaced[0]!r}), so its steps do not reach the model. Build the "
                 "optimizer after fully_shard, from model.parameters()."
             )
-        held = {id(p) for p in parameters}
+        held = set(self.held[1:])
         # Weak references to parameters themselves would forbid torch to swap them.
         self.owners: weakref.WeakSet[Updatable] = weakref.WeakSet(
             owner for owner in _owners if any(id(p) in held for p in owner.sharded_parameters())
@@ -77,13 +77,17 @@ def count_updates(owner: Updatable) -> None:
     _owners.add(owner)
 
 
-def _size(optimizer: Optimizer) -> tuple[int, int]:
-    return sum(len(group["params"]) for group in optimizer.param_groups), len(_owners)
+def _held(optimizer: Optimizer) -> list[int]:
+    """Which parameters an optimizer holds, and how many could own them."""
+    held = [len(_owners)]
+    for group in optimizer.param_groups:
+        held.extend(map(id, group["params"]))
+    return held
 
 
 def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = _owners_in.get(optimizer)
-    if known is None or known.size != _size(optimizer):
+    if known is None or known.held != _held(optimizer):
         known = _owners_in[optimizer] = _Known(optimizer)
     for owner in known.owners:
         owner.num_updates += 1

@@ -199,3 +199,28 @@ def test_optimizers_that_take_turns_while_parameters_stay_gathered() -> None:
 
 def linear() -> nn.Module:
     return nn.Linear(DIM, DIM)
+
+
+def switched(engine: Engine, foreach: bool) -> list[Any]:
+    model = engine.shard(stack())
+    everything = list(model.parameters())
+    first, second = (list(block.parameters()) for block in model.blocks[:2])
+    optimizer = torch.optim.SGD(first, lr=0.5, foreach=foreach)
+    if engine.is_sharded:
+        model.set_reshard_after_backward(False)
+    seen: list[Any] = []
+    for index, batch in enumerate(engine.batches(6)):
+        loss = loss_of(model(batch))
+        loss.backward()
+        seen.append(engine.mean(loss))
+        optimizer.param_groups[0]["params"] = first if index < 2 else second
+        optimizer.step()
+        for parameter in everything:
+            parameter.grad = None
+    return seen
+
+
+@ranks(2)
+@pytest.mark.parametrize("foreach", [False, True])
+def test_a_group_that_is_pointed_at_other_parameters(foreach: bool) -> None:
+    check_like_plain(switched(SHOAL, foreach), switched(PLAIN, foreach))
