@@ -662,3 +662,60 @@ class MemoryPool:
     def __exit__(self, *_: object) -> None:
         cast(Any, torch._C)._cuda_endAllocateToPool(self._device_index, self._id)
         cast(Any, torch._C)._cuda_releasePool(self._device_index, self._id)
+
+
+TorchShardedTensor = sharded_tensor.ShardedTensor
+"""The class that torch's checkpoints and users' code look for."""
+
+
+def serve_state_dicts(
+    cls: type,
+    gather: Callable[[Tensor], Tensor],
+    fill: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Let the state dicts of `torch.distributed.checkpoint` know a sharded tensor class.
+
+    A full state dict has what `gather` makes of such a tensor, where torch would take the first of
+    its shards for a chunk of dim 0. Loaded from a full one, the tensor becomes what `fill` makes of
+    it and of the whole, where torch would put the whole in its place. A sharded state dict keeps
+    it also on a rank without shards, where torch would drop it, miss it, and then take the
+    checkpoint for one of torch 2.3.
+    """
+    utils: Any = importlib.import_module("torch.distributed._state_dict_utils")
+    planner: Any = importlib.import_module("torch.distributed.checkpoint.default_planner")
+    traverse: Any = importlib.import_module("torch.distributed.checkpoint._traverse")
+    flatten_by_torch: Callable[..., dict[str, Any]] = planner._flatten_sharded_tensors
+    gather_by_torch: Callable[..., Tensor] = utils._all_gather_sharded_tensor
+
+    def gathered(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if isinstance(tensor, cls):
+            return gather(tensor)
+        return gather_by_torch(tensor, *args, **kwargs)
+
+    def keeping(distribute: Callable[..., None]) -> Callable[..., None]:
+        def kept(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+            own = {name: value for name, value in local.items() if isinstance(value, cls)}
+            distribute(full, local, *args, **kwargs)
+            for name, tensor in own.items():
+                if name in local and local[name] is not tensor:
+                    local[name] = fill(tensor, local[name])
+
+        return kept
+
+    def flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
+        found = flatten_by_torch(state_dict)
+
+        def keep(path: Any, value: object) -> None:
+            if isinstance(value, cls):
+                traverse.set_element(found, path, value)
+
+        traverse.traverse_state_dict(state_dict, keep)
+        return found
+
+    utils._all_gather_sharded_tensor = gathered
+    planner._flatten_sharded_tensors = flattened
+    importers = [utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
+    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
+        kept = keeping(getattr(utils, name))
+        for module in filter(None, importers):
+            setattr(module, name, kept)
