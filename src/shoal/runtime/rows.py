@@ -14,6 +14,7 @@ from shoal import _torch
 from shoal.comm.transport import Pending, Transport
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
+from shoal.runtime.parts import Parts
 from shoal.runtime.reduction import Division, Reduction
 from shoal.runtime.streams import no_wait
 
@@ -27,6 +28,7 @@ class Rows:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._packing: Packing | None = None
+        self._parts: Parts | None = None
         self._trained: tuple[int, ...] = ()
         self._dtype: torch.dtype | None = None
         self._targets: dict[int, list[list[torch.Tensor]]] = {}
@@ -44,14 +46,25 @@ class Rows:
         if not unit.trained_set.issuperset(grads):  # frozen since its gradient was kept
             trained = tuple(sorted({*trained, *grads}))
         self._settle(trained, dtype)
-        num_bytes = self._num_rows_numel * dtype.itemsize
-        memory = self._take(num_bytes, dtype)
-        rows = memory.view(dtype)
-        self._copy_in(grads, rows)
         indices = self._trained
         if len(grads) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(grads))
-        return self._reduce(indices, memory, rows)
+        if self._parts is not None and self._is_plain():
+            rows = torch.empty(self._parts.numel, dtype=dtype, device=unit.device)
+            return self._reduce(indices, None, rows, grads)
+        memory = self._take(self._num_rows_numel * dtype.itemsize, dtype)
+        rows = memory.view(dtype)
+        self._copy_in(grads, rows)
+        return self._reduce(indices, self._kept(memory), rows, None)
+
+    def _is_plain(self) -> bool:
+        """Whether reductions are the engine's own, on its own stream."""
+        options = self._unit.options
+        return (
+            self._unit.streams.reducing is not None
+            and options.reduce_scatter is None
+            and options.reduce_group is None
+        )
 
     def _take(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
         custom = self._unit.options.reduce_scatter
@@ -75,11 +88,12 @@ class Rows:
         self._targets.clear()
         self._trained, self._dtype = trained, dtype
         self._cuts = None
-        self._columns: list[tuple[int, int, int]] = []
         self._offsets: dict[int, int] = {}
         dtypes = {whole.params[i].dtype for i in trained}
+        self._parts = self._parts_of(whole, trained, dtype)
         if (
-            isinstance(whole, EvenPacking)
+            self._parts is None
+            and isinstance(whole, EvenPacking)
             and not any(whole.dims[i] for i in trained)
             and len(dtypes) == 1
         ):
@@ -96,6 +110,16 @@ class Rows:
                 self._offsets[index] = piece.offset_bytes // dtype.itemsize
         self._num_rows_numel = unit.size * self.shard_numel
         unit.arena.expect_rows(self._num_rows_numel * dtype.itemsize)
+
+    def _parts_of(
+        self, whole: Packing, trained: tuple[int, ...], dtype: torch.dtype
+    ) -> Parts | None:
+        """In which parts to reduce, if it is too much for one."""
+        unit = self._unit
+        if unit.streams.reducing is None or unit.size == 1 or len(trained) < len(whole.params):
+            return None
+        packing = whole.with_dtypes([dtype] * len(whole.params))
+        return Parts.of(packing, packing.shard_bytes // dtype.itemsize, dtype)
 
     def _settle_columns(self, whole: EvenPacking, trained: tuple[int, ...]) -> None:
         """Chunks beside each other with no gaps; those that keep others aligned come first."""
@@ -166,8 +190,16 @@ class Rows:
         return targets
 
     def _reduce(
-        self, indices: tuple[int, ...], memory: torch.Tensor, rows: torch.Tensor
+        self,
+        indices: tuple[int, ...],
+        memory: torch.Tensor | None,
+        rows: torch.Tensor,
+        grads: Mapping[int, torch.Tensor] | None,
     ) -> Reduction:
+        """Reduce what was copied into `rows`, or if given, gradients in parts through `rows`.
+
+        `memory` goes back to the arena when nobody reads it any more.
+        """
         unit = self._unit
         division = self._divided()
         scatters = unit.transport is not None and unit.size > 1
@@ -175,22 +207,22 @@ class Rows:
         lane = unit.streams.reducing
         if lane is None and scatters and self._is_single(division):
             pending = self._scatter(output, rows, division)
-            return Reduction(unit, indices, self._kept(memory), output, pending.wait)
+            return Reduction(unit, indices, memory, output, pending.wait)
         if lane is None:
-            indices, _ = self._chain(indices, rows, output, division)
-            return Reduction(unit, indices, self._kept(memory), output, no_wait)
+            indices, _ = self._chain(indices, rows, output, division, None)
+            return Reduction(unit, indices, memory, output, no_wait)
         with lane:
-            indices, used = self._chain(indices, rows, output, division)
+            indices, used = self._chain(indices, rows, output, division, grads)
             host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()
         reduction = Reduction(
             unit,
             indices,
-            self._kept(memory),
+            memory,
             output if host is None else host,
             partial(lane.join, mark),
             # What the lane still reads may not be given to others before compute has joined it.
-            (rows, output, used),
+            (rows, output, used, grads),
         )
         if host is not None:
             reduction.host_mark = mark
@@ -219,6 +251,7 @@ class Rows:
         rows: torch.Tensor,
         output: torch.Tensor,
         division: Division,
+        grads: Mapping[int, torch.Tensor] | None,
     ) -> tuple[tuple[int, ...], torch.Tensor | None]:
         """Reduce, step after step on the current stream.
 
@@ -227,12 +260,10 @@ class Rows:
         """
         unit, options = self._unit, self._unit.options
         used = None
-        if division.before is not None and division.before != 1:
-            rows.div_(division.before)
-        if unit.transport is None or unit.size == 1:
-            output.copy_(rows)
+        if grads is not None and self._parts is not None:
+            self._parts.reduce(grads, rows, output, partial(self._scatter_now, division))
         else:
-            self._scatter_now(output, rows, division)
+            self._scatter_now(division, output, rows)
         if unit.replicas is not None:
             indices, used = unit.add_partial(indices, output)
             if not options.all_reduces:
@@ -246,11 +277,15 @@ class Rows:
             output.div_(division.after)
         return indices, used
 
-    def _scatter_now(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> None:
+    def _scatter_now(self, division: Division, output: torch.Tensor, rows: torch.Tensor) -> None:
         """Reduce over the ranks that shard, in order with the current stream."""
         unit, options = self._unit, self._unit.options
+        if division.before is not None and division.before != 1:
+            rows.div_(division.before)
         on_host = unit.streams.reducing is None
-        if on_host or options.reduce_scatter is not None or options.reduce_group is not None:
+        if unit.transport is None or unit.size == 1:
+            output.copy_(rows)
+        elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
             self._scatter(output, rows, division).wait()
         elif self._scatters is not None:
             self._scatters(output, rows)
