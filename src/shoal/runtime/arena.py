@@ -34,7 +34,7 @@ class Arena:
         """Whether storages exchange memory; if not, they are resized."""
         self._buries = self.swaps and device.type == "cpu"
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
-        self._rows: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._rows: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._users: Counter[int] = Counter()
         self._graveyard: Graveyard | None = None
         self.generation = 0
@@ -88,24 +88,21 @@ class Arena:
         """
         return self._users[num_bytes] > 1 and num_bytes <= _KEPT_BYTES
 
-    def take_rows(self, num_bytes: int) -> torch.Tensor:
+    def take_rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to reduce from; what is in there is arbitrary."""
-        rows = self._rows[num_bytes]
-        if rows:
-            return rows.pop()
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        rows = self._rows[numel, dtype]
+        return rows.pop() if rows else torch.empty(numel, dtype=dtype, device=self.device)
 
     def give_rows(self, rows: torch.Tensor) -> None:
         """Return what `take_rows` gave, once the current stream may overwrite it."""
-        num_bytes = rows.numel()
-        if self.keeps_rows(num_bytes):
-            self._rows[num_bytes].append(rows)
+        if self.keeps_rows(rows.nbytes):
+            self._rows[rows.numel(), rows.dtype].append(rows)
 
     @property
     def num_bytes(self) -> int:
         """The memory that is not in use now, and kept."""
         slots = sum(size * len(slots) for size, slots in self._slots.items())
-        return slots + sum(size * len(rows) for size, rows in self._rows.items())
+        return slots + sum(kept.nbytes for rows in self._rows.values() for kept in rows)
 
     def trim(self) -> None:
         """Give up the memory that is not in use."""

@@ -52,10 +52,9 @@ class Rows:
         if self._parts is not None and self._is_plain():
             rows = torch.empty(self._parts.numel, dtype=dtype, device=unit.device)
             return self._reduce(indices, None, rows, grads)
-        memory = self._take(self._num_rows_numel * dtype.itemsize, dtype)
-        rows = memory.view(dtype)
+        rows = self._take(self._num_rows_numel, dtype)
         self._copy_in(grads, rows)
-        return self._reduce(indices, self._kept(memory), rows, None)
+        return self._reduce(indices, self._kept(rows), rows, None)
 
     def _is_plain(self) -> bool:
         """Whether reductions are the engine's own, on its own stream."""
@@ -66,12 +65,11 @@ class Rows:
             and options.reduce_group is None
         )
 
-    def _take(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         custom = self._unit.options.reduce_scatter
         if custom is None:
-            return self._unit.arena.take_rows(num_bytes)
-        numel = num_bytes // dtype.itemsize
-        return custom.allocate((numel,), dtype=dtype, device=self._unit.device).view(torch.uint8)
+            return self._unit.arena.take_rows(numel, dtype)
+        return custom.allocate((numel,), dtype=dtype, device=self._unit.device)
 
     def _common_dtype(self, grads: Mapping[int, torch.Tensor]) -> torch.dtype:
         dtypes = {grad.dtype for grad in grads.values()}
@@ -228,9 +226,9 @@ class Rows:
             reduction.host_mark = mark
         return reduction
 
-    def _kept(self, memory: torch.Tensor) -> torch.Tensor | None:
+    def _kept(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Memory that goes back to the arena; a custom collective's does not."""
-        return memory if self._unit.options.reduce_scatter is None else None
+        return rows if self._unit.options.reduce_scatter is None else None
 
     def _to_host(self, output: torch.Tensor) -> torch.Tensor:
         """Start copying reduced gradients to where the shards live, beside compute."""
