@@ -1,26 +1,27 @@
-"""A large matrix of gradients, reduced part by part through little memory.
+"""A large matrix of gradients, reduced in parts that have the size of gathered parameters.
 
-    the matrix, a row per rank      [ a a a a | b b b b | c c ]
-    reduced one after another       [ a a a a ]  [ b b b b ]  [ c c ]     each in the same memory
+    the matrix, a row per rank      [ a a a a a | b b b b b ]
+    reduced one after the other     [ a a a a a ]   [ b b b b b ]     each in memory of its own
 
-All parts are copied, cast and reduced on the stream that reduces, so that none overwrites one that
-is still read, and compute goes on. In exchange the gradients live until the last part is copied.
+Gradients are often reduced in a wider dtype than parameters are gathered in. In one piece, their
+memory is of a size that nothing else has: the allocator would reserve it for them alone, or let
+others cut it up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 
 from shoal import _torch
 from shoal.layout.packing import Packing
-from shoal.layout.spec import ALIGN_NUMEL
+from shoal.layout.spec import ALIGN_NUMEL, round_up
 from shoal.layout.stripe import Stripe
 
-PART_BYTES = 256 << 20
-"""Matrices up to here are reduced at once."""
+LARGE_BYTES = 512 << 20
+"""Smaller matrices are reduced at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,48 +39,37 @@ class _Cut:
 
 
 class Parts:
-    """The parts of a matrix with `num_columns` columns and a row for each rank."""
+    """The parts of a matrix that a packing lays out: `width` columns each, the last one fewer."""
 
     def __init__(self, packing: Packing, num_columns: int, width: int) -> None:
-        self.num_rows = packing.world_size
-        self.width = width
-        """Columns of every part but the last."""
+        self._num_rows = packing.world_size
         self._bounds = [
             (start, min(start + width, num_columns)) for start in range(0, num_columns, width)
         ]
         self._cuts = [_cuts_of(packing, start, stop) for start, stop in self._bounds]
 
     @classmethod
-    def of(cls, packing: Packing, num_columns: int, dtype: torch.dtype) -> Parts | None:
-        """The parts of a matrix laid out by a packing; None if it goes at once."""
-        num_rows = packing.world_size
-        if num_rows * num_columns * dtype.itemsize <= PART_BYTES:
+    def of(cls, packing: Packing, dtype: torch.dtype, gathered_bytes: int) -> Parts | None:
+        """The parts of a matrix of that dtype; None if it goes at once."""
+        num_columns = packing.shard_bytes // dtype.itemsize
+        num_bytes = packing.world_size * num_columns * dtype.itemsize
+        num_parts = -(-num_bytes // max(gathered_bytes, 1))
+        if num_bytes < LARGE_BYTES or num_parts < 2:
             return None
         stripes = [s for i in range(len(packing.params)) for s in packing.stripes(i)]
-        if any(
-            stripe.num_bands > 1 for stripe in stripes
-        ):  # cut along an inner dim: not in columns
+        if any(stripe.num_bands > 1 for stripe in stripes):  # cut along an inner dim
             return None
-        width = PART_BYTES // (num_rows * dtype.itemsize) // ALIGN_NUMEL * ALIGN_NUMEL
-        return cls(packing, num_columns, max(width, ALIGN_NUMEL))
+        return cls(packing, num_columns, round_up(-(-num_columns // num_parts), ALIGN_NUMEL))
 
-    @property
-    def numel(self) -> int:
-        """The elements that the largest part needs."""
-        return self.num_rows * self.width
-
-    def reduce(
-        self,
-        grads: Mapping[int, torch.Tensor],
-        memory: torch.Tensor,
-        output: torch.Tensor,
-        scatter: Callable[[torch.Tensor, torch.Tensor], object],
-    ) -> None:
-        """Copy each part into `memory`, and scatter it to its place in this rank's row."""
+    def copy_in(
+        self, grads: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        """Copy gradients into new memory for each part; those that are missing are zero."""
         flats = {index: grad.reshape(-1) for index, grad in grads.items()}
+        parts: list[torch.Tensor] = []
         for (start, stop), cuts in zip(self._bounds, self._cuts, strict=True):
-            rows = memory[: self.num_rows * (stop - start)]
-            matrix = rows.view(self.num_rows, -1)
+            rows = torch.empty(self._num_rows * (stop - start), dtype=dtype, device=device)
+            matrix = rows.view(self._num_rows, -1)
             into: list[torch.Tensor] = []
             sources: list[torch.Tensor] = []
             for cut in cuts:
@@ -91,7 +81,12 @@ class Parts:
                     target.zero_()
             if into:
                 _torch.foreach_copy(into, sources)
-            scatter(output[start:stop], rows)
+            parts.append(rows)
+        return parts
+
+    def outputs(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Where each part goes in this rank's row."""
+        return [output[start:stop] for start, stop in self._bounds]
 
 
 def _cuts_of(packing: Packing, start: int, stop: int) -> list[_Cut]:

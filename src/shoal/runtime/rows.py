@@ -50,11 +50,10 @@ class Rows:
         if len(grads) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(grads))
         if self._parts is not None and self._is_plain():
-            rows = torch.empty(self._parts.numel, dtype=dtype, device=unit.device)
-            return self._reduce(indices, None, rows, grads)
+            return self._reduce(indices, self._parts.copy_in(grads, dtype, unit.device))
         rows = self._take(self._num_rows_numel, dtype)
         self._copy_in(grads, rows)
-        return self._reduce(indices, self._kept(rows), rows, None)
+        return self._reduce(indices, [rows])
 
     def _is_plain(self) -> bool:
         """Whether reductions are the engine's own, on its own stream."""
@@ -117,7 +116,7 @@ class Rows:
         if unit.streams.reducing is None or unit.size == 1 or len(trained) < len(whole.params):
             return None
         packing = whole.with_dtypes([dtype] * len(whole.params))
-        return Parts.of(packing, packing.shard_bytes // dtype.itemsize, dtype)
+        return Parts.of(packing, dtype, unit.compute_packing.gathered_bytes)
 
     def _settle_columns(self, whole: EvenPacking, trained: tuple[int, ...]) -> None:
         """Chunks beside each other with no gaps; those that keep others aligned come first."""
@@ -187,40 +186,32 @@ class Rows:
             self._targets[rows.data_ptr()] = targets
         return targets
 
-    def _reduce(
-        self,
-        indices: tuple[int, ...],
-        memory: torch.Tensor | None,
-        rows: torch.Tensor,
-        grads: Mapping[int, torch.Tensor] | None,
-    ) -> Reduction:
-        """Reduce what was copied into `rows`, or if given, gradients in parts through `rows`.
-
-        `memory` goes back to the arena when nobody reads it any more.
-        """
+    def _reduce(self, indices: tuple[int, ...], parts: list[torch.Tensor]) -> Reduction:
+        """Reduce what was copied in."""
         unit = self._unit
         division = self._divided()
         scatters = unit.transport is not None and unit.size > 1
-        output = self._output(rows) if scatters else torch.empty_like(rows)
+        output = self._output(parts[0]) if scatters else torch.empty_like(parts[0])
+        kept = self._kept(parts[0]) if len(parts) == 1 else None
         lane = unit.streams.reducing
         if lane is None and scatters and self._is_single(division):
-            pending = self._scatter(output, rows, division)
-            return Reduction(unit, indices, memory, output, pending.wait)
+            pending = self._scatter(output, parts[0], division)
+            return Reduction(unit, indices, kept, output, pending.wait)
         if lane is None:
-            indices, _ = self._chain(indices, rows, output, division, None)
-            return Reduction(unit, indices, memory, output, no_wait)
+            indices, _ = self._chain(indices, parts, output, division)
+            return Reduction(unit, indices, kept, output, no_wait)
         with lane:
-            indices, used = self._chain(indices, rows, output, division, grads)
+            indices, used = self._chain(indices, parts, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()
         reduction = Reduction(
             unit,
             indices,
-            memory,
+            kept,
             output if host is None else host,
             partial(lane.join, mark),
             # What the lane still reads may not be given to others before compute has joined it.
-            (rows, output, used, grads),
+            (parts, output, used),
         )
         if host is not None:
             reduction.host_mark = mark
@@ -246,10 +237,9 @@ class Rows:
     def _chain(
         self,
         indices: tuple[int, ...],
-        rows: torch.Tensor,
+        parts: list[torch.Tensor],
         output: torch.Tensor,
         division: Division,
-        grads: Mapping[int, torch.Tensor] | None,
     ) -> tuple[tuple[int, ...], torch.Tensor | None]:
         """Reduce, step after step on the current stream.
 
@@ -258,10 +248,11 @@ class Rows:
         """
         unit, options = self._unit, self._unit.options
         used = None
-        if grads is not None and self._parts is not None:
-            self._parts.reduce(grads, rows, output, partial(self._scatter_now, division))
+        if len(parts) == 1 or self._parts is None:
+            self._scatter_now(division, output, parts[0])
         else:
-            self._scatter_now(division, output, rows)
+            for piece, rows in zip(self._parts.outputs(output), parts, strict=True):
+                self._scatter_now(division, piece, rows)
         if unit.replicas is not None:
             indices, used = unit.add_partial(indices, output)
             if not options.all_reduces:

@@ -138,7 +138,7 @@ def test_other_layouts_in_mixed_precision(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", [Even(), Flat(), Whole()], ids=repr)
 def test_reductions_in_parts(layout: Layout) -> None:
     at_once = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
-    with patch.object(parts, "PART_BYTES", 1024):
+    with patch.object(parts, "LARGE_BYTES", 1024):
         in_parts = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
     check_same(in_full(in_parts), in_full(at_once), exact=False, where=f"{layout} in parts")
 

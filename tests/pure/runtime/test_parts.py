@@ -50,15 +50,11 @@ def test_parts_are_the_columns_of_the_matrix(
     }
     whole = [grads[i].float() if i in grads else torch.zeros(s) for i, s in enumerate(shapes)]
     cut = Parts(packing, num_columns, columns)
+    parts = cut.copy_in(grads, torch.float32, torch.device("cpu"))
     for rank in range(num_ranks):
-        memory = torch.full((cut.numel,), torch.nan)
         output = torch.full((num_columns,), torch.nan)
-
-        def scatter(out: torch.Tensor, rows: torch.Tensor, rank: int = rank) -> None:
-            assert rows.data_ptr() == memory.data_ptr()  # noqa: B023
-            out.copy_(rows.view(num_ranks, -1)[rank])
-
-        cut.reduce(grads, memory, output, scatter)
+        for piece, rows in zip(cut.outputs(output), parts, strict=True):
+            piece.copy_(rows.view(num_ranks, -1)[rank])
         expected = shard_of(packing, rank, whole).view(torch.float32)
         for index in range(len(specs)):
             piece = packing.piece(index, rank)
@@ -69,10 +65,13 @@ def test_parts_are_the_columns_of_the_matrix(
 
 def test_small_matrices_and_inner_cuts_go_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = ParamSpec(name="w", shape=(64, 48), dtype=torch.float32)
-    monkeypatch.setattr(parts, "PART_BYTES", 64 * 48 * 4)
-    assert Parts.of(Flat().pack([spec], 2), 64 * 48 // 2, torch.float32) is None
-    monkeypatch.setattr(parts, "PART_BYTES", 64 * 48)
-    found = Parts.of(Flat().pack([spec], 2), 64 * 48 // 2, torch.float32)
+    num_bytes = 64 * 48 * 4
+    flat, inner = Flat().pack([spec], 2), Even(dim=1).pack([spec], 2)
+    monkeypatch.setattr(parts, "LARGE_BYTES", num_bytes + 1)
+    assert Parts.of(flat, torch.float32, num_bytes // 2) is None
+    monkeypatch.setattr(parts, "LARGE_BYTES", num_bytes)
+    assert Parts.of(flat, torch.float32, num_bytes) is None
+    assert Parts.of(inner, torch.float32, num_bytes // 2) is None
+    found = Parts.of(flat, torch.float32, num_bytes // 2)
     assert found is not None
-    assert found.numel * 4 <= 64 * 48
-    assert Parts.of(Even(dim=1).pack([spec], 2), 64 * 48 // 2, torch.float32) is None
+    assert len(found.outputs(torch.zeros(64 * 48 // 2))) == 2
