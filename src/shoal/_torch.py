@@ -641,29 +641,6 @@ unflatten: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = cast(
 """Views of a flat tensor, in the shapes of examples, one after another."""
 
 
-class MemoryPool:
-    """CUDA memory that only its users are served from: `with pool:` for what they allocate.
-
-    When memory runs out elsewhere, what is free in the pool is given away.
-    """
-
-    __slots__ = ("_device_index", "_id", "_pool")
-
-    def __init__(self, device_index: int) -> None:
-        self._pool = torch.cuda.MemPool(use_on_oom=True)
-        self._id = self._pool.id
-        self._device_index = device_index
-
-    # `torch.cuda.use_mem_pool`, without a generator around it.
-
-    def __enter__(self) -> None:
-        cast(Any, torch._C)._cuda_beginAllocateCurrentThreadToPool(self._device_index, self._id)
-
-    def __exit__(self, *_: object) -> None:
-        cast(Any, torch._C)._cuda_endAllocateToPool(self._device_index, self._id)
-        cast(Any, torch._C)._cuda_releasePool(self._device_index, self._id)
-
-
 TorchShardedTensor = sharded_tensor.ShardedTensor
 """The class that torch's checkpoints and users' code look for."""
 

@@ -120,7 +120,7 @@ class ModelledGroup(PythonGroup):
         def scatter(output: Tensor, input: Tensor) -> None:
             self._count(Kind.REDUCE_SCATTER, input.nbytes)
             numel = output.numel()
-            reduce(output.data, input.data[rank * numel : (rank + 1) * numel], size, op)
+            reduce(output, input[rank * numel : (rank + 1) * numel], size, op)
 
         return scatter
 

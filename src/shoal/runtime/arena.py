@@ -9,8 +9,7 @@ that comes to a unit without its outputs would read there; the engine notices wh
 gradients arrive, and says so.
 
 torch 2.11 cannot move memory between storages: there a buffer is resized, and its memory comes
-from the allocator's cache. On CUDA large buffers have a pool of their own there: activations would
-cut their memory up, and the next gather would have to reserve new.
+from the allocator's cache.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from shoal.runtime.graveyard import Graveyard
 _KEPT_BYTES = 64 << 20
 """Up to here, memory to reduce from is kept from one step to the next."""
 
-_POOLED_BYTES = 32 << 20
-"""From here on, resized buffers come from a pool of their own."""
-
 
 class Arena:
     """The memory of one model on one device."""
@@ -38,10 +34,9 @@ class Arena:
         """Whether storages exchange memory; if not, they are resized."""
         self._buries = self.swaps and device.type == "cpu"
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
-        self._rows: defaultdict[int, list[torch.Tensor]] = defaultdict(list)
+        self._rows: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._users: Counter[int] = Counter()
         self._graveyard: Graveyard | None = None
-        self._pool: _torch.MemoryPool | None = None
         self.generation = 0
         """How often memory was given up: what was remembered of it is void."""
 
@@ -50,15 +45,6 @@ class Arena:
         if self._buries:
             return self._grave(num_bytes)
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-
-    def pool_for(self, num_bytes: int) -> _torch.MemoryPool | None:
-        """Where the memory of a buffer of that size comes from, if not from the common cache."""
-        if self.swaps or self.device.type != "cuda" or num_bytes < _POOLED_BYTES:
-            return None
-        if self._pool is None:
-            index = self.device.index
-            self._pool = _torch.MemoryPool(torch.cuda.current_device() if index is None else index)
-        return self._pool
 
     def bury(self, storage: torch.UntypedStorage) -> None:
         """Leave a new storage without memory."""
@@ -102,24 +88,21 @@ class Arena:
         """
         return self._users[num_bytes] > 1 and num_bytes <= _KEPT_BYTES
 
-    def take_rows(self, num_bytes: int) -> torch.Tensor:
+    def take_rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to reduce from; what is in there is arbitrary."""
-        rows = self._rows[num_bytes]
-        if rows:
-            return rows.pop()
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+        rows = self._rows[numel, dtype]
+        return rows.pop() if rows else torch.empty(numel, dtype=dtype, device=self.device)
 
     def give_rows(self, rows: torch.Tensor) -> None:
         """Return what `take_rows` gave, once the current stream may overwrite it."""
-        num_bytes = rows.numel()
-        if self.keeps_rows(num_bytes):
-            self._rows[num_bytes].append(rows)
+        if self.keeps_rows(rows.nbytes):
+            self._rows[rows.numel(), rows.dtype].append(rows)
 
     @property
     def num_bytes(self) -> int:
         """The memory that is not in use now, and kept."""
         slots = sum(size * len(slots) for size, slots in self._slots.items())
-        return slots + sum(size * len(rows) for size, rows in self._rows.items())
+        return slots + sum(kept.nbytes for rows in self._rows.values() for kept in rows)
 
     def trim(self) -> None:
         """Give up the memory that is not in use."""

@@ -14,7 +14,7 @@ from shoal.runtime.arena import Arena
 class Buffer:
     """Bytes that come from an arena and go back there."""
 
-    __slots__ = ("_arena", "_pool", "_resize", "_slot", "_storage", "bytes", "num_bytes")
+    __slots__ = ("_arena", "_resize", "_slot", "_storage", "bytes", "num_bytes")
 
     def __init__(self, num_bytes: int, arena: Arena) -> None:
         self.num_bytes = num_bytes
@@ -26,7 +26,6 @@ class Buffer:
         self._storage, self._arena = storage, arena
         self._slot: torch.UntypedStorage | None = None
         self._resize = None if arena.swaps else storage.resize_
-        self._pool = arena.pool_for(self.num_bytes)
 
     @classmethod
     def around(cls, tensor: torch.Tensor, arena: Arena) -> Buffer:
@@ -49,10 +48,7 @@ class Buffer:
 
     def fill(self) -> None:
         """Give it memory; what is in there is arbitrary."""
-        if self._pool is not None and self._resize is not None:
-            with self._pool:
-                self._resize(self.num_bytes)
-        elif self._resize is not None:
+        if self._resize is not None:
             self._resize(self.num_bytes)
         else:
             self._slot = self._arena.attach(self._storage, self.num_bytes)

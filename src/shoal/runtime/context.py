@@ -38,6 +38,7 @@ class Context:
         self._order = Order(self.units)
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._seen: dict[Unit, None] = {}
+        self._num_forwards = 0
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
         self._arrived: list[Reduction] = []
         """Reduced gradients that nobody waits for: they are put on the parameters together."""
@@ -63,6 +64,7 @@ class Context:
             if unit.phase is Phase.FORWARD:  # an earlier forward raised
                 unit.phase = Phase.HELD
         self._seen = {}
+        self._num_forwards += 1
 
     def end_forward(self, *, expects_backward: bool) -> None:
         """The model's forward returned: its order is what the next step prefetches by."""
@@ -84,7 +86,12 @@ class Context:
         # In FORWARD it is another module of the unit, or the same one called by itself.
         if phase in (Phase.BACKWARD, Phase.FORWARD):
             return
-        if phase is not Phase.SHARDED and unit.is_stale:
+        is_fresh = phase is Phase.SHARDED or (
+            phase is Phase.GATHERING
+            and unit.launched_in == self._num_forwards
+            and unit.gathered_version[0] == unit.num_updates
+        )
+        if not is_fresh and unit.is_stale:
             unit.reshard()
         self._hold(unit)
         unit.phase = Phase.FORWARD
@@ -122,7 +129,7 @@ class Context:
         if phase is Phase.SHARDED and unit.options.gathers_in_backward:
             self._prefetch(unit)
         elif phase is not Phase.GATHERING:
-            unit.gathered_version = unit.version
+            unit.gathered_version = unit.version_in_backward
         # The bytes that are there, or on their way, are those of this version.
         if run.version != unit.gathered_version:
             raise InvariantError(
@@ -195,6 +202,9 @@ class Context:
         if self._end is not None and self._end() is not None:
             return
         self._abandon_broken_backward()
+        # All units at once, and not each when its turn comes: a third of the time.
+        for unit in self.units:
+            unit.note_operations()
 
         def end() -> None:
             self._end_backward()
@@ -274,6 +284,7 @@ class Context:
         if unit is not None and unit.phase is Phase.SHARDED:
             if self.recorder is not None:
                 self._launched[unit] = self._mark()
+            unit.launched_in = self._num_forwards
             unit.launch_gather()
 
     def _hold(self, unit: Unit) -> None:

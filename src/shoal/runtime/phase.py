@@ -29,7 +29,7 @@ class Phase(StrEnum):
     BACKWARD = "backward"
 
 
-_ALLOWED = frozenset(
+ALLOWED = frozenset(
     {
         (Phase.SHARDED, Phase.GATHERING),
         (Phase.GATHERING, Phase.HELD),
@@ -45,8 +45,8 @@ _ALLOWED = frozenset(
 
 def check_transition(unit: str, old: Phase, new: Phase) -> None:
     """Raise unless a unit may go from `old` to `new`."""
-    if (old, new) not in _ALLOWED:
-        allowed = sorted(after for before, after in _ALLOWED if before is old)
+    if (old, new) not in ALLOWED:
+        allowed = sorted(after for before, after in ALLOWED if before is old)
         raise TransitionError(
             f"unit {unit!r} cannot go from {old} to {new}; from {old} it can go to "
             f"{', '.join(allowed)}. This is a bug in shoal, or a hook that calls into the engine."

@@ -14,6 +14,7 @@ from shoal import _torch
 from shoal.comm.transport import Pending, Transport
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
+from shoal.runtime.parts import Parts
 from shoal.runtime.reduction import Division, Reduction
 from shoal.runtime.streams import no_wait
 
@@ -27,6 +28,7 @@ class Rows:
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
         self._packing: Packing | None = None
+        self._parts: Parts | None = None
         self._trained: tuple[int, ...] = ()
         self._dtype: torch.dtype | None = None
         self._targets: dict[int, list[list[torch.Tensor]]] = {}
@@ -44,21 +46,29 @@ class Rows:
         if not unit.trained_set.issuperset(grads):  # frozen since its gradient was kept
             trained = tuple(sorted({*trained, *grads}))
         self._settle(trained, dtype)
-        num_bytes = self._num_rows_numel * dtype.itemsize
-        memory = self._take(num_bytes, dtype)
-        rows = memory.view(dtype)
-        self._copy_in(grads, rows)
         indices = self._trained
         if len(grads) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(grads))
-        return self._reduce(indices, memory, rows)
+        if self._parts is not None and self._is_plain():
+            return self._reduce(indices, self._parts.copy_in(grads, dtype, unit.device))
+        rows = self._take(self._num_rows_numel, dtype)
+        self._copy_in(grads, rows)
+        return self._reduce(indices, [rows])
 
-    def _take(self, num_bytes: int, dtype: torch.dtype) -> torch.Tensor:
+    def _is_plain(self) -> bool:
+        """Whether reductions are the engine's own, on its own stream."""
+        options = self._unit.options
+        return (
+            self._unit.streams.reducing is not None
+            and options.reduce_scatter is None
+            and options.reduce_group is None
+        )
+
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         custom = self._unit.options.reduce_scatter
         if custom is None:
-            return self._unit.arena.take_rows(num_bytes)
-        numel = num_bytes // dtype.itemsize
-        return custom.allocate((numel,), dtype=dtype, device=self._unit.device).view(torch.uint8)
+            return self._unit.arena.take_rows(numel, dtype)
+        return custom.allocate((numel,), dtype=dtype, device=self._unit.device)
 
     def _common_dtype(self, grads: Mapping[int, torch.Tensor]) -> torch.dtype:
         dtypes = {grad.dtype for grad in grads.values()}
@@ -75,11 +85,12 @@ class Rows:
         self._targets.clear()
         self._trained, self._dtype = trained, dtype
         self._cuts = None
-        self._columns: list[tuple[int, int, int]] = []
         self._offsets: dict[int, int] = {}
         dtypes = {whole.params[i].dtype for i in trained}
+        self._parts = self._parts_of(whole, trained, dtype)
         if (
-            isinstance(whole, EvenPacking)
+            self._parts is None
+            and isinstance(whole, EvenPacking)
             and not any(whole.dims[i] for i in trained)
             and len(dtypes) == 1
         ):
@@ -96,6 +107,16 @@ class Rows:
                 self._offsets[index] = piece.offset_bytes // dtype.itemsize
         self._num_rows_numel = unit.size * self.shard_numel
         unit.arena.expect_rows(self._num_rows_numel * dtype.itemsize)
+
+    def _parts_of(
+        self, whole: Packing, trained: tuple[int, ...], dtype: torch.dtype
+    ) -> Parts | None:
+        """In which parts to reduce, if it is too much for one."""
+        unit = self._unit
+        if unit.streams.reducing is None or unit.size == 1 or len(trained) < len(whole.params):
+            return None
+        packing = whole.with_dtypes([dtype] * len(whole.params))
+        return Parts.of(packing, dtype, unit.compute_packing.gathered_bytes)
 
     def _settle_columns(self, whole: EvenPacking, trained: tuple[int, ...]) -> None:
         """Chunks beside each other with no gaps; those that keep others aligned come first."""
@@ -165,40 +186,40 @@ class Rows:
             self._targets[rows.data_ptr()] = targets
         return targets
 
-    def _reduce(
-        self, indices: tuple[int, ...], memory: torch.Tensor, rows: torch.Tensor
-    ) -> Reduction:
+    def _reduce(self, indices: tuple[int, ...], parts: list[torch.Tensor]) -> Reduction:
+        """Reduce what was copied in."""
         unit = self._unit
         division = self._divided()
         scatters = unit.transport is not None and unit.size > 1
-        output = self._output(rows) if scatters else torch.empty_like(rows)
+        output = self._output(parts[0]) if scatters else torch.empty_like(parts[0])
+        kept = self._kept(parts[0]) if len(parts) == 1 else None
         lane = unit.streams.reducing
         if lane is None and scatters and self._is_single(division):
-            pending = self._scatter(output, rows, division)
-            return Reduction(unit, indices, self._kept(memory), output, pending.wait)
+            pending = self._scatter(output, parts[0], division)
+            return Reduction(unit, indices, kept, output, pending.wait)
         if lane is None:
-            indices, _ = self._chain(indices, rows, output, division)
-            return Reduction(unit, indices, self._kept(memory), output, no_wait)
+            indices, _ = self._chain(indices, parts, output, division)
+            return Reduction(unit, indices, kept, output, no_wait)
         with lane:
-            indices, used = self._chain(indices, rows, output, division)
+            indices, used = self._chain(indices, parts, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()
         reduction = Reduction(
             unit,
             indices,
-            self._kept(memory),
+            kept,
             output if host is None else host,
             partial(lane.join, mark),
             # What the lane still reads may not be given to others before compute has joined it.
-            (rows, output, used),
+            (parts, output, used),
         )
         if host is not None:
             reduction.host_mark = mark
         return reduction
 
-    def _kept(self, memory: torch.Tensor) -> torch.Tensor | None:
+    def _kept(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Memory that goes back to the arena; a custom collective's does not."""
-        return memory if self._unit.options.reduce_scatter is None else None
+        return rows if self._unit.options.reduce_scatter is None else None
 
     def _to_host(self, output: torch.Tensor) -> torch.Tensor:
         """Start copying reduced gradients to where the shards live, beside compute."""
@@ -216,7 +237,7 @@ class Rows:
     def _chain(
         self,
         indices: tuple[int, ...],
-        rows: torch.Tensor,
+        parts: list[torch.Tensor],
         output: torch.Tensor,
         division: Division,
     ) -> tuple[tuple[int, ...], torch.Tensor | None]:
@@ -227,12 +248,11 @@ class Rows:
         """
         unit, options = self._unit, self._unit.options
         used = None
-        if division.before is not None and division.before != 1:
-            rows.div_(division.before)
-        if unit.transport is None or unit.size == 1:
-            output.copy_(rows)
+        if len(parts) == 1 or self._parts is None:
+            self._scatter_now(division, output, parts[0])
         else:
-            self._scatter_now(output, rows, division)
+            for piece, rows in zip(self._parts.outputs(output), parts, strict=True):
+                self._scatter_now(division, piece, rows)
         if unit.replicas is not None:
             indices, used = unit.add_partial(indices, output)
             if not options.all_reduces:
@@ -246,11 +266,15 @@ class Rows:
             output.div_(division.after)
         return indices, used
 
-    def _scatter_now(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> None:
+    def _scatter_now(self, division: Division, output: torch.Tensor, rows: torch.Tensor) -> None:
         """Reduce over the ranks that shard, in order with the current stream."""
         unit, options = self._unit, self._unit.options
+        if division.before is not None and division.before != 1:
+            rows.div_(division.before)
         on_host = unit.streams.reducing is None
-        if on_host or options.reduce_scatter is not None or options.reduce_group is not None:
+        if unit.transport is None or unit.size == 1:
+            output.copy_(rows)
+        elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
             self._scatter(output, rows, division).wait()
         elif self._scatters is not None:
             self._scatters(output, rows)

@@ -23,7 +23,7 @@ from shoal.runtime.arena import Arena
 from shoal.runtime.extension import Extension
 from shoal.runtime.full import FullParameters
 from shoal.runtime.gather import Gather
-from shoal.runtime.phase import Phase, check_transition
+from shoal.runtime.phase import ALLOWED, Phase, check_transition
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, Options
 from shoal.runtime.post_forward import PostForward
 from shoal.runtime.reduction import Reduction
@@ -88,6 +88,9 @@ class Unit:
         self.stays = False
         """Whether it is held after forward, also where no backward follows."""
         self.num_updates = 0
+        self._noted = 0
+        self.launched_in = -1
+        """The forward of the model that its gather was launched in, if that was to be early."""
         self.was_entered = False
         """Whether this backward has come to the unit."""
         self.has_late_grads = False
@@ -204,7 +207,8 @@ class Unit:
 
     @phase.setter
     def phase(self, new: Phase) -> None:
-        check_transition(self.name, self._phase, new)
+        if (self._phase, new) not in ALLOWED:  # ten times per step, so not by a call
+            check_transition(self.name, self._phase, new)
         self._phase = new
 
     @property
@@ -218,6 +222,15 @@ class Unit:
         shards = self.shards
         return self.num_updates, shards.num_changes, shards.num_operations
 
+    def note_operations(self) -> None:
+        """Look at the shards now, once for the backward that begins."""
+        self._noted = self.shards.num_operations
+
+    @property
+    def version_in_backward(self) -> Version:
+        """`version`, but for what was done to shards in place since `note_operations`."""
+        return self.num_updates, self.shards.num_changes, self._noted
+
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
         return [member.sharded for member in self.shards.members]
@@ -230,11 +243,13 @@ class Unit:
         if self.post is not None and self.post.is_active:
             self._wait = self.post.launch().wait
             return
-        if not _torch.inside_backward():
+        if _torch.inside_backward():
+            self.gathered_version = self.version_in_backward
+        else:
             self.shards.follow()
             if self._prepared is not self.shards.buffer:
                 self.prepare(self.arena, self.streams)
-        self.gathered_version = self.version
+            self.gathered_version = self.version
         if self.extension is not None:
             self._launch_extension(self.extension)
         self.full.begin()

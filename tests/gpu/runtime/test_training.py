@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -25,7 +26,8 @@ from differential import (
 from gpu.runtime.steps import DEVICE, model_for, train
 from harness import nccl_ranks
 from oracle import CHECKPOINTS, Checkpoint, batches, check_bitwise_equal_to_torch, full, loss_of
-from shoal.layout import Flat, Layout, Whole
+from shoal.layout import Even, Flat, Layout, Whole
+from shoal.runtime import parts
 
 Scenario = Callable[[Engine], list[Any]]
 
@@ -130,6 +132,15 @@ def test_other_layouts(layout: Layout) -> None:
 def test_other_layouts_in_mixed_precision(layout: Layout) -> None:
     actual = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
     check_near(actual, train(TORCH, model_for(TORCH, dtypes=HALF), every=2))
+
+
+@nccl_ranks(2, 4)
+@pytest.mark.parametrize("layout", [Even(), Flat(), Whole()], ids=repr)
+def test_reductions_in_parts(layout: Layout) -> None:
+    at_once = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
+    with patch.object(parts, "LARGE_BYTES", 1024):
+        in_parts = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
+    check_same(in_full(in_parts), in_full(at_once), exact=False, where=f"{layout} in parts")
 
 
 @nccl_ranks(4)
