@@ -9,6 +9,7 @@ from shoal.runtime.fsdp_module import (
 )
 from shoal.runtime.full_parameters import full_parameters
 from shoal.runtime.fully_shard import fully_shard
+from shoal.runtime.observe import plan_of
 from shoal.runtime.policy import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -26,6 +27,7 @@ __all__ = [
     "UnshardHandle",
     "full_parameters",
     "fully_shard",
+    "plan_of",
     "register_fsdp_forward_method",
     "share_comm_ctx",
 ]

@@ -19,7 +19,7 @@ from shoal.runtime.arena import Arena
 from shoal.runtime.events import EventKind, Mark, Recorder
 from shoal.runtime.phase import Phase
 from shoal.runtime.reduction import Reduction
-from shoal.runtime.schedule import Order
+from shoal.runtime.schedule import Orders
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import Pass, Unit
 
@@ -35,9 +35,8 @@ class Context:
         self.boundary: tuple[weakref.ref[torch.Tensor], Any] | None = None
         """The output that backward was last arranged to be noticed at, and by what."""
         self._roots = frozenset(roots)
-        self._order = Order(self.units)
+        self.orders = Orders(self.units)
         self._index = {unit: index for index, unit in enumerate(self.units)}
-        self._seen: dict[Unit, None] = {}
         self._num_forwards = 0
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
         self._arrived: list[Reduction] = []
@@ -55,6 +54,11 @@ class Context:
                 unit.prepare(self.arena, self.streams)
                 unit.on_grad(self.gradient_arrived)
 
+    @property
+    def roots(self) -> frozenset[Unit]:
+        """The units of the module that all others are in."""
+        return self._roots
+
     def begin_forward(self) -> None:
         """The model's forward starts: nothing of an earlier step may be taken for current."""
         if _torch.inside_backward():
@@ -63,7 +67,7 @@ class Context:
         for unit in self.units:
             if unit.phase is Phase.FORWARD:  # an earlier forward raised
                 unit.phase = Phase.HELD
-        self._seen = {}
+        self.orders.begin()
         self._num_forwards += 1
 
     def end_forward(self, *, expects_backward: bool) -> None:
@@ -71,7 +75,7 @@ class Context:
         if _torch.inside_backward():
             return
         self.boundary = None
-        self._order = Order((*self._seen, *self._order.units))
+        self.orders.end()
         if not expects_backward:
             for unit in self.units:
                 if not (unit.is_kept or (unit.stays and unit.phase is Phase.HELD)):
@@ -98,9 +102,9 @@ class Context:
         if self.recorder is not None:
             self._began[unit] = self._mark()
         if not _torch.inside_backward():
-            self._seen[unit] = None
+            following = self.orders.enter(unit)
             if then is None:
-                self._prefetch(self._order.after(unit))
+                self._prefetch(following)
             else:
                 for target in then:
                     self._prefetch(target)
@@ -145,7 +149,7 @@ class Context:
         if then is None:
             # The root's backward comes first, although its forward did too: it is around.
             is_root = unit in self._roots
-            then = (self._order.last if is_root else self._order.before(unit),)
+            then = (self.orders.last if is_root else self.orders.before(unit),)
         for target in then:
             if target is not None and self._is_needed_in_backward(target):
                 self._prefetch(target)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -11,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal import _torch
-from shoal.errors import InvariantError, ShardedTwiceError, UsageError
+from shoal.errors import ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout
 from shoal.mesh import (
     DataParallelMeshDims,
@@ -23,11 +22,10 @@ from shoal.mesh import (
     post_forward_mesh_info,
 )
 from shoal.runtime.collect import check, collect, group, move_to
-from shoal.runtime.events import Recorder
 from shoal.runtime.form import DTensorForm
-from shoal.runtime.fsdp_module import FSDPModule, own_state
+from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.gather_hooks import refusal
-from shoal.runtime.module_state import ModuleState, context_of, state_of
+from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.post_forward import PostForward
 from shoal.runtime.unit import Unit
@@ -147,21 +145,6 @@ def _keep_within(info: FSDPMeshInfo, unit: Unit) -> PostForward:
         name = unit.shards.members[min(unit.shards.extended)].spec.name
         raise refusal(name, "reshard_after_forward as a number")
     return PostForward(unit, info)
-
-
-@contextmanager
-def watch(module: nn.Module) -> Iterator[Recorder]:
-    """Record the events of what the model does inside the `with` block."""
-    context = context_of(module, own_state(module))
-    if not context.units:
-        raise UsageError(f"this {type(module).__name__} has no parameters, so nothing to watch")
-    if context.recorder is not None:
-        raise InvariantError("this model is being watched already; leave the other watch first")
-    context.recorder = recorder = Recorder(context.units[0].device)
-    try:
-        yield recorder
-    finally:
-        context.recorder = None
 
 
 _CLASSES: dict[type[nn.Module], type[nn.Module]] = {}

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from shoal import _torch
 from shoal.errors import RankError
+from shoal.runtime.plan import UnitPlan
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -36,7 +37,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
         if len(ranks) > 1 and not _is_imagined(shared[0]):
             _compare(
                 ranks,
-                [_describe(unit) for unit in shared],
+                [UnitPlan.of(unit).described() for unit in shared],
                 "have sharded different models",
                 "Build the same model, with the same units, on every rank.",
             )
@@ -59,18 +60,6 @@ def _is_imagined(unit: Unit) -> bool:
     """Whether the other ranks exist only in a model of the network."""
     transport = unit.transport or unit.replicas
     return transport is None or getattr(transport.group, "others_are_imagined", False)
-
-
-def _describe(unit: Unit) -> dict[str, object]:
-    parameters = {
-        member.spec.name: [
-            list(member.spec.shape),
-            str(member.spec.dtype),
-            "trained" if member.sharded.requires_grad else "frozen",
-        ]
-        for member in unit.shards.members
-    }
-    return {"unit": unit.name, "layout": repr(unit.layout), "parameters": parameters}
 
 
 def _compare(

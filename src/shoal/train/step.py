@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.runtime.events import EXPOSED, Event, EventKind
-from shoal.runtime.fully_shard import watch
+from shoal.runtime.observe import watch
 from shoal.train.model import next_byte_loss
 from shoal.train.optimizer import clip_gradients
 

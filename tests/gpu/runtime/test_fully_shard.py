@@ -9,7 +9,7 @@ from harness import nccl_ranks
 from oracle import batches, build, loss_of, shard
 from shoal.fsdp import full_parameters
 from shoal.runtime.events import EXPOSED, EventKind
-from shoal.runtime.fully_shard import watch
+from shoal.runtime.observe import watch
 
 
 @nccl_ranks(2)

@@ -24,7 +24,8 @@ from oracle import (
 )
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.events import EventKind
-from shoal.runtime.fully_shard import FSDPModule, fully_shard, watch
+from shoal.runtime.fully_shard import FSDPModule, fully_shard
+from shoal.runtime.observe import watch
 from shoal.runtime.policy import MixedPrecisionPolicy
 
 

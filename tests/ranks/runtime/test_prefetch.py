@@ -21,7 +21,7 @@ from differential import (
 )
 from harness import ranks
 from shoal.runtime.events import EventKind
-from shoal.runtime.fully_shard import watch
+from shoal.runtime.observe import watch
 
 
 class Announcing(nn.Module):

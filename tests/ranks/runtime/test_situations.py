@@ -13,7 +13,8 @@ from torch.utils.checkpoint import checkpoint
 from harness import ranks
 from oracle import Model, batches, build, full, loss_of, shard
 from shoal.errors import InvariantError, UsageError
-from shoal.runtime.fully_shard import fully_shard, watch
+from shoal.runtime.fully_shard import fully_shard
+from shoal.runtime.observe import watch
 
 
 def check_equal(plain: nn.Module, sharded: nn.Module) -> None:
