@@ -652,35 +652,57 @@ def serve_state_dicts(
 ) -> None:
     """Let the state dicts of `torch.distributed.checkpoint` know a sharded tensor class.
 
-    A full state dict has what `gather` makes of such a tensor, where torch would take the first of
-    its shards for a chunk of dim 0. Loaded from a full one, the tensor becomes what `fill` makes of
-    it and of the whole, where torch would put the whole in its place. A sharded state dict keeps
-    it also on a rank without shards, where torch would drop it, miss it, and then take the
-    checkpoint for one of torch 2.3.
+    A full state dict has what `gather` makes of such a tensor. Loaded from a full one, the tensor
+    becomes what `fill` makes of it and of the whole.
     """
     utils: Any = importlib.import_module("torch.distributed._state_dict_utils")
     planner: Any = importlib.import_module("torch.distributed.checkpoint.default_planner")
-    traverse: Any = importlib.import_module("torch.distributed.checkpoint._traverse")
-    flatten_by_torch: Callable[..., dict[str, Any]] = planner._flatten_sharded_tensors
-    gather_by_torch: Callable[..., Tensor] = utils._all_gather_sharded_tensor
+    utils._all_gather_sharded_tensor = _gathering(utils._all_gather_sharded_tensor, cls, gather)
+    planner._flatten_sharded_tensors = _keeping_all(planner._flatten_sharded_tensors, cls)
+    importers = [utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
+    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
+        distribute = _filling(getattr(utils, name), cls, fill)
+        for module in filter(None, importers):
+            setattr(module, name, distribute)
+
+
+def _gathering(
+    by_torch: Callable[..., Tensor], cls: type, gather: Callable[[Tensor], Tensor]
+) -> Callable[..., Tensor]:
+    """For full state dicts: torch would take a tensor's first shard for a chunk of dim 0."""
 
     def gathered(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        if isinstance(tensor, cls):
-            return gather(tensor)
-        return gather_by_torch(tensor, *args, **kwargs)
+        return gather(tensor) if isinstance(tensor, cls) else by_torch(tensor, *args, **kwargs)
 
-    def keeping(distribute: Callable[..., None]) -> Callable[..., None]:
-        def kept(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-            own = {name: value for name, value in local.items() if isinstance(value, cls)}
-            distribute(full, local, *args, **kwargs)
-            for name, tensor in own.items():
-                if name in local and local[name] is not tensor:
-                    local[name] = fill(tensor, local[name])
+    return gathered
 
-        return kept
+
+def _filling(
+    by_torch: Callable[..., None], cls: type, fill: Callable[[Tensor, Tensor], Tensor]
+) -> Callable[..., None]:
+    """From full state dicts: torch would put the whole in a tensor's place."""
+
+    def distribute(full: dict[str, Any], local: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        own = {name: value for name, value in local.items() if isinstance(value, cls)}
+        by_torch(full, local, *args, **kwargs)
+        for name, tensor in own.items():
+            if name in local and local[name] is not tensor:
+                local[name] = fill(tensor, local[name])
+
+    return distribute
+
+
+def _keeping_all(
+    by_torch: Callable[[dict[str, Any]], dict[str, Any]], cls: type
+) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """For sharded state dicts: torch drops a tensor where a rank has no shard of it.
+
+    Loading then misses the name, and takes the checkpoint for one of torch 2.3.
+    """
+    traverse: Any = importlib.import_module("torch.distributed.checkpoint._traverse")
 
     def flattened(state_dict: dict[str, Any]) -> dict[str, Any]:
-        found = flatten_by_torch(state_dict)
+        found = by_torch(state_dict)
 
         def keep(path: Any, value: object) -> None:
             if isinstance(value, cls):
@@ -689,10 +711,4 @@ def serve_state_dicts(
         traverse.traverse_state_dict(state_dict, keep)
         return found
 
-    utils._all_gather_sharded_tensor = gathered
-    planner._flatten_sharded_tensors = flattened
-    importers = [utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
-    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
-        kept = keeping(getattr(utils, name))
-        for module in filter(None, importers):
-            setattr(module, name, kept)
+    return flattened
