@@ -28,7 +28,7 @@ LAYERS = (
     "bench",
     "cli",
 )
-DOORS = ("fsdp", "sharded_tensor", "sharding_spec", "passes", "aot")
+DOORS = ("fsdp", "sharded_tensor", "sharding_spec", "sharded_optim", "passes", "aot")
 """Thin modules that show folders under torch's names: over every layer."""
 TOP = ("__init__", "__main__")
 ORDER = {name: height for height, name in enumerate((*GROUND, *LAYERS, *DOORS, *TOP))}
