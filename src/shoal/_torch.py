@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._ops import OpOverload as OpOverload
 from torch.distributed import rpc
 from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
@@ -52,6 +52,7 @@ from torch.distributed._shard.sharding_spec._internals import (
     validate_non_overlapping_shards_metadata as validate_non_overlapping_shards_metadata,
 )
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.remote_device import _remote_device as RemoteDevice
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -712,3 +713,33 @@ def _keeping_all(
         return found
 
     return flattened
+    utils._all_gather_sharded_tensor = gathered
+    planner._flatten_sharded_tensors = flattened
+    importers = [utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
+    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
+        kept = keeping(getattr(utils, name))
+        for module in filter(None, importers):
+            setattr(module, name, kept)
+
+
+def auto_wrap(
+    module: nn.Module,
+    policy: Callable[..., Any],
+    ignored_modules: set[nn.Module],
+    ignored_params: set[nn.Parameter],
+    options: dict[str, Any],
+    wrapper: type[nn.Module],
+) -> None:
+    """Wrap the modules inside one that a policy chooses, as torch's wrapper does it."""
+    from torch.distributed.fsdp import _wrap_utils
+
+    _wrap_utils._auto_wrap(module, policy, ignored_modules, ignored_params, options, wrapper)
+
+
+def device_count(device: torch.device) -> int:
+    """How many devices of a kind this host has; one for the CPU."""
+    return torch.cuda.device_count() if device.type == "cuda" else 1
+
+
+HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
+"""`HYBRID_SHARD` that keeps parameters full between forward and backward."""

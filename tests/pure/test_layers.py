@@ -20,6 +20,7 @@ LAYERS = (
     "comm",
     "tensor",
     "runtime",
+    "wrapper",
     "compile",
     "checkpoint",
     "rehearse",

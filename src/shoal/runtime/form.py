@@ -7,12 +7,13 @@ full one is a plain tensor, or a DTensor where tensor parallelism had distribute
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import ClassVar
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -28,14 +29,20 @@ class Form(ABC):
 
     __slots__ = ()
 
-    local_getter: ClassVar[attrgetter[torch.Tensor]]
-    """`local_of` a tensor that is known to be of this form, in C."""
+    identity: ClassVar[Callable[[torch.Tensor], object]]
+    """What a tensor that is known to be of this form keeps for as long as its bytes stay."""
+    is_same: ClassVar[Callable[[object, object], bool]] = is_
+    """Compares two identities."""
+
+    def adopt(self, original: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+        """The sharded parameter in place of an original one."""
+        return nn.Parameter(self.shard(local), requires_grad=original.requires_grad)
 
     @abstractmethod
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """What this rank holds, as the tensor that an optimizer sees."""
 
-    def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a gradient, as the tensor that an optimizer sees."""
         return self.shard(local)
 
@@ -64,7 +71,7 @@ class Form(ABC):
 class ShardedForm(Form):
     """A piece of any layout."""
 
-    local_getter: ClassVar[attrgetter[torch.Tensor]] = attrgetter("local")
+    identity: ClassVar[Callable[[torch.Tensor], object]] = attrgetter("local")
 
     placement: sharded.Placement
 
@@ -72,7 +79,7 @@ class ShardedForm(Form):
         """See `Form.shard`."""
         return ShardedTensor.of(local, self.placement)
 
-    def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
+    def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """See `Form.grad`; checks nothing, since it is made anew in every step."""
         assert isinstance(parameter, ShardedTensor)
         return sharded.like(parameter, local)
@@ -96,7 +103,7 @@ class ShardedForm(Form):
 class DTensorForm(Form):
     """A chunk of a dim, on the data-parallel axes and the axes of whoever came before."""
 
-    local_getter: ClassVar[attrgetter[torch.Tensor]] = _torch.local_getter
+    identity: ClassVar[Callable[[torch.Tensor], object]] = _torch.local_getter
 
     spec: _torch.DTensorSpec
     before: _torch.DTensorSpec | None = None

@@ -54,6 +54,8 @@ class ModuleState:
         self.is_root = False
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
+        self.casts_as_root = False
+        """Whether inputs are cast if this is the root, whatever the policy says."""
         self.reshard_after_forward = reshard_after_forward
         """Whether to free after forward; None: all but the root, whose backward comes first."""
         self._to_run: set[nn.Module] = set()
@@ -94,7 +96,8 @@ class ModuleState:
             context.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
         policy = self.policy
-        if policy.param_dtype is not None and policy.cast_forward_inputs:
+        casts = policy.cast_forward_inputs or (self.is_root and self.casts_as_root)
+        if policy.param_dtype is not None and casts:
             args = tuple(_cast(arg, policy.param_dtype) for arg in args)
             if kwargs:
                 kwargs = _cast(kwargs, policy.param_dtype)

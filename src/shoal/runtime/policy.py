@@ -119,6 +119,8 @@ class Options:
     """Whether parameters without a gradient count as having a zero one."""
     divide_factor: float | None = None
     """What the sum of gradients is divided by; by default the number of ranks."""
+    halves_division: bool = False
+    """Whether to divide once before the sum and once after it, in every dtype."""
     only_sums: bool = False
     """Whether collectives may only add, so that division is a step of its own."""
     max_reductions: int = 1

@@ -44,10 +44,11 @@ class Division:
         factor: float | None,
         *,
         only_sums: bool,
+        halves: bool = False,
     ) -> Division:
         """Let the collective divide where it can; half before and half after in narrow dtypes."""
         # fp16 overflows when many gradients are added, and underflows when each is divided first.
-        is_narrow = dtype not in (torch.float32, torch.bfloat16, torch.float64)
+        is_narrow = halves or dtype not in (torch.float32, torch.bfloat16, torch.float64)
         if not is_narrow and not only_sums:
             if factor is None:
                 op = ReduceOp.SUM if shard_size * num_replicas == 1 else ReduceOp.AVG

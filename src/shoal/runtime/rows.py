@@ -313,6 +313,7 @@ class Rows:
                 1 if unit.replicas is None else unit.replicas.size,
                 options.divide_factor,
                 only_sums=options.only_sums,
+                halves=options.halves_division,
             )
             self._division = (key, division)
             if unit.transport is not None and unit.streams.reducing is not None:

@@ -111,15 +111,16 @@ class Shards:
         """Note what every step asks of every member, as lists that C can walk."""
         self.num_changes += 1
         self.sharded = [member.sharded for member in self.members]
-        self._locals = [member.local for member in self.members]
-        self._watched = [*self.sharded, *self._locals]
+        self._watched = [*self.sharded, *(member.local for member in self.members)]
         self._first_places = [member.places[0] for member in self.members]
         self._places = [
             (parameters, name, member.sharded)
             for member in self.members
             for parameters, name in member.places
         ]
-        self._local_of = self.members[0].form.local_getter
+        form = type(self.members[0].form)
+        self._identity, self._is_same = form.identity, form.is_same
+        self._identities = list(map(self._identity, self.sharded))
 
     def _leave_out(self, tensors: Sequence[torch.Tensor]) -> None:
         """Find the tensors that say themselves how they are gathered: they keep their memory."""
@@ -144,7 +145,9 @@ class Shards:
 
     def _adopt(self, source: Source, local: torch.Tensor, is_extended: bool) -> nn.Parameter:
         original = source.parameter
-        sharded = nn.Parameter(source.form.shard(local), requires_grad=original.requires_grad)
+        sharded = source.form.adopt(original, local)
+        if sharded is original:
+            return sharded
         if not is_extended:  # there the attributes are the tensor itself
             vars(sharded).update(vars(original))
         mark_replaced(original, source.spec.name)
@@ -185,16 +188,16 @@ class Shards:
         """Notice parameters that were replaced or moved since, and take their values over."""
         found = [parameters.get(name) for parameters, name in self._first_places]
         if all(map(is_, found, self.sharded)) and all(
-            map(is_, map(self._local_of, self.sharded), self._locals)
+            map(self._is_same, map(self._identity, self.sharded), self._identities)
         ):
             return
         changed = False
-        for member in self.members:
+        for member, before in zip(self.members, self._identities, strict=True):
             parameters, name = member.places[0]
             found = parameters.get(name)
             if found is not member.sharded:
                 self._replace(member, found)
-            if member.form.local_of(member.sharded) is not member.local:
+            if not self._is_same(self._identity(member.sharded), before):
                 changed = True
         if changed:
             self._rehome()
@@ -244,7 +247,7 @@ class Shards:
                 local = locals_[index]
                 if index not in self.extended:
                     if not view.is_meta:
-                        view.copy_(local)
+                        view.copy_(local.reshape(view.shape))
                     member.form.rehome(member.sharded, view)
                 elif type(local) is torch.Tensor:  # it lies in the buffer that is given up
                     local.data = self._place(local.clone())

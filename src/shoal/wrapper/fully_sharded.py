@@ -1,0 +1,352 @@
+"""`FullyShardedDataParallel`: a module around a module, whose parameters are one unit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from shoal import _torch
+from shoal.comm.transport import Transport
+from shoal.layout import Flat, ParamSpec
+from shoal.runtime.collect import Found, collect
+from shoal.runtime.module_state import ModuleState, state_of
+from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, Options
+from shoal.runtime.shards import Home, Source
+from shoal.runtime.unit import Unit
+from shoal.wrapper import flat_parameter
+from shoal.wrapper.flat_parameter import FlatMembers, flatten
+from shoal.wrapper.ignored import ignored_of
+from shoal.wrapper.plain_form import PlainForm
+from shoal.wrapper.precision import Buffers, policy_of
+from shoal.wrapper.strategy import Groups, Placing, place
+
+_WRAPPED = "_fsdp_wrapped_module"
+_PREFIX = f"{_WRAPPED}."
+
+
+class FullyShardedDataParallel(nn.Module):
+    """Shards the parameters of a module that no wrapper inside has sharded.
+
+    The arguments are those of torch's class, and mean the same. `limit_all_gathers` and
+    `forward_prefetch` are accepted: the engine gathers one unit ahead and no more.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Groups = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., Any] | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+            warnings.warn(
+                "FSDP will not all-gather parameters for containers that do not implement forward: "
+                f"{module}",
+                stacklevel=2,
+            )
+        self._ignored_modules, self._ignored_params = ignored_of(
+            module, ignored_modules, ignored_states
+        )
+        device = _device_of(module, self._ignored_params, device_id)
+        placing = place(
+            sharding_strategy,
+            process_group,
+            device_mesh,
+            device,
+            wraps_itself=auto_wrap_policy is not None,
+        )
+        if auto_wrap_policy is not None:
+            inner = {
+                "process_group": None if device_mesh is not None else placing.groups,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": self._ignored_params,
+                "device_mesh": device_mesh,
+            }
+            _refuse_wrapped(module)
+            _torch.auto_wrap(
+                module,
+                auto_wrap_policy,
+                self._ignored_modules,
+                self._ignored_params,
+                inner,
+                FullyShardedDataParallel,
+            )
+        self.sharding_strategy = placing.strategy
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch = backward_prefetch
+        self.compute_device = device
+        self.process_group = placing.shard_group
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self._use_orig_params = use_orig_params
+        self._flat_members: FlatMembers | None = None
+        self._buffers_cast = Buffers(_own_modules(module), self.mixed_precision.buffer_dtype)
+        self._have_run = False
+        self._make_unit(module, placing, param_init_fn, sync_module_states)
+        setattr(self, _WRAPPED, module)
+
+    def _make_unit(
+        self,
+        module: nn.Module,
+        placing: Placing,
+        param_init_fn: Callable[[nn.Module], None] | None,
+        sync_module_states: bool,
+    ) -> None:
+        _materialise(module, param_init_fn, self.compute_device, self._ignored_modules)
+        found = collect([module], self._ignored_params)
+        _check(found)
+        _move(found, module, self.compute_device)
+        if sync_module_states:
+            _synchronise(found, module, placing)
+        offload = _offload_of(self.cpu_offload, self.compute_device)
+        units = []
+        if found:
+            sources = self._sources(found, placing)
+            policy = policy_of(self.mixed_precision)
+            unit = Unit(
+                type(module).__name__,
+                sources,
+                Flat(),
+                placing.mesh_info,
+                self.compute_device,
+                policy,
+                offload,
+            )
+            unit.options = Options(halves_division=True)
+            units.append(unit)
+        state = ModuleState(
+            [self],
+            units,
+            policy_of(self.mixed_precision),
+            placing.reshard_after_forward,
+            self.compute_device,
+        )
+        state.casts_as_root = self.mixed_precision.cast_root_forward_inputs
+        if self.backward_prefetch is None:
+            state.backward_prefetch = []
+        self._unit = units[0] if units else None
+
+    def _sources(self, found: Sequence[Found], placing: Placing) -> list[Source]:
+        is_whole = placing.strategy is ShardingStrategy.NO_SHARD
+        if not self._use_orig_params:
+            flat, self._flat_members = flatten(found)
+            homes = (Home(module=self, name=flat_parameter.NAME),)
+            self.register_parameter(flat_parameter.NAME, flat)
+            found = [Found(name=flat_parameter.NAME, parameter=flat, homes=homes)]
+        return [
+            Source(
+                spec=ParamSpec(
+                    name=item.name,
+                    shape=tuple(item.parameter.shape),
+                    dtype=item.parameter.dtype,
+                ),
+                parameter=item.parameter,
+                homes=item.homes,
+                form=PlainForm(shape=item.parameter.shape if is_whole else None),
+            )
+            for item in found
+        ]
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module."""
+        return getattr(self, _WRAPPED)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            wrapped = self._modules.get(_WRAPPED)
+            if wrapped is None:  # not yet
+                raise
+            return getattr(wrapped, name)
+
+    def __getitem__(self, key: int) -> Any:
+        return self.module[key]  # pyright: ignore[reportIndexIssue]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with full parameters."""
+        state = state_of(self)
+        assert state is not None
+        args, kwargs, runs = state.enter(self, args, kwargs)
+        try:
+            if not self._have_run:
+                self._have_run = True
+                self._buffers_cast.cast()
+            if self._flat_members is not None and self._unit is not None:
+                self._flat_members.show(self._unit.full.parameters[0])
+            output = self.module(*args, **kwargs)
+        except BaseException:
+            state.abort()
+            raise
+        return state.leave(self, runs, output)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse: what is registered here are shards without their places."""
+        raise NotImplementedError(
+            "shoal: state dicts of FullyShardedDataParallel are not supported yet; use fully_shard"
+        )
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers in a module, itself included; those that no other is around, if asked."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inside = {below for one in found for below in one.modules() if below is not one}
+        return [one for one in found if one not in inside]
+
+    def check_is_root(self) -> bool:
+        """Whether this wrapper's forward is the one that was called first."""
+        state = state_of(self)
+        return state is not None and state.context is not None and state.is_root
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients to themselves until a backward outside of the block."""
+        units = [one._unit for one in self.fsdp_modules(self) if one._unit is not None]
+        before = [unit.options for unit in units]
+        for unit in units:
+            unit.options = replace(unit.options, reduces=False)
+        try:
+            yield
+        finally:
+            for unit, options in zip(units, before, strict=True):
+                unit.options = replace(unit.options, reduces=options.reduces)
+
+
+def _device_of(
+    module: nn.Module, ignored: set[nn.Parameter], device_id: int | torch.device | None
+) -> torch.device:
+    """Where a module computes: where it was told to, or where its parameters are."""
+    if device_id is not None:
+        device = torch.device(device_id)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return device
+    kinds = {p.device for p in module.parameters() if p not in ignored}
+    kinds = {d for d in kinds if d.type not in ("cpu", "meta")}
+    if len({d.type for d in kinds}) > 1:
+        raise RuntimeError(
+            "FSDP does not support modules with different device types but got params on "
+            f"{sorted(map(str, kinds))}"
+        )
+    if kinds:
+        return kinds.pop()
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _refuse_wrapped(module: nn.Module) -> None:
+    for name, child in module.named_modules():
+        if state_of(child) is not None:
+            raise ValueError(
+                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
+                f"{name} in\n{module}"
+            )
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and what is below it, down to other wrappers."""
+    yield module
+    for child in module.children():
+        if state_of(child) is None:
+            yield from _own_modules(child)
+
+
+def _materialise(
+    module: nn.Module,
+    param_init_fn: Callable[[nn.Module], None] | None,
+    device: torch.device,
+    ignored: set[nn.Module],
+) -> None:
+    """Give modules that were made on the meta device memory and values."""
+    for child in list(_own_modules(module)):
+        own = (*child._parameters.values(), *child._buffers.values())
+        if child in ignored or not any(t is not None and t.is_meta for t in own):
+            continue
+        if param_init_fn is not None:
+            param_init_fn(child)
+            continue
+        child.to_empty(device=device, recurse=False)
+        reset = getattr(child, "reset_parameters", None)
+        if reset is None:
+            raise ValueError(
+                f"Module {type(child).__name__} has parameters on the meta device and no "
+                "reset_parameters(): pass param_init_fn"
+            )
+        with torch.no_grad():
+            reset()
+
+
+def _check(found: Sequence[Found]) -> None:
+    for item in found:
+        if item.parameter.dim() == 0:
+            raise ValueError(
+                f"FSDP doesn't support scalar parameters. Change {item.name} to a 1D tensor with "
+                "numel equal to 1."
+            )
+
+
+@torch.no_grad()
+def _move(found: Sequence[Found], module: nn.Module, device: torch.device) -> None:
+    buffers = [b for child in _own_modules(module) for b in child.buffers(recurse=False)]
+    for tensor in (*(item.parameter for item in found), *buffers):
+        if tensor.device != device:
+            tensor.data = tensor.to(device)
+        if not tensor.is_contiguous():
+            tensor.data = tensor.contiguous()
+
+
+@torch.no_grad()
+def _synchronise(found: Sequence[Found], module: nn.Module, placing: Placing) -> None:
+    """Let all ranks have the values of the first one."""
+    groups = placing.groups if isinstance(placing.groups, tuple) else (placing.groups,)
+    buffers = [b for child in _own_modules(module) for b in child.buffers(recurse=False)]
+    tensors = [*(item.parameter.detach() for item in found), *buffers]
+    for group in reversed(groups):  # between the hosts, then inside each
+        transport = Transport(group)
+        started = [
+            transport.broadcast(t.reshape(-1), 0, reason="sync_module_states") for t in tensors
+        ]
+        for tensor, pending in zip(tensors, started, strict=True):
+            flat = pending.wait()
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.shape))
+
+
+def _offload_of(offload: CPUOffload, device: torch.device) -> OffloadPolicy:
+    if not offload.offload_params:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda")

@@ -1,0 +1,56 @@
+"""Mixed precision by the wrapper's rules, in the engine's terms; buffers, which have their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+
+from shoal.runtime.policy import MixedPrecisionPolicy
+
+
+def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
+    """What the engine does for a wrapper's choice; the root's inputs are cast apart."""
+    if precision.keep_low_precision_grads:
+        raise NotImplementedError(
+            "shoal: MixedPrecision(keep_low_precision_grads=True) is not supported: gradients have "
+            "the dtype of the parameters that the optimizer holds"
+        )
+    return MixedPrecisionPolicy(
+        param_dtype=precision.param_dtype,
+        reduce_dtype=precision.reduce_dtype,
+        cast_forward_inputs=precision.cast_forward_inputs,
+    )
+
+
+class Buffers:
+    """The floating-point buffers of one wrapper, which are cast when the model first runs."""
+
+    def __init__(self, modules: Iterator[nn.Module], dtype: torch.dtype | None) -> None:
+        self._dtype = dtype
+        self._places = [
+            (module, name, buffer.dtype)
+            for module in modules
+            for name, buffer in module.named_buffers(recurse=False)
+            if buffer.is_floating_point()
+        ]
+
+    def cast(self) -> None:
+        """Give them the dtype of compute, if one was asked for."""
+        if self._dtype is None:
+            return
+        for module, name, _ in self._places:
+            self._set(module, name, self._dtype)
+
+    def restore(self) -> None:
+        """Give them their own dtypes again."""
+        for module, name, dtype in self._places:
+            self._set(module, name, dtype)
+
+    @staticmethod
+    def _set(module: nn.Module, name: str, dtype: torch.dtype) -> None:
+        buffer = module._buffers.get(name)
+        if buffer is not None and buffer.dtype is not dtype:
+            module._buffers[name] = buffer.to(dtype)
