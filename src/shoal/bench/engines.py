@@ -84,17 +84,13 @@ def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
     return cast(nn.Module, torch.compile(wrapped)) if run.mode is Mode.COMPILED else wrapped
 
 
-def _wrap_fsdp1(model: Transformer, run: Run) -> nn.Module:
-    from torch.distributed.fsdp import (
-        BackwardPrefetch,
-        FullyShardedDataParallel,
-        MixedPrecision,
-        ShardingStrategy,
-    )
+def _wrap_modules(model: Transformer, run: Run, wrapper: Callable[..., nn.Module]) -> nn.Module:
+    """What `fsdp1` and `shoal-wrapper` have in common: all but the library."""
+    from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     _compile_blocks(model, run)
-    return FullyShardedDataParallel(
+    return wrapper(
         model,
         process_group=dist.group.WORLD,
         sharding_strategy=ShardingStrategy.FULL_SHARD,
@@ -107,6 +103,18 @@ def _wrap_fsdp1(model: Transformer, run: Run) -> nn.Module:
         limit_all_gathers=True,
         use_orig_params=True,
     )
+
+
+def _wrap_fsdp1(model: Transformer, run: Run) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    return _wrap_modules(model, run, FullyShardedDataParallel)
+
+
+def _wrap_shoal_wrapper(model: Transformer, run: Run) -> nn.Module:
+    from shoal.wrapper.fully_sharded import FullyShardedDataParallel
+
+    return _wrap_modules(model, run, FullyShardedDataParallel)
 
 
 def _shard_units(
@@ -191,6 +199,13 @@ ENGINES: dict[str, Engine] = {
         Engine(
             name="shoal-flat",
             wrap=_wrap_shoal_flat,
+            uses_group=True,
+            casts=True,
+            refuses=_peer_refuses,
+        ),
+        Engine(
+            name="shoal-wrapper",
+            wrap=_wrap_shoal_wrapper,
             uses_group=True,
             casts=True,
             refuses=_peer_refuses,
