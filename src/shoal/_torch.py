@@ -51,8 +51,10 @@ from torch.distributed._shard.sharding_spec._internals import get_split_size as 
 from torch.distributed._shard.sharding_spec._internals import (
     validate_non_overlapping_shards_metadata as validate_non_overlapping_shards_metadata,
 )
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import _common_utils as fsdp_common
 from torch.distributed.remote_device import _remote_device as RemoteDevice
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -713,13 +715,6 @@ def _keeping_all(
         return found
 
     return flattened
-    utils._all_gather_sharded_tensor = gathered
-    planner._flatten_sharded_tensors = flattened
-    importers = [utils, sys.modules.get("torch.distributed.checkpoint.state_dict")]
-    for name in ("_broadcast_state_dict", "_distribute_state_dict"):
-        kept = keeping(getattr(utils, name))
-        for module in filter(None, importers):
-            setattr(module, name, kept)
 
 
 def auto_wrap(
@@ -743,3 +738,13 @@ def device_count(device: torch.device) -> int:
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
 """`HYBRID_SHARD` that keeps parameters full between forward and backward."""
+
+
+CHECKPOINT_PREFIX: str = checkpoint_wrapper._CHECKPOINT_PREFIX
+"""The level that a wrapper for activations adds to names."""
+
+ActivationWrapper = checkpoint_wrapper.ActivationWrapper
+"""What recomputes or offloads the activations of a module inside."""
+
+TrainingState = fsdp_common.TrainingState
+"""What a wrapper is doing, as errors and users' code call it."""
