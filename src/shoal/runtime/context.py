@@ -37,7 +37,7 @@ class Context:
         self._roots = frozenset(roots)
         self.orders = Orders(self.units)
         self._index = {unit: index for index, unit in enumerate(self.units)}
-        self._num_forwards = 0
+        self._is_running = False
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
         self._arrived: list[Reduction] = []
         """Reduced gradients that nobody waits for: they are put on the parameters together."""
@@ -68,7 +68,7 @@ class Context:
             if unit.phase is Phase.FORWARD:  # an earlier forward raised
                 unit.phase = Phase.HELD
         self.orders.begin()
-        self._num_forwards += 1
+        self._is_running = True
 
     def end_forward(self, *, expects_backward: bool) -> None:
         """The model's forward returned: its order is what the next step prefetches by."""
@@ -76,10 +76,16 @@ class Context:
             return
         self.boundary = None
         self.orders.end()
+        self._is_running = False
         if not expects_backward:
             for unit in self.units:
                 if not (unit.is_kept or (unit.stays and unit.phase is Phase.HELD)):
                     unit.reshard()
+
+    def abort_forward(self) -> None:
+        """The model's forward raised: what runs next is not part of it."""
+        if not _torch.inside_backward():
+            self._is_running = False
 
     def enter_forward(self, unit: Unit, then: Sequence[Unit] | None) -> None:
         """Give a unit its full parameters; start the gather of those that come next.
@@ -90,19 +96,14 @@ class Context:
         # In FORWARD it is another module of the unit, or the same one called by itself.
         if phase in (Phase.BACKWARD, Phase.FORWARD):
             return
-        is_fresh = phase is Phase.SHARDED or (
-            phase is Phase.GATHERING
-            and unit.launched_in == self._num_forwards
-            and unit.gathered_version[0] == unit.num_updates
-        )
-        if not is_fresh and unit.is_stale:
+        if not (phase is Phase.SHARDED and unit.is_bare) and unit.is_stale:
             unit.reshard()
         self._hold(unit)
         unit.phase = Phase.FORWARD
         if self.recorder is not None:
             self._began[unit] = self._mark()
         if not _torch.inside_backward():
-            following = self.orders.enter(unit)
+            following = self.orders.enter(unit) if self._is_running else self.orders.after(unit)
             if then is None:
                 self._prefetch(following)
             else:
@@ -189,6 +190,7 @@ class Context:
         self._began.clear()
         for unit in self.units:
             unit.open_passes.clear()
+            unit.noted = None
             unit.reshard()
             unit.forget_grads()
         for reduction, _ in reductions:
@@ -211,7 +213,12 @@ class Context:
             unit.note_operations()
 
         def end() -> None:
-            self._end_backward()
+            try:
+                self._end_backward()
+            except BaseException:
+                # Whoever keeps the exception keeps this function alive: do not look at that.
+                self.reset()
+                raise
 
         self._end = weakref.ref(end)
         _torch.call_after_backward(end)
@@ -228,11 +235,10 @@ class Context:
                 unit.reshard()
         for unit in self.units:
             unit.was_reduced = unit.was_entered = unit.has_late_grads = False
+            unit.noted = None
         while self._reductions:
             self._finish_reduction()
-        for reduction in self._arrived:
-            reduction.finish()
-        self._arrived.clear()
+        self._take_arrived()
         for mark in self._host_marks:
             mark.synchronize()
         self._host_marks.clear()
@@ -288,7 +294,6 @@ class Context:
         if unit is not None and unit.phase is Phase.SHARDED:
             if self.recorder is not None:
                 self._launched[unit] = self._mark()
-            unit.launched_in = self._num_forwards
             unit.launch_gather()
 
     def _hold(self, unit: Unit) -> None:
@@ -297,6 +302,8 @@ class Context:
             unit.phase = Phase.HELD
             return
         if phase is Phase.HELD:
+            if not _torch.inside_backward():
+                unit.follow_requires_grad()
             return
         self._prefetch(unit)
         if self.recorder is not None:
@@ -317,9 +324,16 @@ class Context:
         if reduction.can_wait:
             self._arrived.append(reduction)
             return
+        # A hook may look at other parameters too: in order, as if nobody had waited.
+        self._take_arrived()
         mark = reduction.finish()
         if mark is not None:
             self._host_marks.append(mark)
+
+    def _take_arrived(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        for reduction in arrived:
+            reduction.finish()
 
     def _mark(self) -> Mark | None:
         return None if self.recorder is None else self.recorder.mark()

@@ -229,9 +229,12 @@ class FullParameters:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters."""
         buffer = self._laid_out or self._gathered
-        pointer = _torch.storage_pointer(tensor)
         if self.extension is not None and self.extension.holds(tensor):
             return True
+        if type(tensor) is torch.Tensor:  # nearly always, and cheaper than to ask its storage
+            offset = tensor.data_ptr() - buffer.bytes.data_ptr()
+            return 0 <= offset < buffer.num_bytes
+        pointer = _torch.storage_pointer(tensor)
         return pointer != 0 and pointer == _torch.storage_pointer(buffer.bytes)
 
 

@@ -90,8 +90,17 @@ class ModuleState:
                 "supported; use backward(), or transform the module before fully_shard"
             )
         context = self.context or context_of(module, self)
-        is_outermost = self._depth == 0
         self._depth += 1  # a module may call itself
+        try:
+            return self._enter(context, args, kwargs)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _enter(
+        self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Runs]:
+        is_outermost = self._depth == 1
         if self.is_root and is_outermost:
             context.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
@@ -146,6 +155,8 @@ class ModuleState:
         """The module raised: it runs no more, whatever it had begun."""
         self._depth -= 1
         if self._depth == 0:
+            if self.is_root and self.context is not None:
+                self.context.abort_forward()
             self._to_run.clear()
             for unit in self.units:
                 if unit.phase is Phase.FORWARD:
@@ -177,9 +188,7 @@ class ModuleState:
         """Arrange to be told when backward reaches the module."""
         for unit, _ in runs:
             for tensor in outputs.tensors:
-                # A result of autograd that is no view has memory of its own.
-                is_new = tensor._base is None and tensor.grad_fn is not None
-                if not is_new and unit.full.holds(tensor):
+                if unit.full.holds(tensor):
                     raise InvariantError(
                         f"unit {unit.name!r} returned one of its parameters or a view of one, "
                         "whose memory is freed with the unit. Return a copy (.clone()), or use "

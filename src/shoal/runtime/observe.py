@@ -47,6 +47,7 @@ def plan_of(module: nn.Module) -> Plan:
         for state in states
         for unit in state.units
         if state.reshard_after_forward is False
+        or (state.reshard_after_forward is None and unit in context.roots)
     }
     return Plan(
         units=tuple(replace(UnitPlan.of(unit), name=names[unit]) for unit in context.units),

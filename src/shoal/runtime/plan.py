@@ -99,7 +99,7 @@ class Plan:
     """Orders of forwards by the units' names, newest first; the declared one before the first."""
     roots: frozenset[str]
     kept: frozenset[str] = frozenset()
-    """Units that are held from forward to backward."""
+    """Units that are held from forward to backward; the roots, unless it was said otherwise."""
     max_reductions: int = 1
     _by_name: dict[str, UnitPlan] = field(init=False, repr=False, compare=False)
 

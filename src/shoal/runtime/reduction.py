@@ -73,7 +73,7 @@ class Division:
 class Reduction:
     """One reduction of a unit's gradients, in flight."""
 
-    __slots__ = ("_held", "_output", "_rows", "_wait", "host_mark", "indices", "unit")
+    __slots__ = ("_cuts", "_held", "_output", "_rows", "_wait", "host_mark", "indices", "unit")
 
     def __init__(
         self,
@@ -91,6 +91,7 @@ class Reduction:
         """What the host has to wait for before it reads the gradients, where they go there."""
         self._rows = rows
         self._output = output
+        self._cuts = unit.rows.cuts
         self._wait: Callable[[], object] | None = wait
         self._held = held
 
@@ -124,5 +125,5 @@ class Reduction:
         if mark is not None and self.unit.reads_grads_at_once(self.indices):
             mark.synchronize()
             mark = None
-        self.unit.take_reduced(self.indices, self._output)
+        self.unit.take_reduced(self.indices, self._output, self._cuts)
         return mark

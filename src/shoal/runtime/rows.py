@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
 
 
+Cuts = tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None]
+"""The widths of gradients and gaps in a row, which pieces are whose, and their shapes."""
+
+
 class Rows:
     """How the gradients of one unit are laid out for a reduction, and the reduction itself."""
 
@@ -29,14 +33,14 @@ class Rows:
         self._unit = unit
         self._packing: Packing | None = None
         self._parts: Parts | None = None
-        self._trained: tuple[int, ...] = ()
+        self.trained: tuple[int, ...] = ()
         self._dtype: torch.dtype | None = None
         self._targets: dict[int, list[list[torch.Tensor]]] = {}
         self._generation = 0
         self._separate: Transport | None = None
         self._division: tuple[object, Division] | None = None
         self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
-        self._cuts: tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None] | None = None
+        self._cuts: Cuts | None = None
 
     def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction:
         """Copy gradients in and start reducing them."""
@@ -46,7 +50,7 @@ class Rows:
         if not unit.trained_set.issuperset(grads):  # frozen since its gradient was kept
             trained = tuple(sorted({*trained, *grads}))
         self._settle(trained, dtype)
-        indices = self._trained
+        indices = self.trained
         if len(grads) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(grads))
         if self._parts is not None and self._is_plain():
@@ -79,11 +83,11 @@ class Rows:
     def _settle(self, trained: tuple[int, ...], dtype: torch.dtype) -> None:
         """Lay out the parameters that are trained; all of them where cuts depend on neighbours."""
         unit = self._unit
-        if trained is self._trained and dtype is self._dtype:
+        if trained is self.trained and dtype is self._dtype:
             return
         whole = unit.shards.whole
         self._targets.clear()
-        self._trained, self._dtype = trained, dtype
+        self.trained, self._dtype = trained, dtype
         self._cuts = None
         self._offsets: dict[int, int] = {}
         dtypes = {whole.params[i].dtype for i in trained}
@@ -320,11 +324,16 @@ class Rows:
                 self._scatters = unit.transport.reduce_scatter_in_stream(division.reduce_op)
         return self._division[1]
 
-    def views(self, output: torch.Tensor) -> list[tuple[int, torch.Tensor]]:
-        """Every gradient in this rank's row of the reduced matrix, by parameter."""
+    @property
+    def cuts(self) -> Cuts:
+        """How a row is cut now; what is trained may change before it is cut."""
         if self._cuts is None:
             self._cuts = self._cut()
-        widths, wanted, examples = self._cuts
+        return self._cuts
+
+    def views(self, output: torch.Tensor, cuts: Cuts) -> list[tuple[int, torch.Tensor]]:
+        """Every gradient in this rank's row of the reduced matrix, by parameter."""
+        widths, wanted, examples = cuts
         pieces = (
             output.split_with_sizes(widths)
             if examples is None
@@ -332,8 +341,7 @@ class Rows:
         )
         return [(index, pieces[at]) for index, at in wanted]
 
-    def _cut(self) -> tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None]:
-        """The widths of gradients and gaps in a row, which pieces are whose, and their shapes."""
+    def _cut(self) -> Cuts:
         members = self._unit.shards.members
         widths: list[int] = []
         wanted: list[tuple[int, int]] = []

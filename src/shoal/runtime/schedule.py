@@ -54,6 +54,10 @@ class Orders(Generic[T]):
             if order[: len(seen)] == seen:
                 self._expected = order
                 return order[len(seen)] if len(seen) < len(order) else None
+        return self.after(unit)
+
+    def after(self, unit: T) -> T | None:
+        """What followed a unit in the newest forward."""
         last = self._known[0]
         position = self._positions.get(unit, len(last))
         return last[position + 1] if position + 1 < len(last) else None
@@ -115,15 +119,17 @@ def derive(
     order: Sequence[str],
     *,
     roots: AbstractSet[str],
-    kept: AbstractSet[str] = frozenset(),
+    kept: AbstractSet[str],
     frozen: AbstractSet[str] = frozenset(),
     max_reductions: int = 1,
 ) -> tuple[Action, ...]:
     """What a step does if forward takes this order, one unit's gather ahead.
 
-    `kept` are held from forward to backward, as the roots are; `frozen` have nothing to reduce.
+    `roots` are around all others: their forward ends last and their backward begins first. `kept`
+    are held from forward to backward; `frozen` have nothing to reduce. Backward is taken to come to
+    every unit.
     """
-    return _Derivation(order, roots, kept | roots, frozen, max_reductions).run()
+    return _Derivation(order, roots, kept, frozen, max_reductions).run()
 
 
 class _Derivation:
@@ -144,24 +150,31 @@ class _Derivation:
 
     def run(self) -> tuple[Action, ...]:
         order = self._order
+        roots = [u for u in dict.fromkeys(order) if u in self._roots]
         for position, unit in enumerate(order):
             self._hold(unit)
             self._launch(order[position + 1 : position + 2])
             self._do(ActionKind.FORWARD, unit)
-            if unit not in self._kept and unit not in order[position + 1 :]:
+            if unit not in self._kept and unit not in roots:
                 self._free(unit)
-        backward = [u for u in dict.fromkeys(reversed(order)) if u not in self._roots]
-        roots = [u for u in dict.fromkeys(order) if u in self._roots]
         for unit in roots:
+            if unit not in self._kept:
+                self._free(unit)
+        backward = [u for u in reversed(order) if u not in roots]
+        for unit in roots:
+            self._hold(unit)
+            self._launch(backward[:1])
             self._do(ActionKind.BACKWARD, unit)
-        self._launch(backward[:1])
+        if not roots:
+            self._launch(backward[:1])
         for position, unit in enumerate(backward):
             self._hold(unit)
             self._launch(backward[position + 1 : position + 2])
             self._do(ActionKind.BACKWARD, unit)
-            self._end(unit)
+            # Gradients of a unit that ran several times come with the last of its backwards.
+            self._end(unit, reduces=unit not in backward[position + 1 :])
         for unit in roots:
-            self._end(unit)
+            self._end(unit, reduces=True)
         while self._reducing:
             self._do(ActionKind.FINISH, self._reducing.pop(0))
         return tuple(self._actions)
@@ -186,9 +199,9 @@ class _Derivation:
         self._full.discard(unit)
         self._do(ActionKind.FREE, unit)
 
-    def _end(self, unit: str) -> None:
+    def _end(self, unit: str, *, reduces: bool) -> None:
         self._free(unit)
-        if unit in self._frozen:
+        if unit in self._frozen or not reduces:
             return
         while len(self._reducing) >= self._max_reductions:
             self._do(ActionKind.FINISH, self._reducing.pop(0))

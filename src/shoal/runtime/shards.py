@@ -22,7 +22,7 @@ from shoal.layout.even import EvenPacking
 from shoal.runtime.form import Form, bytes_of
 from shoal.runtime.gather_hooks import cut, has_hooks, without
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
-from shoal.runtime.updates import mark_replaced
+from shoal.runtime.updates import mark_replaced, note_change
 
 _version_of = attrgetter("_version")
 
@@ -110,6 +110,7 @@ class Shards:
     def _remember(self) -> None:
         """Note what every step asks of every member, as lists that C can walk."""
         self.num_changes += 1
+        note_change()
         self.sharded = [member.sharded for member in self.members]
         self._watched = [*self.sharded, *(member.local for member in self.members)]
         self._first_places = [member.places[0] for member in self.members]

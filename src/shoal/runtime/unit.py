@@ -27,7 +27,7 @@ from shoal.runtime.phase import ALLOWED, Phase, check_transition
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, Options
 from shoal.runtime.post_forward import PostForward
 from shoal.runtime.reduction import Reduction
-from shoal.runtime.rows import Rows
+from shoal.runtime.rows import Cuts, Rows
 from shoal.runtime.shards import Member, Shards, Source
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
@@ -88,9 +88,8 @@ class Unit:
         self.stays = False
         """Whether it is held after forward, also where no backward follows."""
         self.num_updates = 0
-        self._noted = 0
-        self.launched_in = -1
-        """The forward of the model that its gather was launched in, if that was to be early."""
+        self.noted: int | None = None
+        """What `note_operations` saw, while a backward of the model runs."""
         self.was_entered = False
         """Whether this backward has come to the unit."""
         self.has_late_grads = False
@@ -110,7 +109,7 @@ class Unit:
         self._trained_flags: list[bool] = []
         self._prepared: torch.Tensor | None = None
         self._kept_grads: dict[int, torch.Tensor] = {}
-        self._partial: tuple[tuple[int, ...], torch.Tensor] | None = None
+        self._partial: tuple[tuple[int, ...], torch.Tensor, tuple[int, ...]] | None = None
         count_updates(self)
 
     @torch.inference_mode(False)
@@ -151,7 +150,7 @@ class Unit:
             vars(parameter).update(attributes)
         self._find_registrations()
         self._counted.clear()
-        self._follow_requires_grad()
+        self.follow_requires_grad()
         self.rows = Rows(self)
         self._prepared = self.shards.buffer
 
@@ -168,7 +167,7 @@ class Unit:
         self._find_registrations()
         self._counted.discard(index)
         self._trained_flags = []
-        self._follow_requires_grad()
+        self.follow_requires_grad()
 
     def use(self, streams: Streams) -> None:
         """Work on other streams from here on."""
@@ -224,12 +223,19 @@ class Unit:
 
     def note_operations(self) -> None:
         """Look at the shards now, once for the backward that begins."""
-        self._noted = self.shards.num_operations
+        self.noted = self.shards.num_operations
 
     @property
     def version_in_backward(self) -> Version:
         """`version`, but for what was done to shards in place since `note_operations`."""
-        return self.num_updates, self.shards.num_changes, self._noted
+        if self.noted is None:  # computed inside of another backward
+            return self.version
+        return self.num_updates, self.shards.num_changes, self.noted
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether nothing is kept of the full parameters while they are freed."""
+        return self.post is None or not self.post.is_active
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
@@ -250,16 +256,17 @@ class Unit:
             if self._prepared is not self.shards.buffer:
                 self.prepare(self.arena, self.streams)
             self.gathered_version = self.version
-        if self.extension is not None:
-            self._launch_extension(self.extension)
-        self.full.begin()
-        self._wait = self.gather.launch(self.options.all_gather)
-
-    def _launch_extension(self, extension: Extension) -> None:
+        has_begun = False
         try:
-            extension.launch()
-        except BaseException:
-            self._phase = Phase.SHARDED  # a hook has raised; nothing is on its way
+            if self.extension is not None:
+                self.extension.launch()
+            self.full.begin()
+            has_begun = True
+            self._wait = self.gather.launch(self.options.all_gather)
+        except BaseException:  # a hook, a custom collective, or no memory: nothing is on its way
+            if has_begun:
+                self.full.cancel()
+            self._phase = Phase.SHARDED
             raise
 
     def wait_gather(self) -> None:
@@ -278,7 +285,7 @@ class Unit:
         else:
             self.full.finish()
         if not _torch.inside_backward():
-            self._follow_requires_grad()
+            self.follow_requires_grad()
         for homes, name, parameter in self._registrations:
             homes[name] = parameter
         self.phase = Phase.HELD
@@ -334,9 +341,9 @@ class Unit:
         """Call the hook for every parameter's gradient, and not for the first one's only."""
         self._watches_all = True
         self._trained_flags = []
-        self._follow_requires_grad()
+        self.follow_requires_grad()
 
-    def _follow_requires_grad(self) -> None:
+    def follow_requires_grad(self) -> None:
         """Freeze and unfreeze as the sharded parameters were; have a gradient noticed."""
         flags = list(map(_requires_grad, self.shards.sharded))
         if flags == self._trained_flags and self._counted:
@@ -413,14 +420,20 @@ class Unit:
         """
         if self._partial is None:
             return indices, None
-        before, partial = self._partial
+        before, partial, trained = self._partial
         self._partial = None
+        if trained != self.rows.trained:
+            raise InvariantError(
+                f"parameters of unit {self.name!r} were frozen or unfrozen while partial sums of "
+                "their gradients wait for the all-reduce. Change requires_grad after a backward "
+                "with set_requires_all_reduce(True)."
+            )
         output.add_(partial)
         return tuple(sorted({*before, *indices})), partial
 
     def keep_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
         """Keep a gradient that the replicas have still to add theirs to."""
-        self._partial = (indices, output)
+        self._partial = (indices, output, self.rows.trained)
 
     def reads_grads_at_once(self, indices: Sequence[int]) -> bool:
         """Whether somebody reads these gradients as soon as they are there."""
@@ -434,11 +447,11 @@ class Unit:
             any(map(_torch.grad_hooks, self.shards.sharded)) or members[0].sharded.grad is not None
         )
 
-    def take_reduced(self, indices: Sequence[int], output: torch.Tensor) -> None:
+    def take_reduced(self, indices: Sequence[int], output: torch.Tensor, cuts: Cuts) -> None:
         """Put reduced gradients on the sharded parameters."""
         members, dtype = self.shards.members, output.dtype
         wanted = None if indices is self.trained else set(indices)
-        for index, grad in self.rows.views(output):
+        for index, grad in self.rows.views(output, cuts):
             if wanted is not None and index not in wanted:
                 continue
             member = members[index]

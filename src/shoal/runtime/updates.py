@@ -9,6 +9,7 @@ torch's global hook, registered when the first unit is made.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from typing import Any, Protocol
 
@@ -42,6 +43,16 @@ def replaced_name(parameter: nn.Parameter) -> str | None:
     return getattr(parameter, _REPLACED, None)
 
 
+_changes = itertools.count(1)
+_num_changes = 0
+
+
+def note_change() -> None:
+    """Parameters of an owner were replaced: whose an optimizer's are has to be asked anew."""
+    global _num_changes
+    _num_changes = next(_changes)
+
+
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 _owners_in: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 
@@ -59,7 +70,7 @@ class _Known:
                 f"first is {replaced[0]!r}), so its steps do not reach the model. Build the "
                 "optimizer after fully_shard, from model.parameters()."
             )
-        held = set(self.held[1:])
+        held = set(self.held[2:])
         # Weak references to parameters themselves would forbid torch to swap them.
         self.owners: weakref.WeakSet[Updatable] = weakref.WeakSet(
             owner for owner in _owners if any(id(p) in held for p in owner.sharded_parameters())
@@ -79,7 +90,7 @@ def count_updates(owner: Updatable) -> None:
 
 def _held(optimizer: Optimizer) -> list[int]:
     """Which parameters an optimizer holds, and how many could own them."""
-    held = [len(_owners)]
+    held = [len(_owners), _num_changes]
     for group in optimizer.param_groups:
         held.extend(map(id, group["params"]))
     return held
