@@ -8,7 +8,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from shoal.errors import CheckpointError
-from shoal.layout.chunk import chunk_bounds
+from shoal.layout.chunk import chunk_region
 from shoal.layout.region import Region
 from shoal.tensor.sharded import ShardedTensor
 
@@ -84,7 +84,7 @@ def _sharded(name: str, tensor: DTensor) -> tuple[Region | None, bool]:
     for axis, placement in enumerate(tensor.placements):
         # Subclasses of Shard cut differently, so the exact type counts.
         if type(placement) is Shard:
-            region = _cut(region, placement.dim, mesh.size(axis), coordinate[axis])
+            region = chunk_region(region, mesh.size(axis), coordinate[axis], placement.dim)
         elif type(placement) is Replicate:
             writes = writes and coordinate[axis] == 0
         else:
@@ -93,12 +93,3 @@ def _sharded(name: str, tensor: DTensor) -> tuple[Region | None, bool]:
                 "redistribute it to Shard or Replicate first"
             )
     return region, writes
-
-
-def _cut(region: Region, dim: int, num_chunks: int, index: int) -> Region:
-    dim %= len(region.sizes)
-    start, stop = chunk_bounds(region.sizes[dim], num_chunks, index)
-    offsets, sizes = list(region.offsets), list(region.sizes)
-    offsets[dim] += start
-    sizes[dim] = stop - start
-    return Region(offsets=tuple(offsets), sizes=tuple(sizes))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from shoal.errors import UsageError
+from shoal.layout.region import Region
 from shoal.layout.spec import round_up
 
 
@@ -27,6 +28,18 @@ def chunk_bounds(size: int, num_chunks: int, rank: int) -> tuple[int, int]:
         raise UsageError(f"chunk {rank} does not exist: there are {num_chunks}, counted from 0")
     start = min(rank * step, size)
     return start, min(start + step, size)
+
+
+def chunk_region(region: Region, num_chunks: int, index: int, dim: int) -> Region:
+    """One chunk of a region; empty ones begin where the region ends."""
+    if not -len(region.sizes) <= dim < len(region.sizes):
+        raise UsageError(f"dim {dim} is outside of a tensor of size {region.sizes}")
+    dim %= len(region.sizes)
+    start, stop = chunk_bounds(region.sizes[dim], num_chunks, index)
+    offsets, sizes = [*region.offsets], [*region.sizes]
+    offsets[dim] += start
+    sizes[dim] = stop - start
+    return Region(offsets=tuple(offsets), sizes=tuple(sizes))
 
 
 def chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[torch.Tensor]:

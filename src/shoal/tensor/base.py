@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal import _torch
 from shoal._torch import LocalShard, ShardedTensorMetadata, ShardingSpec, TensorProperties
 from shoal.layout.region import Region
+from shoal.tensor.own_shard import OwnShard
 from shoal.tensor.placement import Placement
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class ShardedTensorBase(Tensor):
     the device and dtype.
     """
 
-    __slots__ = ("_several", "kind", "local", "placement")
+    __slots__ = ("kind", "placement")
 
     kind: Kind
     local: Tensor
@@ -40,10 +41,20 @@ class ShardedTensorBase(Tensor):
     @property
     def locals(self) -> tuple[Tensor, ...]:
         """This rank's local tensors, one for each of the placement's local shapes."""
-        try:
-            return (self.local,)
-        except AttributeError:
-            return self._several
+        # Asked for like this, an attribute that is not there takes a third of an exception's time.
+        local = getattr(self, "local", None)
+        return self._several if local is None else (local,)
+
+    def replace_local(self, index: int, local: Tensor) -> None:
+        """Have another tensor, of the same shape and kind, for one of the local ones."""
+        if local.dtype != self.dtype:
+            raise ValueError(f"expected a local tensor of {self.dtype}, got {local.dtype}")
+        locals_ = [*self.locals]
+        locals_[index] = local
+        if len(locals_) == 1:
+            self.local = local
+        else:
+            self._several = tuple(locals_)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -59,11 +70,18 @@ class ShardedTensorBase(Tensor):
         tensors: Sequence[Tensor]
         if self.placement.shards_stand_alone:
             tensors = self.locals
+        elif not self.numel():
+            tensors = [local.view(self.shape) for local in self.locals]
         else:
             tensors = [part for _, part in self.parts()]
         # Where a rank has no shard, its local tensor without elements is none either.
         pairs = zip(tensors, self.placement.own_shards(self.device), strict=False)
-        return [LocalShard(tensor, metadata) for tensor, metadata in pairs]
+        if not self.placement.shards_stand_alone:
+            return [LocalShard(tensor, metadata) for tensor, metadata in pairs]
+        return [
+            OwnShard.of(tensor, metadata, self, index)
+            for index, (tensor, metadata) in enumerate(pairs)
+        ]
 
     def metadata(self) -> ShardedTensorMetadata:
         """Where all shards of all ranks lie, and what they have in common."""
@@ -85,6 +103,23 @@ class ShardedTensorBase(Tensor):
         if held:
             return all(local.is_pinned() for local in held)
         return self.placement.is_pinned
+
+    # What torch.distributed.checkpoint asks of a tensor class that it does not know itself.
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from shoal.tensor.checkpoint import write_items
+
+        return write_items(self, fqn)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from shoal.tensor.checkpoint import chunks
+
+        return chunks(self)
+
+    def __get_tensor_shard__(self, index: Any) -> Tensor:
+        from shoal.tensor.checkpoint import shard_at
+
+        return shard_at(self, index)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(

@@ -17,7 +17,7 @@ def copy_into(op: Op, target: Tensor, source: Tensor, non_blocking: bool = False
     """Copy into a sharded tensor: one cut alike, a whole one of its shape, or a single number."""
     if not isinstance(target, ShardedTensor):
         if isinstance(source, ShardedTensor):
-            raise unsupported(op, "the target is a plain tensor")
+            raise unsupported(op, "the target is a plain tensor", source)
         return target.copy_(source, non_blocking=non_blocking)
     if isinstance(source, ShardedTensor):
         if not target.placement.agrees(source.placement):
@@ -34,6 +34,7 @@ def copy_into(op: Op, target: Tensor, source: Tensor, non_blocking: bool = False
             op,
             f"the source is a plain tensor of shape {tuple(source.shape)}; expected a whole one of "
             f"{target.placement.shape}, of which each rank takes its elements",
+            target,
         )
     return target
 
@@ -56,9 +57,18 @@ def _made_like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded
     """Make a tensor with the example's placement, perhaps of another dtype or device."""
     example, *rest = args
     if kwargs:
-        _check_row_major(op, kwargs)
+        _check_row_major(op, example, kwargs)
         kwargs.pop("memory_format", None)
     return like_each(example, [op(local, *rest, **kwargs) for local in example.locals])
+
+
+def _new_empty(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Make room for a tensor of the example's size, with its placement."""
+    example, size = args
+    if tuple(size) != example.placement.shape:
+        raise unsupported(op, f"{tuple(size)} is another size", example)
+    _check_row_major(op, example, kwargs)
+    return like_each(example, [op(local, local.shape, **kwargs) for local in example.locals])
 
 
 def _in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -68,9 +78,21 @@ def _in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
     return target
 
 
+def _identity(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Write the identity matrix, or the rows and columns of it that the target has."""
+    target = kwargs.pop("out")
+    if tuple(args) != target.placement.shape:
+        raise unsupported(op, f"{args} is another size than {target.placement.shape}", target)
+    for region, part in target.parts():
+        # Ones lie where the row is the column, which is this far from the part's own corner.
+        below, right = region.offsets
+        part.zero_().diagonal(below - right).fill_(1)
+    return target
+
+
 def _fill_from_tensor(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     if isinstance(args[1], ShardedTensor):
-        raise unsupported(op, "the value is itself sharded, so that one rank alone has it")
+        raise unsupported(op, "the value is itself sharded, so that one rank alone has it", args)
     return _in_place(op, args, kwargs)
 
 
@@ -78,11 +100,11 @@ def _copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return copy_into(op, *args, **kwargs)
 
 
-def _check_row_major(op: Op, kwargs: dict[str, Any]) -> None:
+def _check_row_major(op: Op, example: ShardedTensor, kwargs: dict[str, Any]) -> None:
     if kwargs.get("memory_format") not in _ROW_MAJOR:
-        raise unsupported(op, f"a piece has no {kwargs['memory_format']}")
+        raise unsupported(op, f"a piece has no {kwargs['memory_format']}", example)
     if kwargs.get("layout") not in (None, torch.strided):
-        raise unsupported(op, f"a piece cannot be {kwargs['layout']}")
+        raise unsupported(op, f"a piece cannot be {kwargs['layout']}", example)
 
 
 HANDLERS: dict[str, Handler] = {
@@ -90,11 +112,13 @@ HANDLERS: dict[str, Handler] = {
     "detach": _detach,
     "clone": _made_like,
     "empty_like": _made_like,
+    "new_empty": _new_empty,
     "full_like": _made_like,
     "ones_like": _made_like,
     "zeros_like": _made_like,
     "_to_copy": _made_like,
     "copy_": _copy,
+    "eye.m_out": _identity,
     "fill_.Scalar": _in_place,
     "fill_.Tensor": _fill_from_tensor,
     "zero_": _in_place,

@@ -21,7 +21,7 @@ from shoal.tensor.sharded import Handler, Op, ShardedTensor
 def _draw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     target, *rest = args
     if any(isinstance(arg, torch.Tensor) for arg in rest):
-        raise unsupported(op, "its parameters are tensors")
+        raise unsupported(op, "its parameters are tensors", target)
     if target.placement.shards_stand_alone:
         for local in target.locals:
             op(local, *rest, **kwargs)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -10,6 +11,11 @@ from torch import Tensor
 from shoal import _torch
 from shoal.tensor.refusal import check_plain, differently_cut, refuse, unsupported
 from shoal.tensor.sharded import Handler, Op, ShardedTensor, like, like_each
+
+Result: TypeAlias = Callable[
+    [ShardedTensor, list[Tensor], tuple[Any, ...], dict[str, Any]], ShardedTensor
+]
+"""What an operation returns: of the first operand, its results for each shard, its arguments."""
 
 
 def is_elementwise(op: Op) -> bool:
@@ -29,11 +35,13 @@ def handler(op: Op) -> Handler:
     if len(mutated) > 1 or _torch.num_returns(op) != 1:
         return refuse
     if not mutated:
-        return _or_each(_functional)
-    return _or_each(_into_out if mutated == ("out",) else _in_place)
+        return _or_each(_functional, _all_new)
+    if mutated == ("out",):
+        return _or_each(_into_out, _out)
+    return _or_each(_in_place, _first)
 
 
-def _or_each(handle: Handler) -> Handler:
+def _or_each(handle: Handler, result: Result) -> Handler:
     """Serve tensors of several local shards too, one shard after another."""
 
     def handle_each(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -44,26 +52,59 @@ def _or_each(handle: Handler) -> Handler:
             operands = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
             if all(hasattr(operand, "local") for operand in operands):
                 raise
-        first = operands[0]
-        for other in operands:
-            if not first.placement.agrees(other.placement):
-                raise differently_cut(op, first, other)
-        for arg in args:
-            if isinstance(arg, Tensor) and not isinstance(arg, ShardedTensor):
-                check_plain(op, first, arg)
-        results = [
-            op(*(_shard(a, i) for a in args), **{k: _shard(a, i) for k, a in kwargs.items()})
-            for i in range(len(first.locals))
-        ]
-        if not _torch.mutated_arguments(op):
-            return like_each(first, results)
-        return kwargs["out"] if "out" in kwargs else args[0]
+        example = operands[0]
+        _check_alike(op, example, operands, args)
+        return result(example, _for_each(op, len(example.locals), args, kwargs), args, kwargs)
 
     return handle_each
 
 
-def _shard(arg: Any, index: int) -> Any:
-    return arg.locals[index] if isinstance(arg, ShardedTensor) else arg
+def _all_new(
+    example: ShardedTensor, locals_: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ShardedTensor:
+    return like_each(example, locals_)
+
+
+def _first(
+    example: ShardedTensor, locals_: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ShardedTensor:
+    return args[0]
+
+
+def _out(
+    example: ShardedTensor, locals_: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> ShardedTensor:
+    return kwargs["out"]
+
+
+def _check_alike(
+    op: Op, example: ShardedTensor, operands: Sequence[ShardedTensor], args: tuple[Any, ...]
+) -> None:
+    for other in operands:
+        if other.placement is not example.placement and not example.placement.agrees(
+            other.placement
+        ):
+            raise differently_cut(op, example, other)
+    for arg in args:
+        if isinstance(arg, Tensor) and not isinstance(arg, ShardedTensor):
+            check_plain(op, example, arg)
+
+
+def _for_each(op: Op, count: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Run an operation on as many shards, with a row of arguments for each."""
+    rows = zip(*[_spread(arg, count) for arg in args], strict=True)
+    if not kwargs:
+        return [op(*row) for row in rows]
+    named = zip(*[_spread(arg, count) for arg in kwargs.values()], strict=True)
+    return [
+        op(*row, **dict(zip(kwargs, values, strict=True)))
+        for row, values in zip(rows, named, strict=True)
+    ]
+
+
+def _spread(arg: Any, count: int) -> tuple[Any, ...]:
+    """An argument for each shard."""
+    return arg.locals if isinstance(arg, ShardedTensor) else (arg,) * count
 
 
 def _functional(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
@@ -75,7 +116,7 @@ def _in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
     _, local_args = _unwrap(op, args)
     target = args[0]
     if not isinstance(target, ShardedTensor):
-        raise unsupported(op, "its result goes into a plain tensor")
+        raise unsupported(op, "its result goes into a plain tensor", args)
     op(*local_args, **kwargs)
     return target
 
@@ -83,7 +124,7 @@ def _in_place(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
 def _into_out(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     target = kwargs["out"]
     if not isinstance(target, ShardedTensor):
-        raise unsupported(op, "its result goes into a plain tensor")
+        raise unsupported(op, "its result goes into a plain tensor", args)
     _, (out, *local_args) = _unwrap(op, (target, *args))
     op(*local_args, **{**kwargs, "out": out})
     return target

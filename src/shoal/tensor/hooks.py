@@ -1,4 +1,7 @@
-"""Hooks that let sharded tensors which are plain attributes of modules be in state dicts."""
+"""Hooks that let sharded tensors which are plain attributes of modules be in state dicts.
+
+Ours or torch's: a model may have both, while its code moves from one to the other.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal.tensor.sharded import ShardedTensor
+from shoal._torch import TorchShardedTensor
 
 
 def state_dict_hook(
@@ -15,7 +18,7 @@ def state_dict_hook(
     """Add sharded tensors to a state dict; for `register_state_dict_post_hook`-like hooks."""
     for path, owner in module.named_modules():
         for name, value in vars(owner).items():
-            if isinstance(value, ShardedTensor):
+            if isinstance(value, TorchShardedTensor):
                 destination[_key(prefix, path, name)] = value
 
 
@@ -33,7 +36,7 @@ def pre_load_state_dict_hook(
     for path, owner in module.named_modules():
         for name in [*vars(owner)]:
             value = state_dict.get(_key(prefix, path, name))
-            if isinstance(value, ShardedTensor):
+            if isinstance(value, TorchShardedTensor):
                 setattr(owner, name, value)
 
 

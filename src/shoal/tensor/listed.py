@@ -41,7 +41,7 @@ class Listed(Placement):
     is_pinned: bool = field(default=False, repr=False, compare=False)
     own: tuple[int, ...] | None = field(default=None, repr=False, compare=False)
     rank: int = field(init=False, compare=False)
-    replica: int = field(default=0, init=False, repr=False, compare=False)
+    replica: int = field(default=0, repr=False, compare=False)
     local_devices: tuple[torch.device, ...] = field(  # pyright: ignore
         init=False, repr=False, compare=False
     )
@@ -153,6 +153,7 @@ class Listed(Placement):
             given_spec=self.given_spec,
             is_pinned=self.is_pinned,
             own=self.own,
+            replica=self.replica,
         )
 
     def _devices(self, own: Sequence[int]) -> tuple[torch.device, ...]:
@@ -164,7 +165,10 @@ class Listed(Placement):
     def __str__(self) -> str:
         size = dist.get_world_size(self.group) if self.rank >= 0 else "no group"
         numel = sum(region.numel for region in self.regions)
-        return f"rank {self.rank} of {size} holding {numel:,} elements of {self.shape}"
+        spec = type(self.given_spec).__name__
+        if isinstance(self.given_spec, _torch.ChunkShardingSpec):
+            spec += f"(dim={self.given_spec.dim})"
+        return f"rank {self.rank} of {size} holding {numel:,} elements of {self.shape} by {spec}"
 
 
 def check_shards(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ gradient, its state; they are cut alike, or all plain, or single numbers such as
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,8 +14,8 @@ from torch import Tensor
 
 from shoal import _torch
 from shoal.tensor.copies import copy_into
-from shoal.tensor.refusal import check_plain, differently_cut, unsupported
-from shoal.tensor.sharded import Handler, Op, ShardedTensor, like
+from shoal.tensor.refusal import check_plain, differently_cut
+from shoal.tensor.sharded import Handler, Op, ShardedTensor, like, like_each
 
 _FOREACH = "_foreach_"
 _REDUCTIONS = frozenset({"max", "norm", "powsum"})
@@ -42,6 +43,13 @@ def foreach(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results = op(*local_args, **kwargs)
     if not results:
         return results
+    if len(results) > len(examples):
+        taken = iter(results)
+        results = [[next(taken) for _ in range(count)] for count in _counts(examples)]
+        return [
+            like_each(example, locals_) if isinstance(example, ShardedTensor) else locals_[0]
+            for example, locals_ in zip(examples, results, strict=True)
+        ]
     return [
         like(example, local) if isinstance(example, ShardedTensor) else local
         for example, local in zip(examples, results, strict=True)
@@ -68,8 +76,11 @@ def _fused(num_lists: int) -> Handler:
     """Make the handler of a fused step in place; lists after the first so many are step counts."""
 
     def step(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        _, local_args = unwrap_lists(op, args[:num_lists])
-        _torch.binding(op)(*local_args, *args[num_lists:], **kwargs)
+        examples, local_args = unwrap_lists(op, args[:num_lists])
+        counts = args[num_lists:]
+        if len(local_args[0]) > len(examples):
+            counts = tuple(_repeated(each, _counts(examples)) for each in counts)
+        _torch.binding(op)(*local_args, *counts, **kwargs)
 
     return step
 
@@ -100,10 +111,10 @@ def unwrap_lists(op: Op, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Any]
 
 
 def _unwrap_mixed(op: Op, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Any]]:
-    """Do as `unwrap_lists` does where some tensors are plain."""
-    for tensor in _torch.tree_leaves(args):
-        if isinstance(tensor, ShardedTensor) and len(tensor.locals) > 1:
-            raise unsupported(op, "a rank has several shards of one of the tensors")
+    """Do as `unwrap_lists` does where some tensors are plain, or have several local shards.
+
+    A tensor with several shards takes as many places in the lists, and so does what belongs to it.
+    """
     lists = [a for a in args if isinstance(a, list) and a and isinstance(a[0], Tensor)]
     examples: list[Tensor] = []
     for column in zip(*lists, strict=True):
@@ -114,13 +125,23 @@ def _unwrap_mixed(op: Op, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Any
                 check_plain(op, sharded[0], tensor)
             elif not tensor.placement.agrees(sharded[0].placement):
                 raise differently_cut(op, sharded[0], tensor)
-    local_args = [
-        [t.local if isinstance(t, ShardedTensor) else t for t in arg]
-        if isinstance(arg, list) and arg and isinstance(arg[0], Tensor)
-        else arg
-        for arg in args
-    ]
-    return examples, local_args
+    counts = _counts(examples)
+    return examples, [_repeated(arg, counts) for arg in args]
+
+
+def _counts(examples: Sequence[Tensor]) -> list[int]:
+    """How many local tensors each tensor has on this rank."""
+    return [len(each.locals) if isinstance(each, ShardedTensor) else 1 for each in examples]
+
+
+def _repeated(arg: Any, counts: Sequence[int]) -> Any:
+    """A list with local tensors in place of sharded ones, and the rest as often as they need it."""
+    if not isinstance(arg, list) or len(arg) != len(counts):
+        return arg
+    repeated: list[Any] = []
+    for each, count in zip(arg, counts, strict=True):
+        repeated += each.locals if isinstance(each, ShardedTensor) else [each] * count
+    return repeated
 
 
 HANDLERS: dict[str, Handler] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -103,8 +104,7 @@ class Packed(Placement):
 
     def shards(self, device: torch.device) -> list[ShardMetadata]:
         """See `Placement.shards`; walks all ranks of the group."""
-        found = [shard for rank in range(self.group.size()) for shard in self._of(rank, device)]
-        return found or [_shard(Region.whole(self.shape), self._place(0, device))]
+        return [shard for rank in range(self.group.size()) for shard in self._of(rank, device)]
 
     def own_shards(self, device: torch.device) -> list[ShardMetadata]:
         """See `Placement.own_shards`."""
@@ -128,7 +128,11 @@ class Packed(Placement):
 
     def _of(self, rank: int, device: torch.device) -> list[ShardMetadata]:
         place = self._place(rank, device)
-        return [_shard(region, place) for region in self.regions_of(rank)]
+        regions = self.regions_of(rank)
+        if rank == 0 and not math.prod(self.shape):
+            # torch has a shard for each tensor, also for one without elements.
+            regions = (Region.whole(self.shape),)
+        return [_shard(region, place) for region in regions]
 
     def _place(self, rank: int, device: torch.device) -> RemoteDevice:
         # Which of its devices another rank uses is its own business.
@@ -138,7 +142,7 @@ class Packed(Placement):
     def __str__(self) -> str:
         return (
             f"rank {self.rank} of {self.packing.world_size} holding "
-            f"{self.piece.numel:,} elements of {self.shape}"
+            f"{self.piece.numel:,} elements of {self.shape} by {type(self.packing).__name__}"
         )
 
 

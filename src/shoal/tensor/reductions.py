@@ -22,14 +22,18 @@ def shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
     tensor, dim = given["self"], given.get("dim")
     dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
     if dims and {d % max(tensor.dim(), 1) for d in dims} != set(range(max(tensor.dim(), 1))):
-        raise unsupported(op, f"it reduces over dims {dims} of {tensor.dim()}, not over all")
+        raise unsupported(
+            op, f"it reduces over dims {dims} of {tensor.dim()}, not over all", tensor
+        )
     return (1,) * tensor.dim() if given.get("keepdim") else ()
 
 
 def check_no_gradient(op: Op, tensor: Tensor) -> None:
     """Raise where autograd records the reduction: its gradient would be a plain tensor."""
     if torch.is_grad_enabled() and isinstance(tensor, ShardedTensor) and tensor.requires_grad:
-        raise unsupported(op, "it cannot be differentiated; use torch.no_grad() or detach()")
+        raise unsupported(
+            op, "it cannot be differentiated; use torch.no_grad() or detach()", tensor
+        )
 
 
 def _sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -43,7 +47,7 @@ def _mean(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given, tensor, shape = _prepared(op, args, kwargs)
     dtype = given["dtype"] or tensor.dtype
     if not dtype.is_floating_point:
-        raise unsupported(op, f"the mean of {dtype} is not whole; pass a dtype")
+        raise unsupported(op, f"the mean of {dtype} is not whole; pass a dtype", tensor)
     part = _own_sum(tensor, accurate(dtype))
     total = add_up(part.view(1), tensor.placement.group)
     return (total / tensor.numel()).to(dtype).view(shape)
@@ -80,16 +84,28 @@ def _same(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Compare two tensors on each rank; they are the same where no rank sees a difference."""
     first, second, *rest = args
     if not isinstance(first, ShardedTensor) or not isinstance(second, ShardedTensor):
-        raise unsupported(op, "one of the two is a plain tensor")
+        raise TypeError(
+            f"Both arguments to {op} need to be of type ShardedTensor, got {type(first)} and "
+            f"{type(second)}: compare tensor.full_tensor() with a plain one"
+        )
     group = first.placement.group
-    if group is not second.placement.group or first.shape != second.shape:
+    if group is not second.placement.group:
+        raise RuntimeError(
+            "All distributed tensors should use the same ProcessGroup if used together in an op: "
+            f"{op} got tensors of {first.placement} and {second.placement}"
+        )
+    if first.shape != second.shape:
         return False
     if not isinstance(group, ProcessGroup):
         return True  # a rank that is in no group has nothing of either
-    if not first.placement.agrees(second.placement):
+    # As torch has it: the same values in shards of other metadata are not the same tensor.
+    stand_alone = first.placement.shards_stand_alone and second.placement.shards_stand_alone
+    differs = stand_alone and first.metadata() != second.metadata()
+    if not stand_alone and not first.placement.agrees(second.placement):
         raise differently_cut(op, first, second)
-    pairs = zip(first.locals, second.locals, strict=True)
-    differs = not all(op(one, other, *rest, **kwargs) for one, other in pairs)
+    if not differs:
+        pairs = zip(first.locals, second.locals, strict=True)
+        differs = not all(op(one, other, *rest, **kwargs) for one, other in pairs)
     found = torch.tensor([differs], dtype=torch.int64, device=first.device)
     return largest(found, group).item() == 0
 
@@ -120,7 +136,7 @@ def _own_sum(tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
 
 def _largest(op: Op, tensor: ShardedTensor, locals_: Sequence[Tensor]) -> Tensor:
     if tensor.numel() == 0:
-        raise unsupported(op, "the tensor has no element")
+        raise unsupported(op, "the tensor has no element", tensor)
     parts: list[Tensor] = []
     for local in locals_:
         values = local.to(accurate(local.dtype)) if local.is_floating_point() else local.long()

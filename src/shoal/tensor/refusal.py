@@ -6,21 +6,28 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from shoal import _torch
 from shoal.errors import UsageError
 from shoal.tensor.sharded import Op, ShardedTensor
 
 
 def refuse(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Say that there is no handler, and what to do instead."""
-    raise unsupported(op, "the operation is not one that each rank can do on its own elements")
+    reason = "the operation is not one that each rank can do on its own elements"
+    raise unsupported(op, reason, args, kwargs)
 
 
-def unsupported(op: Op, reason: str) -> NotImplementedError:
-    """Build the error for an operation, or a way of calling it, that is missing."""
+def unsupported(op: Op, reason: str, *operands: Any) -> NotImplementedError:
+    """Build the error for an operation, or a way of calling it, that is missing.
+
+    The first ShardedTensor of the operands says how it is cut.
+    """
+    sharded = [o for o in _torch.tree_leaves(operands) if isinstance(o, ShardedTensor)]
+    layout = f", for a tensor of {sharded[0].placement}" if sharded else ""
     return NotImplementedError(
-        f"{op}: {reason}. Use tensor.full_tensor() for a whole copy on every rank, or "
-        "tensor.locals for the elements of this rank; the operation itself is not supported for "
-        "ShardedTensor!"
+        f"{op}: {reason}{layout}. Use tensor.full_tensor() for a whole copy on every rank, "
+        "tensor.locals for the elements of this rank, or tensor.reshard(spec) for another cut; the "
+        "operation itself is not supported for ShardedTensor!"
     )
 
 
@@ -40,7 +47,9 @@ def check_plain(op: Op, example: ShardedTensor, plain: Tensor) -> None:
             op,
             f"one operand is a plain tensor of shape {tuple(plain.shape)}, of which it is not "
             "known whether it is whole or this rank's part",
+            example,
         )
     if example.dim() == 0 and plain.dtype != example.dtype:
         # Locally it has a dim, so that torch would promote dtypes by another rule.
-        raise unsupported(op, f"a 0-d {example.dtype} meets a 0-d {plain.dtype}: cast one first")
+        reason = f"a 0-d {example.dtype} meets a 0-d {plain.dtype}: cast one first"
+        raise unsupported(op, reason, example)

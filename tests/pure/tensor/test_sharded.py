@@ -185,7 +185,7 @@ def test_the_repr_names_the_whole_and_the_part() -> None:
 
     assert run_local(2, rank)[0] == (
         "ShardedTensor(shape=(4, 2), dtype=torch.float32, device=cpu, rank 0 of 2 holding "
-        f"8 elements of (4, 2), requires_grad=True, local={torch.zeros(4, 2)!r})"
+        f"8 elements of (4, 2) by WholePacking, requires_grad=True, local={torch.zeros(4, 2)!r})"
     )
 
 

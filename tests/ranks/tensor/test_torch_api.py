@@ -532,7 +532,8 @@ def test_subgroups_count_ranks_of_the_world() -> None:
     compare(script)
     ours = OURS.tensor.ones(OURS.chunks(0, [2, 3]), 4, process_group=group)
     assert torch.equal(ours, ours.clone()), "on the rank outside, too"
-    assert not torch.equal(ours, OURS.tensor.ones(OURS.chunks(0, [2, 3]), 4))
+    with pytest.raises(RuntimeError, match="same ProcessGroup"):
+        torch.equal(ours, OURS.tensor.ones(OURS.chunks(0, [2, 3]), 4))
     match = "Global rank 0 does not exist in input process group"
     if rank > 0:
         compare_errors(
