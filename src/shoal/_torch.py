@@ -748,3 +748,32 @@ ActivationWrapper = checkpoint_wrapper.ActivationWrapper
 
 TrainingState = fsdp_common.TrainingState
 """What a wrapper is doing, as errors and users' code call it."""
+
+
+@functools.cache
+def serve_wrapper(cls: Any) -> None:
+    """Let `get_state_dict` and its like of torch's checkpoints know another wrapper class.
+
+    They ask torch's class for everything; from here on each model's own class is asked.
+    """
+    state_dicts: Any = importlib.import_module("torch.distributed.checkpoint.state_dict")
+    by_torch, state_by_torch = (
+        state_dicts.FSDP,
+        state_dicts._get_module_fsdp_state_if_fully_sharded_module,
+    )
+
+    class Either(type):
+        def __instancecheck__(cls_: type, instance: object) -> bool:
+            return isinstance(instance, (by_torch, cls))
+
+        def __getattr__(cls_: type, name: str) -> Callable[..., Any]:
+            def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+                owner = cls if cls.fsdp_modules(module) else by_torch
+                return getattr(owner, name)(module, *args, **kwargs)
+
+            return call
+
+    state_dicts.FSDP = Either("FSDP", (), {})
+    state_dicts._get_module_fsdp_state_if_fully_sharded_module = lambda module: (
+        module if isinstance(module, cls) else state_by_torch(module)
+    )

@@ -147,6 +147,10 @@ class Context:
             unit.phase = Phase.BACKWARD
         if self.recorder is not None:
             self._began[unit] = self._mark()
+        if not unit.options.prefetches_late:
+            self._prefetch_backward(unit, then)
+
+    def _prefetch_backward(self, unit: Unit, then: Sequence[Unit | None] | None) -> None:
         if then is None:
             # The root's backward comes first, although its forward did too: it is around.
             is_root = unit in self._roots
@@ -252,6 +256,8 @@ class Context:
         if unit.phase is Phase.BACKWARD and not unit.open_passes:
             self._reduce(unit)
             self._free(unit)
+            if unit.options.prefetches_late:
+                self._prefetch_backward(unit, None)
 
     def _free(self, unit: Unit) -> None:
         if unit.phase is not Phase.BACKWARD:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from shoal import _torch
@@ -38,7 +39,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
             _compare(
                 ranks,
                 [UnitPlan.of(unit).described() for unit in shared],
-                "have sharded different models",
+                "{} and {} have sharded different models",
                 "Build the same model, with the same units, on every rank.",
             )
 
@@ -51,8 +52,33 @@ def check_inputs_agree(unit: Unit, inputs: Mapping[str, object]) -> None:
         _compare(
             ranks,
             [sent],
-            "send different tensors for one parameter",
+            "{} and {} send different tensors for one parameter",
             "fsdp_pre_all_gather must return the same dtypes and shapes on every rank: pad them.",
+        )
+
+
+def check_order_agrees(unit: Unit) -> None:
+    """Raise on every rank if ranks are about to run different units."""
+    ranks = tuple(sorted(unit.mesh_info.mesh.mesh.flatten().tolist()))
+    if len(ranks) > 1 and not _is_imagined(unit):
+        _compare(
+            ranks,
+            [{"unit": unit.name, "layout": "", "parameters": {}}],
+            "Forward order differs across ranks: {} and {} are about to gather different units",
+            "Let every rank run the same modules in the same order.",
+        )
+
+
+def check_tensors_agree(group: dist.ProcessGroup, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise on every rank if the ranks of a group have different tensors to communicate."""
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    if len(ranks) > 1 and not getattr(group, "others_are_imagined", False):
+        described = {name: f"{tuple(t.shape)} of {t.dtype}" for name, t in tensors.items()}
+        _compare(
+            ranks,
+            [{"unit": "", "layout": "", "parameters": described}],
+            "{} and {} have different modules",
+            "Build the same module on every rank.",
         )
 
 
@@ -76,7 +102,7 @@ def _compare(
             theirs = json.loads(store.get(f"{key}/{other}"))
             difference = _difference(mine, theirs)
             if difference and not verdict:
-                verdict = f"rank {rank} and rank {other} {accusation}: {difference}"
+                verdict = f"{accusation.format(f'rank {rank}', f'rank {other}')}: {difference}"
         store.set(f"{key}/verdict", verdict)
     store.wait([f"{key}/verdict"], _TIMEOUT)
     verdict = store.get(f"{key}/verdict").decode()

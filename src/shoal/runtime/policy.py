@@ -115,6 +115,8 @@ class Options:
     """Whether they are also summed over the replicas."""
     reshards_after_backward: bool = True
     gathers_in_backward: bool = True
+    prefetches_late: bool = False
+    """Whether a unit's backward ends before the gather of the next one starts."""
     reduces_unused: bool = False
     """Whether parameters without a gradient count as having a zero one."""
     divide_factor: float | None = None

@@ -173,6 +173,17 @@ class Unit:
         """Work on other streams from here on."""
         self.streams = self.gather.streams = streams
 
+    def compute_by(self, policy: MixedPrecisionPolicy) -> None:
+        """Compute in the dtypes of another policy; what ran before has no backward any more."""
+        if policy == self.policy:
+            return
+        self.reshard()
+        self.policy = policy
+        self.shards.num_changes += 1  # whoever runs that backward is told that it is too late
+        if self._prepared is not None:
+            self._prepared = None
+            self.prepare(self.arena, self.streams)
+
     def prepare_alone(self) -> None:
         """Get ready to be gathered before the model is known."""
         if self._prepared is None:

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shoal import _torch
 from shoal.runtime.collect import Found
+from shoal.runtime.full import FreedParameter
 from shoal.runtime.shards import Home
-from shoal.runtime.unit import Unit
 
 NAME = "_flat_param"
 
@@ -35,8 +36,8 @@ class FlatMember:
         return self.shape.numel()
 
 
-def flatten(found: Sequence[Found]) -> tuple[nn.Parameter, FlatMembers]:
-    """Put parameters after one another in one, and take them off their modules."""
+def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembers]:
+    """Put parameters after one another in one, which is the module's; theirs are taken off."""
     dtypes = {item.parameter.dtype for item in found}
     if len(dtypes) > 1:
         raise ValueError(
@@ -50,6 +51,9 @@ def flatten(found: Sequence[Found]) -> tuple[nn.Parameter, FlatMembers]:
             f"{[i.name for i in found if not i.parameter.requires_grad]} are frozen; wrap them "
             "apart, or pass use_orig_params=True"
         )
+    # In the order of `module.parameters()`, in which torch's lie too.
+    order = {parameter: index for index, parameter in enumerate(module.parameters())}
+    found = sorted(found, key=lambda item: order[item.parameter])
     with torch.no_grad():
         data = torch.cat([item.parameter.detach().reshape(-1) for item in found])
     flat = nn.Parameter(data, requires_grad=trained.pop())
@@ -58,17 +62,34 @@ def flatten(found: Sequence[Found]) -> tuple[nn.Parameter, FlatMembers]:
     members = tuple(
         FlatMember(name=item.name, shape=item.parameter.shape, homes=item.homes) for item in found
     )
-    for member in members:
-        for home in member.homes:
+    # torch's checkpoints ask this of it.
+    flat._fqns = [m.name.replace(_torch.CHECKPOINT_PREFIX, "") for m in members]  # pyright: ignore
+    for item in found:
+        blank = _blank(item)
+        for home in item.homes:
             del home.module._parameters[home.name]
-    return flat, FlatMembers(members)
+            vars(home.module)[home.name] = blank
+    module.register_parameter(NAME, flat)
+    home = Home(module=module, name=NAME)
+    return Found(name=NAME, parameter=flat, homes=(home,)), FlatMembers(members, home)
+
+
+def _blank(item: Found) -> torch.Tensor:
+    """What says how a parameter looks until a forward shows it; reading it is an error."""
+    data = torch.empty_like(item.parameter, requires_grad=False)
+    data.untyped_storage().resize_(0)
+    blank = nn.Parameter(data, requires_grad=item.parameter.requires_grad)
+    vars(blank)["_shoal_name"] = f"parameter {item.name!r}"
+    blank.__class__ = FreedParameter
+    return blank
 
 
 class FlatMembers:
     """The parameters of one flat parameter, as views of it."""
 
-    def __init__(self, members: Sequence[FlatMember]) -> None:
+    def __init__(self, members: Sequence[FlatMember], home: Home) -> None:
         self.members = tuple(members)
+        self._home = home
         self._sizes = [member.numel for member in self.members]
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
@@ -83,24 +104,18 @@ class FlatMembers:
                 # Past `nn.Module.__setattr__`, which costs more than all the rest.
                 vars(home.module)[home.name] = view
 
-    def hide(self) -> None:
-        """Take the views off the modules."""
-        for member in self.members:
-            for home in member.homes:
-                vars(home.module).pop(home.name, None)
-
     @contextmanager
-    def as_parameters(self, unit: Unit) -> Iterator[None]:
-        """Let the modules have parameters again, views of the full one, for as long as it is full.
+    def as_parameters(self, flat: nn.Parameter) -> Iterator[None]:
+        """Let the modules have parameters again, views of the flat one, which is whole and hidden.
 
-        What is written to them reaches the flat parameter.
+        What is written to them, or put in their places, reaches the flat parameter.
         """
-        self.hide()
-        (flat,) = unit.full.parameters
-        taken = [(p, n) for p, n in unit.shards.members[0].places if n in p]
-        kept = [parameters.pop(name) for parameters, name in taken]
-        with torch.no_grad():
-            views = self.views(flat.detach())
+        parameters = self._home.module._parameters
+        del parameters[self._home.name]
+        views = self.views(flat.data)
+        homes = [home for member in self.members for home in member.homes]
+        # A backward that is still to come may recompute with the views that forward was shown.
+        shown = [vars(home.module).pop(home.name, None) for home in homes]
         for member, view in zip(self.members, views, strict=True):
             parameter = nn.Parameter(view, requires_grad=flat.requires_grad)
             for home in member.homes:
@@ -108,8 +123,11 @@ class FlatMembers:
         try:
             yield
         finally:
-            for member in self.members:
-                for home in member.homes:
-                    home.module._parameters.pop(home.name, None)
-            for (parameters, name), parameter in zip(taken, kept, strict=True):
-                parameters[name] = parameter
+            for member, view in zip(self.members, views, strict=True):
+                found = [home.module._parameters.pop(home.name, None) for home in member.homes]
+                if found[0] is not None and found[0].data_ptr() != view.data_ptr():
+                    view.copy_(found[0].data)
+            for home, view in zip(homes, shown, strict=True):
+                if view is not None:
+                    vars(home.module)[home.name] = view
+            parameters[self._home.name] = flat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,22 +18,25 @@ from shoal import _torch
 from shoal.comm.transport import Transport
 from shoal.layout import Flat, ParamSpec
 from shoal.runtime.collect import Found, collect
+from shoal.runtime.guard import check_tensors_agree
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, Options
-from shoal.runtime.shards import Home, Source
+from shoal.runtime.shards import Source
 from shoal.runtime.unit import Unit
-from shoal.wrapper import flat_parameter
+from shoal.wrapper.base import WRAPPED
+from shoal.wrapper.clip import Clipping
+from shoal.wrapper.comm_hook import CommHooks
 from shoal.wrapper.flat_parameter import FlatMembers, flatten
 from shoal.wrapper.ignored import ignored_of
+from shoal.wrapper.optim_state import OptimStates
 from shoal.wrapper.plain_form import PlainForm
-from shoal.wrapper.precision import Buffers, policy_of
+from shoal.wrapper.precision import FULL_PRECISION_IN_EVAL, Buffers, policy_of
+from shoal.wrapper.root import begin, ready
+from shoal.wrapper.state_dicts import StateDicts
 from shoal.wrapper.strategy import Groups, Placing, place
 
-_WRAPPED = "_fsdp_wrapped_module"
-_PREFIX = f"{_WRAPPED}."
 
-
-class FullyShardedDataParallel(nn.Module):
+class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
     """Shards the parameters of a module that no wrapper inside has sharded.
 
     The arguments are those of torch's class, and mean the same. `limit_all_gathers` and
@@ -59,6 +63,7 @@ class FullyShardedDataParallel(nn.Module):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        _torch.serve_wrapper(FullyShardedDataParallel)
         if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
             warnings.warn(
                 "FSDP will not all-gather parameters for containers that do not implement forward: "
@@ -105,15 +110,19 @@ class FullyShardedDataParallel(nn.Module):
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
+        self.limit_all_gathers = limit_all_gathers
         self.compute_device = device
         self.process_group = placing.shard_group
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._use_orig_params = use_orig_params
+        self._device_mesh = device_mesh
+        self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL, "") == "1"
         self._flat_members: FlatMembers | None = None
-        self._buffers_cast = Buffers(_own_modules(module), self.mixed_precision.buffer_dtype)
+        casts = (child for child in _own_modules(module) if child not in self._ignored_modules)
+        self._buffers_cast = Buffers(casts, self.mixed_precision.buffer_dtype)
         self._have_run = False
         self._make_unit(module, placing, param_init_fn, sync_module_states)
-        setattr(self, _WRAPPED, module)
+        setattr(self, WRAPPED, module)
 
     def _make_unit(
         self,
@@ -131,7 +140,7 @@ class FullyShardedDataParallel(nn.Module):
         offload = _offload_of(self.cpu_offload, self.compute_device)
         units = []
         if found:
-            sources = self._sources(found, placing)
+            sources = self._sources(module, found, placing)
             policy = policy_of(self.mixed_precision)
             unit = Unit(
                 type(module).__name__,
@@ -142,7 +151,8 @@ class FullyShardedDataParallel(nn.Module):
                 policy,
                 offload,
             )
-            unit.options = Options(halves_division=True)
+            prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+            unit.options = Options(halves_division=True, prefetches_late=prefetches_late)
             units.append(unit)
         state = ModuleState(
             [self],
@@ -156,13 +166,11 @@ class FullyShardedDataParallel(nn.Module):
             state.backward_prefetch = []
         self._unit = units[0] if units else None
 
-    def _sources(self, found: Sequence[Found], placing: Placing) -> list[Source]:
+    def _sources(self, module: nn.Module, found: Sequence[Found], placing: Placing) -> list[Source]:
         is_whole = placing.strategy is ShardingStrategy.NO_SHARD
         if not self._use_orig_params:
-            flat, self._flat_members = flatten(found)
-            homes = (Home(module=self, name=flat_parameter.NAME),)
-            self.register_parameter(flat_parameter.NAME, flat)
-            found = [Found(name=flat_parameter.NAME, parameter=flat, homes=homes)]
+            flat, self._flat_members = flatten(found, _innermost(module))
+            found = [flat]
         return [
             Source(
                 spec=ParamSpec(
@@ -179,43 +187,43 @@ class FullyShardedDataParallel(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The wrapped module."""
-        return getattr(self, _WRAPPED)
+        """The wrapped module, without what recomputes or offloads its activations."""
+        return _innermost(self._modules[WRAPPED])
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
-            wrapped = self._modules.get(_WRAPPED)
+            wrapped = self._modules.get(WRAPPED)
             if wrapped is None:  # not yet
                 raise
             return getattr(wrapped, name)
 
     def __getitem__(self, key: int) -> Any:
-        return self.module[key]  # pyright: ignore[reportIndexIssue]
+        return self._modules[WRAPPED][key]  # pyright: ignore
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the wrapped module with full parameters."""
-        state = state_of(self)
-        assert state is not None
+        wrapped = self._modules[WRAPPED]
+        assert wrapped is not None
+        if self._is_summoned:
+            self._give_up_load()
+            if self._is_summoned:  # by the user: there is nothing to gather
+                return wrapped(*args, **kwargs)
+        state = begin(self)
         args, kwargs, runs = state.enter(self, args, kwargs)
         try:
             if not self._have_run:
                 self._have_run = True
-                self._buffers_cast.cast()
+                if not self._is_in_full_precision:
+                    self._buffers_cast.cast()
             if self._flat_members is not None and self._unit is not None:
                 self._flat_members.show(self._unit.full.parameters[0])
-            output = self.module(*args, **kwargs)
+            output = wrapped(*args, **kwargs)
         except BaseException:
             state.abort()
             raise
         return state.leave(self, runs, output)
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse: what is registered here are shards without their places."""
-        raise NotImplementedError(
-            "shoal: state dicts of FullyShardedDataParallel are not supported yet; use fully_shard"
-        )
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -227,13 +235,17 @@ class FullyShardedDataParallel(nn.Module):
         return [one for one in found if one not in inside]
 
     def check_is_root(self) -> bool:
-        """Whether this wrapper's forward is the one that was called first."""
-        state = state_of(self)
-        return state is not None and state.context is not None and state.is_root
+        """Whether no other wrapper is around this one; the first that is asked or runs is it."""
+        return ready(self).is_root
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Keep gradients to themselves until a backward outside of the block."""
+        if not ready(self).is_root:
+            raise RuntimeError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
+                "root FSDP module."
+            )
         units = [one._unit for one in self.fsdp_modules(self) if one._unit is not None]
         before = [unit.options for unit in units]
         for unit in units:
@@ -266,6 +278,14 @@ def _device_of(
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _innermost(module: nn.Module | None) -> nn.Module:
+    """The module itself, or the one whose activations it recomputes or offloads."""
+    if isinstance(module, _torch.ActivationWrapper):
+        module = getattr(module, _torch.CHECKPOINT_PREFIX.rstrip("."))
+    assert isinstance(module, nn.Module)
+    return module
 
 
 def _refuse_wrapped(module: nn.Module) -> None:
@@ -335,7 +355,9 @@ def _synchronise(found: Sequence[Found], module: nn.Module, placing: Placing) ->
     groups = placing.groups if isinstance(placing.groups, tuple) else (placing.groups,)
     buffers = [b for child in _own_modules(module) for b in child.buffers(recurse=False)]
     tensors = [*(item.parameter.detach() for item in found), *buffers]
+    names = [*(item.name for item in found), *(f"buffer {i}" for i in range(len(buffers)))]
     for group in reversed(groups):  # between the hosts, then inside each
+        check_tensors_agree(group, dict(zip(names, tensors, strict=True)))
         transport = Transport(group)
         started = [
             transport.broadcast(t.reshape(-1), 0, reason="sync_module_states") for t in tensors

@@ -10,6 +10,9 @@ from torch.distributed.fsdp import MixedPrecision
 
 from shoal.runtime.policy import MixedPrecisionPolicy
 
+FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
+"""The environment variable that asks for full precision in evaluations, if it is 1."""
+
 
 def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
     """What the engine does for a wrapper's choice; the root's inputs are cast apart."""
@@ -48,6 +51,11 @@ class Buffers:
         """Give them their own dtypes again."""
         for module, name, dtype in self._places:
             self._set(module, name, dtype)
+
+    def original_dtypes(self, root: nn.Module) -> dict[str, torch.dtype]:
+        """The dtypes that they have of their own, by their names below a module."""
+        names = {child: name for name, child in root.named_modules()}
+        return {f"{names[module]}.{name}": dtype for module, name, dtype in self._places}
 
     @staticmethod
     def _set(module: nn.Module, name: str, dtype: torch.dtype) -> None:

@@ -1,0 +1,51 @@
+"""What the methods of the wrapper, which are in several files, know of one another."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
+
+from shoal.runtime.unit import Unit
+from shoal.wrapper.flat_parameter import FlatMembers
+
+if TYPE_CHECKING:
+    from shoal.wrapper.precision import Buffers
+
+WRAPPED = "_fsdp_wrapped_module"
+
+
+class Wrapper(nn.Module):
+    """A module around a module; `FullyShardedDataParallel` is the only kind."""
+
+    sharding_strategy: ShardingStrategy
+    process_group: dist.ProcessGroup
+    """The ranks that share one copy of the parameters."""
+    rank: int
+    world_size: int
+    compute_device: torch.device
+    cpu_offload: CPUOffload
+    mixed_precision: MixedPrecision
+    limit_all_gathers: bool
+    _use_full_prec_in_eval: bool
+    _is_in_full_precision = False
+    """Whether it computes so for an evaluation."""
+    _have_run: bool
+    _unit: Unit | None
+    """Its parameters; None if it has none."""
+    _use_orig_params: bool
+    _flat_members: FlatMembers | None
+    """The parameters inside the flat one, with `use_orig_params=False`."""
+    _device_mesh: DeviceMesh | None
+    """The mesh that the user gave."""
+    _buffers_cast: Buffers
+    _ignored_params: set[nn.Parameter]
+
+
+def wrappers_below(module: nn.Module) -> list[Wrapper]:
+    """All wrappers in a module, itself included, from the outside in."""
+    return [child for child in module.modules() if isinstance(child, Wrapper)]

@@ -1,0 +1,65 @@
+"""Names of parameters as the user's model has them, without what wrappers add."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from shoal import _torch
+from shoal.runtime.shards import Home
+from shoal.wrapper.base import WRAPPED, Wrapper
+
+PREFIX = f"{WRAPPED}."
+
+
+def clean(name: str) -> str:
+    """A name without the levels that sharding, checkpointing and offloading wrappers add."""
+    return name.replace(PREFIX, "").replace(_torch.CHECKPOINT_PREFIX, "")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedMember:
+    """One of the user's parameters that a wrapper shards."""
+
+    names: tuple[str, ...]
+    """Its clean names from the module that was asked, the first one first; a shared parameter has
+    several."""
+    wrapper: Wrapper
+    index: int
+    """In `wrapper._flat_members.members` if there is one flat parameter, else in
+    `wrapper._unit.shards.members`."""
+    shape: torch.Size
+    """Of the whole parameter."""
+
+    @property
+    def name(self) -> str:
+        """The name that stands for it."""
+        return self.names[0]
+
+
+def named_members(module: nn.Module) -> Iterator[NamedMember]:
+    """The parameters that wrappers below a module shard, the module itself included."""
+    prefixes: dict[nn.Module, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        prefixes.setdefault(child, []).append(f"{name}." if name else "")
+    for wrapper in prefixes:
+        if isinstance(wrapper, Wrapper):
+            for index, (homes, shape) in enumerate(members_of(wrapper)):
+                names = [clean(p + home.name) for home in homes for p in prefixes[home.module]]
+                yield NamedMember(
+                    names=tuple(dict.fromkeys(names)), wrapper=wrapper, index=index, shape=shape
+                )
+
+
+def members_of(wrapper: Wrapper) -> list[tuple[tuple[Home, ...], torch.Size]]:
+    """Where each of a wrapper's parameters belongs, and the shape it has there."""
+    if wrapper._unit is None:
+        return []
+    if wrapper._flat_members is not None:
+        return [(member.homes, member.shape) for member in wrapper._flat_members.members]
+    return [
+        (member.homes, torch.Size(member.spec.shape)) for member in wrapper._unit.shards.members
+    ]

@@ -1,0 +1,72 @@
+"""Which wrapper is the root: whoever runs or is asked first, with everything inside of it."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal import _torch
+from shoal.runtime.guard import check_order_agrees
+from shoal.runtime.module_state import ModuleState, context_of, state_of
+from shoal.wrapper.base import Wrapper, wrappers_below
+from shoal.wrapper.eval_precision import follow_modes
+
+_IN_BACKWARD = "_in_backward_optimizers"
+"""What torch's `_apply_optimizer_in_backward` puts on parameters."""
+_STEPS = "_shoal_steps_in_backward"
+_HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
+
+
+@_torch.unwrapped_by_dynamo
+def ready(wrapper: Wrapper) -> ModuleState:
+    """The state of a wrapper that belongs to a model; without one it becomes the root of its own.
+
+    Collective in that case: the ranks compare their models.
+    """
+    state = state_of(wrapper)
+    assert state is not None
+    if state.context is None:
+        _check_tree(wrapper)
+        context_of(wrapper, state)
+    return state
+
+
+@_torch.unwrapped_by_dynamo
+def begin(wrapper: Wrapper) -> ModuleState:
+    """A wrapper is about to run: see that it can, as the others do and in the right precision."""
+    state = ready(wrapper)
+    if state.is_root and wrapper._use_full_prec_in_eval:
+        follow_modes(wrapper)
+    if not wrapper._have_run and wrapper._unit is not None:
+        check_order_agrees(wrapper._unit)
+    return state
+
+
+def _check_tree(root: Wrapper) -> None:
+    """Refuse wrappers that cannot work together, before they do."""
+    wrappers = wrappers_below(root)
+    for attribute in _HOMOGENEOUS:
+        values = {getattr(one, attribute) for one in wrappers}
+        if len(values) > 1:
+            raise ValueError(
+                f"Expects one homogeneous value for {attribute} but got {values}: give it to all "
+                "wrappers of a model alike"
+            )
+    for one in wrappers:
+        if one._unit is None:
+            continue
+        for parameter in one._unit.sharded_parameters():
+            if hasattr(parameter, _IN_BACKWARD) and not hasattr(parameter, _STEPS):
+                if not one._use_orig_params:
+                    raise RuntimeError(
+                        "FSDP optimizer in backward only supported with use_orig_params=True!"
+                    )
+                setattr(parameter, _STEPS, True)  # its wrapper may come to be in another one
+                parameter.register_post_accumulate_grad_hook(_step)
+
+
+def _step(parameter: torch.Tensor) -> None:
+    """Let a parameter's own optimizers have the gradient that has just arrived."""
+    if parameter.grad is not None:  # a rank that holds nothing of it has none
+        for optimizer in getattr(parameter, _IN_BACKWARD):
+            optimizer.step()
+        parameter.grad = None
