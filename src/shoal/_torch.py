@@ -52,6 +52,7 @@ from torch.distributed._shard.sharding_spec._internals import (
     validate_non_overlapping_shards_metadata as validate_non_overlapping_shards_metadata,
 )
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+from torch.distributed.algorithms._comm_hooks import default_hooks as default_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import _common_utils as fsdp_common

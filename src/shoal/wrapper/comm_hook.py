@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
-from torch.distributed.algorithms._comm_hooks import default_hooks
 
+from shoal import _torch
 from shoal.comm.calls import Reduction
 from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
@@ -76,24 +76,24 @@ def _reduce_by(unit: Unit, hook: Hook, state: object) -> None:
 
 def _compress(
     dtype: torch.dtype,
-    state: default_hooks.LowPrecisionState,
+    state: _torch.default_hooks.LowPrecisionState,
     grad: torch.Tensor,
     output: torch.Tensor | None = None,
 ) -> None:
     """What torch's compression hooks do, but for their streams, which the CPU has none of."""
     grad.data = grad.data.to(dtype)
     if output is None:
-        default_hooks.allreduce_hook(state, grad)
+        _torch.default_hooks.allreduce_hook(state, grad)
         grad.data = grad.data.to(state.parameter_type)
         return
     output.data = output.data.to(dtype)
-    default_hooks.reduce_scatter_hook(state, grad, output)
+    _torch.default_hooks.reduce_scatter_hook(state, grad, output)
     output.data = output.data.to(state.parameter_type)
 
 
 _COMPRESSED: dict[Hook, torch.dtype] = {
-    default_hooks.fp16_compress_hook: torch.float16,
-    default_hooks.bf16_compress_hook: torch.bfloat16,
+    _torch.default_hooks.fp16_compress_hook: torch.float16,
+    _torch.default_hooks.bf16_compress_hook: torch.bfloat16,
 }
 
 
