@@ -65,6 +65,11 @@ class ShardedTensorBase(Tensor):
         """Each region with this rank's memory for it, in its shape, outside of autograd."""
         return parts_of(self.placement, [local.detach() for local in self.locals])
 
+    @property
+    def _local_shards(self) -> list[LocalShard]:
+        """`local_shards()`, under the name of torch's own attribute."""
+        return self.local_shards()
+
     def local_shards(self) -> list[LocalShard]:
         """This rank's shards: the local tensors themselves, or views of each of their regions."""
         tensors: Sequence[Tensor]
