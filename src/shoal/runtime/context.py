@@ -34,7 +34,8 @@ class Context:
         self.recorder: Recorder | None = None
         self.boundary: tuple[weakref.ref[torch.Tensor], Any] | None = None
         """The output that backward was last arranged to be noticed at, and by what."""
-        self._roots = frozenset(roots)
+        self.roots = frozenset(roots)
+        """The units of the module that all others are in."""
         self.orders = Orders(self.units)
         self._index = {unit: index for index, unit in enumerate(self.units)}
         self._is_running = False
@@ -53,11 +54,6 @@ class Context:
             for unit in self.units:
                 unit.prepare(self.arena, self.streams)
                 unit.on_grad(self.gradient_arrived)
-
-    @property
-    def roots(self) -> frozenset[Unit]:
-        """The units of the module that all others are in."""
-        return self._roots
 
     def begin_forward(self) -> None:
         """The model's forward starts: nothing of an earlier step may be taken for current."""
@@ -153,7 +149,7 @@ class Context:
     def _prefetch_backward(self, unit: Unit, then: Sequence[Unit | None] | None) -> None:
         if then is None:
             # The root's backward comes first, although its forward did too: it is around.
-            is_root = unit in self._roots
+            is_root = unit in self.roots
             then = (self.orders.last if is_root else self.orders.before(unit),)
         for target in then:
             if target is not None and self._is_needed_in_backward(target):
@@ -161,7 +157,7 @@ class Context:
 
     def _is_needed_in_backward(self, unit: Unit) -> bool:
         # The root's backward has begun: if it is not held, backward needs no more of it.
-        return unit.options.gathers_in_backward and unit not in self._roots
+        return unit.options.gathers_in_backward and unit not in self.roots
 
     def gradient_arrived(self, unit: Unit) -> None:
         """A gradient was accumulated; if the unit is not in its backward, it waits for the end.

@@ -138,10 +138,10 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         if sync_module_states:
             _synchronise(found, module, placing)
         offload = _offload_of(self.cpu_offload, self.compute_device)
+        policy = policy_of(self.mixed_precision)
         units = []
         if found:
             sources = self._sources(module, found, placing)
-            policy = policy_of(self.mixed_precision)
             unit = Unit(
                 type(module).__name__,
                 sources,
@@ -155,11 +155,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             unit.options = Options(halves_division=True, prefetches_late=prefetches_late)
             units.append(unit)
         state = ModuleState(
-            [self],
-            units,
-            policy_of(self.mixed_precision),
-            placing.reshard_after_forward,
-            self.compute_device,
+            [self], units, policy, placing.reshard_after_forward, self.compute_device
         )
         state.casts_as_root = self.mixed_precision.cast_root_forward_inputs
         if self.backward_prefetch is None:
@@ -305,6 +301,10 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
             yield from _own_modules(child)
 
 
+def _own_buffers(module: nn.Module) -> list[torch.Tensor]:
+    return [b for child in _own_modules(module) for b in child.buffers(recurse=False)]
+
+
 def _materialise(
     module: nn.Module,
     param_init_fn: Callable[[nn.Module], None] | None,
@@ -341,8 +341,7 @@ def _check(found: Sequence[Found]) -> None:
 
 @torch.no_grad()
 def _move(found: Sequence[Found], module: nn.Module, device: torch.device) -> None:
-    buffers = [b for child in _own_modules(module) for b in child.buffers(recurse=False)]
-    for tensor in (*(item.parameter for item in found), *buffers):
+    for tensor in (*(item.parameter for item in found), *_own_buffers(module)):
         if tensor.device != device:
             tensor.data = tensor.to(device)
         if not tensor.is_contiguous():
@@ -353,7 +352,7 @@ def _move(found: Sequence[Found], module: nn.Module, device: torch.device) -> No
 def _synchronise(found: Sequence[Found], module: nn.Module, placing: Placing) -> None:
     """Let all ranks have the values of the first one."""
     groups = placing.groups if isinstance(placing.groups, tuple) else (placing.groups,)
-    buffers = [b for child in _own_modules(module) for b in child.buffers(recurse=False)]
+    buffers = _own_buffers(module)
     tensors = [*(item.parameter.detach() for item in found), *buffers]
     names = [*(item.name for item in found), *(f"buffer {i}" for i in range(len(buffers)))]
     for group in reversed(groups):  # between the hosts, then inside each

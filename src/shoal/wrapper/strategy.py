@@ -11,7 +11,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,16 +126,11 @@ def _mesh_of(
             f"the ranks of one replicate group shard over groups of different sizes: {rows}"
         )
     return DeviceMesh.from_group(
-        [replicate, shard], device.type, mesh=_whole(rows, replicate), mesh_dim_names=_NAMES
+        [replicate, shard],
+        device.type,
+        mesh=torch.tensor(rows),
+        mesh_dim_names=("replicate", "shard"),
     )
-
-
-_NAMES = ("replicate", "shard")
-
-
-def _whole(rows: Sequence[Sequence[int]], replicate: dist.ProcessGroup) -> torch.Tensor:
-    """The ranks as a matrix, in the order of the replicate group."""
-    return torch.tensor([list(row) for row in rows])
 
 
 def _groups_per_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
