@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shoal.runtime.events import EventKind, Mark, Recorder
 from shoal.runtime.phase import Phase
 from shoal.runtime.reduction import Reduction
 from shoal.runtime.schedule import Orders
-from shoal.runtime.streams import Streams
+from shoal.runtime.streams import Streams, no_wait
 from shoal.runtime.unit import Pass, Unit
 
 
@@ -114,7 +115,7 @@ class Context:
         if reshard and not unit.is_kept and not _torch.inside_backward():
             unit.reshard(to_post=True)
 
-    def enter_backward(self, unit: Unit, run: Pass, then: Sequence[Unit | None] | None) -> None:
+    def enter_backward(self, unit: Unit, run: Pass) -> None:
         """Give a unit its full parameters again; start the gather of the one before it."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
@@ -144,9 +145,10 @@ class Context:
         if self.recorder is not None:
             self._began[unit] = self._mark()
         if not unit.options.prefetches_late:
-            self._prefetch_backward(unit, then)
+            self._prefetch_backward(unit)
 
-    def _prefetch_backward(self, unit: Unit, then: Sequence[Unit | None] | None) -> None:
+    def _prefetch_backward(self, unit: Unit) -> None:
+        then: Sequence[Unit | None] | None = unit.backward_prefetch
         if then is None:
             # The root's backward comes first, although its forward did too: it is around.
             is_root = unit in self.roots
@@ -250,10 +252,10 @@ class Context:
 
     def _free_if_left(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD and not unit.open_passes:
-            self._reduce(unit)
+            self._reduce(unit, then=partial(self._gather_before_reducing, unit))
             self._free(unit)
             if unit.options.prefetches_late:
-                self._prefetch_backward(unit, None)
+                self._prefetch_backward(unit)
 
     def _free(self, unit: Unit) -> None:
         if unit.phase is not Phase.BACKWARD:
@@ -265,7 +267,8 @@ class Context:
         else:
             unit.phase = Phase.HELD
 
-    def _reduce(self, unit: Unit) -> None:
+    def _reduce(self, unit: Unit, then: Callable[[], object] = no_wait) -> None:
+        """Reduce a unit's gradients; `then` is called between their copies and the collective."""
         if not unit.options.reduces:
             unit.keep_grads()
             return
@@ -277,9 +280,21 @@ class Context:
         self._free(unit)  # before memory is needed for the reduction
         while len(self._reductions) >= unit.options.max_reductions:
             self._finish_reduction()
-        reduction = unit.launch_reduce(grads)
+        reduction = unit.launch_reduce(grads, then)
         if reduction is not None:
             self._reductions.append((reduction, self._mark()))
+
+    def _gather_before_reducing(self, unit: Unit) -> None:
+        """Start the gather that the next unit's backward would start, ahead of a reduction.
+
+        On one network they go one after the other, and the gather is needed sooner: the reduction
+        has until the next unit's own.
+        """
+        following = self.orders.before(unit)
+        if following is None or following.phase not in (Phase.GATHERING, Phase.HELD):
+            return  # backward did not come this way, or goes another one
+        if following.backward_prefetch is None and not following.options.prefetches_late:
+            self._prefetch_backward(following)
 
     def _reduce_unused_after(self, unit: Unit) -> None:
         """Reduce the units that backward has gone past without entering them.

@@ -126,7 +126,9 @@ class FSDPModule(TorchFSDPModule):
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Which modules' parameters to start gathering when this one's backward begins."""
-        own_state(self).backward_prefetch = _units_of(modules)
+        targets = _units_of(modules)
+        for unit in own_state(self).units:
+            unit.backward_prefetch = targets
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # pyright: ignore
         """Gather with a collective of your own."""

@@ -53,7 +53,6 @@ class ModuleState:
         self.context: Context | None = None
         self.is_root = False
         self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
         self.casts_as_root = False
         """Whether inputs are cast if this is the root, whatever the policy says."""
         self.reshard_after_forward = reshard_after_forward
@@ -195,7 +194,7 @@ class ModuleState:
                         "the parameter inside."
                     )
         if outputs.differentiable:
-            boundary = Boundary(context, runs, self)
+            boundary = Boundary(context, runs)
             for tensor in outputs.differentiable:
                 boundary.stand_at(tensor)
 
@@ -206,12 +205,11 @@ class Boundary:
     The output of a module is often the input of the next: then one hook serves both.
     """
 
-    __slots__ = ("_context", "_entered", "_left", "_state", "_task")
+    __slots__ = ("_context", "_entered", "_left", "_task")
 
-    def __init__(self, context: Context, entered: Runs, state: ModuleState) -> None:
+    def __init__(self, context: Context, entered: Runs) -> None:
         self._context = context
         self._entered = entered
-        self._state = state
         self._left: Runs = []
         self._task = -1
 
@@ -238,7 +236,7 @@ class Boundary:
         for unit, run in self._left:
             self._context.leave_backward(unit, run)
         for unit, run in self._entered:
-            self._context.enter_backward(unit, run, self._state.backward_prefetch)
+            self._context.enter_backward(unit, run)
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

@@ -42,8 +42,8 @@ class Rows:
         self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
         self._cuts: Cuts | None = None
 
-    def launch(self, grads: Mapping[int, torch.Tensor]) -> Reduction:
-        """Copy gradients in and start reducing them."""
+    def launch(self, grads: dict[int, torch.Tensor], then: Callable[[], object]) -> Reduction:
+        """Copy gradients in and start reducing them; in between, let others do something."""
         unit = self._unit
         dtype = unit.policy.reduce_dtype or self._common_dtype(grads)
         trained = unit.trained
@@ -54,10 +54,13 @@ class Rows:
         if len(grads) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(grads))
         if self._parts is not None and self._is_plain():
-            return self._reduce(indices, self._parts.copy_in(grads, dtype, unit.device))
-        rows = self._take(self._num_rows_numel, dtype)
-        self._copy_in(grads, rows)
-        return self._reduce(indices, [rows])
+            parts = self._parts.copy_in(grads, dtype, unit.device)
+        else:
+            parts = [self._take(self._num_rows_numel, dtype)]
+            self._copy_in(grads, parts[0])
+        grads.clear()
+        then()
+        return self._reduce(indices, parts)
 
     def _is_plain(self) -> bool:
         """Whether reductions are the engine's own, on its own stream."""

@@ -83,6 +83,8 @@ class Unit:
         self.shards = Shards(name, sources, packing, self.rank, offload)
         self.post: PostForward | None = None
         self.open_passes: set[Pass] = set()
+        self.backward_prefetch: list[Unit] | None = None
+        """What to gather when its backward begins; None: the unit before it."""
         self.is_kept = False
         """Whether the user asked for the full parameters, and has not given them back."""
         self.stays = False
@@ -412,15 +414,20 @@ class Unit:
                 dtype = self.policy.reduce_dtype or grad.dtype
                 self._kept_grads[index] = grad.to(dtype)
 
-    def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
-        """Start the reduction of gradients, with those kept from earlier."""
+    def launch_reduce(
+        self, grads: dict[int, torch.Tensor], then: Callable[[], object]
+    ) -> Reduction | None:
+        """Start the reduction of gradients, with those kept from earlier.
+
+        `then` is called when they are copied and their memory is free.
+        """
         for index, kept in self._kept_grads.items():
             grads[index] = kept.add_(grads[index]) if index in grads else kept
         self._kept_grads = {}
         self.was_reduced = True
         if not grads and not self.options.reduces_unused:
             return None
-        return self.rows.launch(grads)
+        return self.rows.launch(grads, then)
 
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor

@@ -153,13 +153,13 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             )
             prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
             unit.options = Options(halves_division=True, prefetches_late=prefetches_late)
+            if self.backward_prefetch is None:
+                unit.backward_prefetch = []
             units.append(unit)
         state = ModuleState(
             [self], units, policy, placing.reshard_after_forward, self.compute_device
         )
         state.casts_as_root = self.mixed_precision.cast_root_forward_inputs
-        if self.backward_prefetch is None:
-            state.backward_prefetch = []
         self._unit = units[0] if units else None
 
     def _sources(self, module: nn.Module, found: Sequence[Found], placing: Placing) -> list[Source]:
