@@ -7,6 +7,7 @@ Names are imported when they are first used, so that `import shoal`, and with it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from shoal import _register
 from shoal.version import __version__
 
 if TYPE_CHECKING:
@@ -58,3 +59,6 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+_register.register_when_needed()

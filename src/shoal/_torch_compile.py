@@ -1,0 +1,351 @@
+"""The adapter of the compile half: every private name of torch's compiler that shoal leans on.
+
+Tested on torch 2.11 and 2.13. Apart from `_torch`, because importing torch's compiler takes long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dispatch.python import enable_python_dispatcher
+from torch._guards import CompileContext as CompileContext
+from torch._guards import TracingContext as TracingContext
+from torch._guards import compile_context as compile_context
+from torch._guards import detect_fake_mode as detect_fake_mode
+from torch._guards import tracing as tracing
+from torch._higher_order_ops import effects
+from torch._ops import OpOverload as OpOverload
+from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_state
+from torch._prims.rng_prims import run_with_rng_state as run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
+from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
+from torch._subclasses.functional_tensor import disable_functional_mode
+from torch.fx import GraphModule
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental import symbolic_shapes
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+
+SymInt = torch.SymInt
+SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def bind(
+    schema: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Iterator[tuple[Any, Any]]:
+    """The arguments that a schema names, with what was given for them."""
+    for position, argument in enumerate(schema.arguments):
+        if position < len(args) and not argument.kwarg_only:
+            yield argument, args[position]
+        elif argument.name in kwargs:
+            yield argument, kwargs[argument.name]
+
+
+def new_fake_mode(*, dynamic: bool) -> FakeTensorMode:
+    """A mode of our own, where no compiler in front brought one."""
+    # Shapes stay integers unless asked for: a shape environment is needed either way, because
+    # operators with data-dependent results ask for one.
+    shapes = ShapeEnv() if dynamic else ShapeEnv(assume_static_by_default=True)
+    return FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=False)
+
+
+def fake_of(mode: FakeTensorMode, tensor: Tensor, *, dynamic: bool) -> Tensor:
+    """A tensor without elements that stands for one; Dynamo's symbols where it chose some."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    context = TracingContext.try_get()
+    if context is not None and tensor in context.tensor_to_context:
+        symbols = context.tensor_to_context[tensor]
+        return mode.from_tensor(
+            tensor, symbolic_context=symbols, source=getattr(symbols, "tensor_source", None)
+        )
+    return mode.from_tensor(tensor, static_shapes=not dynamic)
+
+
+def functional(tensor: Tensor) -> Tensor:
+    """A tensor whose mutations become new values."""
+    return FunctionalTensor.to_functional(tensor)
+
+
+def value_of(tensor: Tensor) -> Tensor:
+    """What a functional tensor holds now."""
+    if not isinstance(tensor, FunctionalTensor):
+        return tensor
+    torch._sync(tensor)
+    return torch._from_functional_tensor(tensor.elem)
+
+
+def is_functional(value: object) -> bool:
+    """Whether a value is a functional tensor."""
+    return isinstance(value, FunctionalTensor)
+
+
+@contextlib.contextmanager
+def below_python(mode: FakeTensorMode) -> Iterator[None]:
+    """Run on fake tensors, with the operators' Python implementations where shapes are symbolic."""
+    python = enable_python_dispatcher() if mode.shape_env is not None else contextlib.nullcontext()
+    with mode, python, torch.autograd.set_multithreading_enabled(False):
+        yield
+
+
+def trace(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    decompositions: Mapping[Any, Callable[..., Any]] | None,
+) -> GraphModule:
+    """The graph of what a function does to fake tensors."""
+    with fx_traceback.preserve_node_meta():
+        return make_fx(function, decomposition_table=decompositions)(*args)
+
+
+def traced_nodes() -> list[torch.fx.Node]:
+    """The nodes that the running trace has made so far."""
+    mode = get_proxy_mode()
+    assert mode is not None
+    return list(mode.tracer.graph.nodes)
+
+
+@contextlib.contextmanager
+def keep_metadata() -> Iterator[None]:
+    """Let nodes carry what the nodes they were traced from carried."""
+    with fx_traceback.preserve_node_meta():
+        yield
+
+
+def interpret(module: GraphModule) -> Callable[..., Any]:
+    """A graph as a function that hands its nodes' metadata on to whoever traces it."""
+
+    def run(*args: Any) -> Any:
+        with keep_metadata():
+            return torch.fx.Interpreter(module).run(*args)
+
+    return run
+
+
+def guess(value: Any) -> int:
+    """An integer of about the size of a symbolic one, without a guard."""
+    if not isinstance(value, SymInt):
+        return int(value)
+    node = value.node
+    for name in ("hint", "_hint"):
+        hint = getattr(node, name, None)
+        if isinstance(hint, int):
+            return hint
+    return 4096
+
+
+def current_fake_mode(args: Sequence[object]) -> FakeTensorMode | None:
+    """The mode of the compiler in front, or of the arguments."""
+    context = TracingContext.try_get()
+    if context is not None and context.fake_mode is not None:
+        return context.fake_mode
+    return detect_fake_mode(list(args))
+
+
+UNKNOWN_SIZE = 4096
+"""Taken for a symbolic size that nothing is known of: it depends on data."""
+
+
+def size_hint(size: Any) -> int:
+    """The value that a symbolic integer had when it was traced, without a guard on it."""
+    names = ("optimization_hint", "hint_int")  # 2.13, 2.11
+    hint = next(getattr(symbolic_shapes, one) for one in names if hasattr(symbolic_shapes, one))
+    return int(hint(size, fallback=UNKNOWN_SIZE))
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """What two tensors have in common that share memory; None for those without a storage."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):
+        return None
+
+
+def schema_arguments(node: torch.fx.Node) -> Iterator[tuple[Any, Any]]:
+    """The declared arguments of an operator's node, with what is given for them."""
+    if isinstance(node.target, OpOverload):
+        yield from bind(node.target._schema, node.args, node.kwargs)
+
+
+def argument_of(node: torch.fx.Node, name: str) -> Any:
+    """What an operator's node is given for an argument, or its default; None if it has none."""
+    for argument, given in schema_arguments(node):
+        if argument.name == name:
+            return given
+    declared = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
+    return next((one.default_value for one in declared if one.name == name), None)
+
+
+def is_view_op(op: OpOverload) -> bool:
+    """Whether an operator returns another view of its argument, by its schema."""
+    returns = op._schema.returns
+    return bool(returns) and all(
+        one.alias_info is not None and not one.alias_info.is_write for one in returns
+    )
+
+
+def symbol_bindings(graph: torch.fx.Graph) -> dict[Any, torch.fx.Node]:
+    """The node that first brings each symbol of a graph in."""
+    return symbolic_shapes.find_symbol_binding_fx_nodes(graph)
+
+
+def bound_symbol(node: torch.fx.Node) -> Any:
+    """The symbol that a node brings in, if it does."""
+    return symbolic_shapes.is_symbol_binding_fx_node(node)
+
+
+def symbols_in(value: Any) -> list[Any]:
+    """The symbols in the shape of a value, by name."""
+    if not isinstance(value, (Tensor, *SYMBOLIC)):
+        return []
+    return sorted(symbolic_shapes.free_symbols(value), key=str)
+
+
+def fake_like(real: Tensor, example: FakeTensor) -> FakeTensor:
+    """A tensor without elements that stands for `real` where `example` is used."""
+    return example.fake_mode.from_tensor(real)
+
+
+def has_storage(tensor: Tensor) -> bool:
+    """Whether a tensor has memory that can be compared."""
+    return torch._C._has_storage(tensor)
+
+
+@contextlib.contextmanager
+def keep_rng() -> Iterator[None]:
+    """Leave the generators as they were: tracing draws nothing."""
+    with torch.random.fork_rng(devices=[], enabled=True):
+        yield
+
+
+def no_autocast() -> Any:
+    """Backward runs outside the autocast regions of its forward."""
+    return torch._C._DisableAutocast()
+
+
+def is_impure(node: torch.fx.Node) -> bool:
+    """Whether a node does something besides its result."""
+    if node.op in ("placeholder", "output"):
+        return True
+    if node.op != "call_function":
+        return node.is_impure() if node.op == "call_module" else False
+    if has_effects(node.target):
+        return True
+    tags = getattr(node.target, "tags", ())
+    if torch.Tag.nondeterministic_seeded in tags:
+        return True
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        return True
+    return node.is_impure()
+
+
+getitem = operator.getitem
+
+
+def direct(op: Any) -> Any:
+    """An operator without the Python layer around it, where there is one that does nothing."""
+    return op._op
+
+
+def delayed_error(message: str, tensor: Tensor) -> Tensor:
+    """The same tensor; to differentiate it raises."""
+    # Only what requires a gradient is asked for one.
+    functions: Any = vars(torch._C)["_functions"]
+    return functions.DelayedError(message, 1)(tensor.detach().requires_grad_())
+
+
+def operator_named(name: str) -> Any:
+    """An operator by its full name."""
+    found: Any = torch.ops
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def attribute(module: Any, path: str) -> Any:
+    """An attribute of a module, by its path."""
+    for name in path.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """The operators that Inductor wants taken apart."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return select_decomp_table()
+
+
+def inductor(
+    module: GraphModule, inputs: Sequence[Any], *, backward: bool, inference: bool
+) -> Callable[[list[Any]], Any]:
+    """What Inductor makes of a graph: a function that takes its inputs in a list."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    return compile_fx_inner(module, list(inputs), is_backward=backward, is_inference=inference)
+
+
+def check_unlike_jit(module: torch.nn.Module) -> None:
+    """Refuse modules that Python cannot look into."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise NotImplementedError("a TorchScript module cannot be compiled ahead of time")
+
+
+def call_with(module: torch.nn.Module, given: Mapping[str, Tensor], args: Sequence[Any]) -> Any:
+    """Call a module with other tensors in place of its parameters and buffers."""
+    if isinstance(module, GraphModule):
+        with torch.nn.utils.stateless._reparametrize_module(module, dict(given)):
+            return torch.fx.Interpreter(module).run(*args)
+    return torch.func.functional_call(module, dict(given), tuple(args))
+
+
+def torchscript(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph compiled by TorchScript."""
+    for node in module.graph.nodes:
+        if (
+            node.target is torch.ops.aten._to_copy.default
+            and len(node.args) == 1
+            and set(node.kwargs) == {"dtype"}
+        ):
+            node.target = torch.ops.aten.to.dtype
+            node.args, node.kwargs = (node.args[0], node.kwargs["dtype"]), {}
+    module.graph.lint()
+    module.recompile()
+    scripted = torch.jit.script(module)
+    torch._C._jit_pass_remove_mutation(scripted.graph)
+    return torch.jit.freeze(scripted.eval())
+
+
+def has_effects(op: Any) -> bool:
+    """Whether an operator does something that is no value, such as printing."""
+    return isinstance(op, OpOverload) and effects.has_effects(op)
+
+
+def run_as_it_is(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Trace an operator past functionalisation.
+
+    Graphs run in the order in which they were traced, so effects need no values that order them.
+    """
+    plain_args, plain_kwargs = pytree.tree_map_only(FunctionalTensor, value_of, (args, kwargs))
+    with disable_functional_mode():
+        result = op(*plain_args, **plain_kwargs)
+    return pytree.tree_map_only(Tensor, functional, result)
+
+
+@functools.cache
+def skip_in_dynamo(module: str) -> None:
+    """Let Dynamo call the functions of a module instead of tracing them."""
+    from torch._dynamo import trace_rules
+
+    trace_rules.add(module)

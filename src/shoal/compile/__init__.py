@@ -1,0 +1,1 @@
+"""The compiler: what is captured ahead of time, and how it runs."""

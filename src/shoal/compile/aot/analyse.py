@@ -1,0 +1,103 @@
+"""One run on fake tensors, to learn what a function does to its inputs and what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _torch_compile as adapter
+from shoal.compile.aot.arrange import Arrangement
+from shoal.compile.aot.classify import Before, Classified, Run
+from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.watch import Watch
+
+Function = Callable[..., Sequence[Any]]
+"""Takes its arguments one by one, returns a flat list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Analysis:
+    """What was learned."""
+
+    signature: Signature
+    tangents: list[Tensor]
+    """Fake gradients of what the graph returns, laid out as they are to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A run, and what it says."""
+
+    outputs: Sequence[Any]
+    classified: Classified
+
+
+def run_watched(
+    function: Function, arrangement: Arrangement, inputs: Sequence[Any], entering: Sequence[Any]
+) -> Watched:
+    """Run a function on functional tensors; it enters with those in `entering`.
+
+    These are the inputs themselves, or stand for them where autograd would not allow the inputs to
+    be written to.
+    """
+    with_grad = torch.is_grad_enabled()
+    watch = Watch()
+    arguments = arrangement.arguments(entering)
+    watch.declare(arguments)
+    before = [Before.of(value) for value in inputs]
+    arguments_before = [Before.of(value) for value in arguments]
+    with watch:
+        outputs = function(*arguments)
+    after = torch.is_grad_enabled()
+    torch.set_grad_enabled(with_grad)
+    run = Run(arrangement, watch, entering, before, arguments, arguments_before, outputs)
+    classified = run.classify(
+        with_grad=with_grad, grad_mode_after=after if after != with_grad else None
+    )
+    return Watched(outputs, classified)
+
+
+def functional_inputs(fakes: Sequence[Any]) -> list[Any]:
+    """Fake tensors, wrapped so that their mutations become values."""
+    return [adapter.functional(one) if isinstance(one, Tensor) else one for one in fakes]
+
+
+def returned_tensors(signature: Signature, watched: Watched, entered: Sequence[Any]) -> list[Any]:
+    """What the graph returns, but for symbols."""
+    return [
+        *(entered[i] for i in signature.returned_mutations),
+        *(watched.outputs[k] for k in signature.fresh),
+        *watched.classified.bases,
+    ]
+
+
+def analyse(
+    function: Function,
+    arrangement: Arrangement,
+    fakes: Sequence[Any],
+    mode: adapter.FakeTensorMode,
+) -> Analysis:
+    """Run the function and say what it does."""
+    grad_mode = torch.is_grad_enabled()
+    try:
+        with adapter.below_python(mode), adapter.FunctionalTensorMode(), adapter.keep_rng():
+            inputs = functional_inputs(fakes)
+            watched = run_watched(function, arrangement, inputs, inputs)
+            signature = watched.classified.signature
+            values = [
+                adapter.value_of(one) if isinstance(one, Tensor) else one
+                for one in returned_tensors(signature, watched, inputs)
+            ]
+        with adapter.below_python(mode):
+            tangents = [
+                torch.empty_like(value.detach(), memory_format=torch.preserve_format)
+                for value, has_tangent in zip(values, signature.differentiable, strict=True)
+                if has_tangent
+            ]
+    finally:
+        torch.set_grad_enabled(grad_mode)
+    return Analysis(signature, tangents if signature.trains else [])

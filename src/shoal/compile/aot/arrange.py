@@ -1,0 +1,189 @@
+"""Which arguments of a function become inputs of its graph, and how they are found again.
+
+a tensor                      → an input
+the same tensor again         → the same input
+tensors that share memory, one of them written to → one input, the memory; each is a view of it
+anything but a tensor         → a constant of the graph (integers that are symbolic: an input)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _torch_compile as adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """An argument that the graph is made for."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Itself:
+    """An argument that is an input as it is."""
+
+    input: int
+
+
+@dataclass(frozen=True, slots=True)
+class Within:
+    """An argument that is a view of an input, which is the memory of several."""
+
+    input: int
+    shape: tuple[Any, ...]
+    strides: tuple[Any, ...]
+    offset: Any
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+Place = Constant | Itself | Within
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Where the arguments of a function are among the inputs of its graph."""
+
+    places: tuple[Place, ...]
+    sources: tuple[int, ...]
+    """For each input, the argument it is, or the first one that lies in it."""
+    is_memory: tuple[bool, ...]
+    """Whether an input is the memory behind its arguments."""
+
+    def inputs(self, args: Sequence[Any]) -> list[Any]:
+        """The inputs of the graph."""
+        return [
+            memory_of(args[source], [args[i] for i in self.members(at)])
+            if is_memory
+            else args[source]
+            for at, (source, is_memory) in enumerate(zip(self.sources, self.is_memory, strict=True))
+        ]
+
+    def members(self, at: int) -> list[int]:
+        """The arguments that lie in an input."""
+        return [
+            i
+            for i, place in enumerate(self.places)
+            if not isinstance(place, Constant) and place.input == at
+        ]
+
+    def arguments(self, inputs: Sequence[Any]) -> list[Any]:
+        """The function's arguments, made of the inputs."""
+        arguments: list[Any] = []
+        for place in self.places:
+            match place:
+                case Constant(value):
+                    arguments.append(value)
+                case Itself(at):
+                    arguments.append(inputs[at])
+                case Within():
+                    arguments.append(_view_of(inputs[place.input], place))
+        return arguments
+
+    def with_memory(self, args: Sequence[Any], written: set[int]) -> Arrangement | None:
+        """One in which inputs that share memory with one that is written are one; None if none."""
+        groups = [
+            group
+            for group in _sharing([args[i] for i in self.sources])
+            if len(group) > 1 and written.intersection(group)
+        ]
+        if not groups:
+            return None
+        merged = {at: number for number, group in enumerate(groups) for at in group}
+        sources: list[int] = []
+        is_memory: list[bool] = []
+        new_index: dict[int, int] = {}
+        memory_index: dict[int, int] = {}
+        for at, source in enumerate(self.sources):
+            number = merged.get(at)
+            if number is not None and number in memory_index:
+                new_index[at] = memory_index[number]
+                continue
+            new_index[at] = len(sources)
+            if number is not None:
+                memory_index[number] = len(sources)
+            sources.append(source)
+            is_memory.append(number is not None)
+        places = tuple(
+            place if isinstance(place, Constant) else _placed(args[i], place, new_index, merged)
+            for i, place in enumerate(self.places)
+        )
+        return Arrangement(places=places, sources=tuple(sources), is_memory=tuple(is_memory))
+
+
+def _placed(
+    arg: Any, place: Itself | Within, new_index: dict[int, int], merged: dict[int, int]
+) -> Place:
+    at = new_index[place.input]
+    if place.input not in merged:
+        return Itself(at)
+    shape, strides = tuple(arg.shape), tuple(arg.stride())
+    return Within(at, shape, strides, arg.storage_offset(), arg.dtype, arg.requires_grad)
+
+
+def _view_of(memory: Tensor, place: Within) -> Tensor:
+    # First of all: writes to a strided view of a view cannot be traced.
+    view = memory.as_strided(place.shape, place.strides, place.offset)
+    if memory.requires_grad and not place.requires_grad:
+        view = view.detach()
+    if memory.dtype is not place.dtype:
+        view = view.view(place.dtype)
+    return view
+
+
+def arrange(args: Sequence[Any]) -> Arrangement:
+    """Each tensor once, everything else a constant."""
+    places: list[Place] = []
+    sources: list[int] = []
+    seen: dict[int, int] = {}
+    for i, arg in enumerate(args):
+        if isinstance(arg, (Tensor, *adapter.SYMBOLIC)):
+            if id(arg) not in seen:
+                seen[id(arg)] = len(sources)
+                sources.append(i)
+            places.append(Itself(seen[id(arg)]))
+        else:
+            places.append(Constant(arg))
+    return Arrangement(
+        places=tuple(places), sources=tuple(sources), is_memory=(False,) * len(sources)
+    )
+
+
+def _sharing(inputs: Sequence[Any]) -> list[list[int]]:
+    """Inputs by the memory they lie in."""
+    by_storage: dict[int, list[int]] = {}
+    for at, one in enumerate(inputs):
+        if isinstance(one, Tensor) and adapter.has_storage(one):
+            by_storage.setdefault(one.untyped_storage()._cdata, []).append(at)
+    return list(by_storage.values())
+
+
+def memory_of(first: Tensor, members: Sequence[Tensor]) -> Tensor:
+    """One tensor that all of these are views of."""
+    if len({member.element_size() for member in members}) > 1:
+        raise NotImplementedError(
+            "arguments that share memory, of which one is written to, must have elements of one "
+            f"size; got {sorted({str(m.dtype) for m in members})}. Clone one of them."
+        )
+    differentiable = [member for member in members if member.requires_grad]
+    if not differentiable:
+        numel = first.untyped_storage().nbytes() // first.element_size()
+        return first.detach().as_strided((numel,), (1,), 0)
+    bases = {id(base): base for base in (m if m._base is None else m._base for m in differentiable)}
+    base = next(iter(bases.values()))
+    is_whole = base.untyped_storage().nbytes() == base.numel() * base.element_size()
+    if len(bases) == 1 and is_whole and all(m.dtype is base.dtype for m in members):
+        return base
+    raise NotImplementedError(
+        "arguments that share memory, of which one is written to and one requires a gradient, are "
+        "not supported unless those that require gradients are views of one tensor that has all "
+        f"of the memory; got {len(members)} such arguments. Pass one tensor and take the views "
+        "inside the function, or clone them."
+    )

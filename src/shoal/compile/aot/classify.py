@@ -1,0 +1,223 @@
+"""What inputs and outputs are, from a run that was watched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from shoal import _torch_compile as adapter
+from shoal.compile.aot.arrange import Arrangement, Constant
+from shoal.compile.aot.signature import (
+    Base,
+    Input,
+    Mutation,
+    Output,
+    OutputKind,
+    Reshape,
+    Signature,
+    Step,
+    Symbol,
+)
+from shoal.compile.aot.watch import Taken, Watch
+
+
+@dataclass(frozen=True, slots=True)
+class Before:
+    """A tensor as it was before the run."""
+
+    requires_grad: bool
+    is_leaf: bool
+    version: int
+
+    @classmethod
+    def of(cls, value: Any) -> Before | None:
+        """None for what is no tensor."""
+        if not isinstance(value, Tensor):
+            return None
+        return cls(value.requires_grad, value.is_leaf, value._version)
+
+
+@dataclass(frozen=True, slots=True)
+class Classified:
+    """The signature of a run, and what its graph has to return besides outputs."""
+
+    signature: Signature
+    bases: list[Tensor]
+    symbols: list[Any]
+
+
+class Run:
+    """One watched run of a function: its inputs, its arguments, what it returned."""
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        watch: Watch,
+        inputs: Sequence[Any],
+        before: Sequence[Before | None],
+        arguments: Sequence[Any],
+        arguments_before: Sequence[Before | None],
+        outputs: Sequence[Any],
+    ) -> None:
+        self._arrangement = arrangement
+        self._watch = watch
+        self._inputs = inputs
+        self._before = before
+        self._arguments = arguments
+        self._arguments_before = arguments_before
+        self._outputs = outputs
+        self._argument_of = {id(a): i for i, a in enumerate(arguments) if isinstance(a, Tensor)}
+        self._symbols: list[Any] = []
+        self._bases: list[Tensor] = []
+
+    def classify(self, *, with_grad: bool, grad_mode_after: bool | None) -> Classified:
+        """Say what everything is."""
+        mutations = self._mutations()
+        inputs = tuple(
+            Input(is_tensor=False)
+            if before is None
+            else Input(
+                is_tensor=True,
+                requires_grad=before.requires_grad,
+                is_leaf=before.is_leaf,
+                mutation=mutation,
+            )
+            for before, mutation in zip(self._before, mutations, strict=True)
+        )
+        outputs = self._classify_outputs()
+        bases = tuple(Base(requires_grad=base.requires_grad) for base in self._bases)
+        flows = any(one.requires_grad for one in (*outputs, *bases)) or any(
+            one.mutation.by_autograd for one in inputs
+        )
+        signature = Signature(
+            inputs=inputs,
+            outputs=outputs,
+            bases=bases,
+            reshapes=self._reshapes(),
+            num_symbols=len(self._symbols),
+            trains=flows and any(one.requires_grad for one in inputs),
+            grad_mode=with_grad,
+            grad_mode_after=grad_mode_after,
+        )
+        return Classified(signature, self._bases, self._symbols)
+
+    def _mutations(self) -> list[Mutation]:
+        written: dict[int, bool] = {}
+        for write in self._watch.writes:
+            root, steps = self._watch.chain(write.tensor)
+            argument = self._argument_of.get(id(root))
+            if argument is not None:
+                is_seen = write.with_grad and not any(step.is_hidden for step in steps)
+                written[argument] = written.get(argument, False) or is_seen
+        return [self._mutation(at, written) for at in range(len(self._inputs))]
+
+    def _mutation(self, at: int, written: dict[int, bool]) -> Mutation:
+        before = self._before[at]
+        if before is None:
+            return Mutation()
+        members = self._arrangement.members(at)
+        value = self._inputs[at]
+        writes = [member for member in members if member in written]
+        gave = any(id(self._arguments[member]) in self._watch.given for member in members)
+        versions = [
+            self._arguments[m]._version - b.version
+            for m in members
+            if (b := self._arguments_before[m]) is not None
+        ]
+        now_requires = value.requires_grad or any(self._arguments[m].requires_grad for m in members)
+        was_seen = any(written[member] for member in writes) and before.requires_grad
+        return Mutation(
+            data=bool(writes),
+            by_autograd=bool(writes) and (was_seen or (now_requires and not before.requires_grad)),
+            is_set=gave,
+            num_versions=max(versions, default=0),
+            is_reshaped=any(id(self._arguments[m]) in self._watch.reshaped for m in members),
+        )
+
+    def _reshapes(self) -> tuple[Reshape, ...]:
+        found: list[Reshape] = []
+        for i, argument in enumerate(self._arguments):
+            if isinstance(self._arrangement.places[i], Constant):
+                continue
+            taken = self._watch.reshaped.get(id(argument), [])
+            if taken and not any(one.argument == i for one in found):
+                found.append(Reshape(argument=i, steps=self._steps(taken)))
+        return tuple(found)
+
+    def _classify_outputs(self) -> tuple[Output, ...]:
+        seen: dict[int, int] = {}
+        outputs: list[Output | None] = [None] * len(self._outputs)
+        views: dict[int, list[tuple[int, Tensor, list[Taken]]]] = {}
+        for k, out in enumerate(self._outputs):
+            if not isinstance(out, Tensor):
+                is_symbol = isinstance(out, adapter.SYMBOLIC)
+                kind = OutputKind.FRESH if is_symbol else OutputKind.CONSTANT
+                outputs[k] = Output(kind=kind, value=None if is_symbol else out, is_tensor=False)
+                continue
+            if id(out) in self._argument_of:
+                outputs[k] = Output(kind=OutputKind.INPUT, of=self._argument_of[id(out)])
+                continue
+            if id(out) in seen:
+                outputs[k] = Output(kind=OutputKind.SAME, of=seen[id(out)])
+                continue
+            seen[id(out)] = k
+            root, taken = self._watch.replay(out)
+            argument = self._argument_of.get(id(root))
+            if argument is not None:
+                steps = self._steps(taken)
+                outputs[k] = Output(kind=OutputKind.VIEW_OF_INPUT, of=argument, steps=steps)
+            else:
+                views.setdefault(id(root), []).append((k, root, taken))
+        for members in views.values():
+            self._classify_views(members, seen, outputs)
+        return tuple(out for out in outputs if out is not None)
+
+    def _classify_views(
+        self,
+        members: list[tuple[int, Tensor, list[Taken]]],
+        seen: dict[int, int],
+        outputs: list[Output | None],
+    ) -> None:
+        """Outputs that share memory which is no input's."""
+        root = members[0][1]
+        returned = seen.get(id(root))
+        if returned is None and len(members) == 1:
+            k, _, taken = members[0]
+            out = self._outputs[k]
+            outputs[k] = Output(
+                kind=OutputKind.FRESH, requires_grad=out.requires_grad, is_view=bool(taken)
+            )
+            return
+        if returned is None:
+            kind, of = OutputKind.VIEW_OF_BASE, len(self._bases)
+            self._bases.append(root)
+        else:
+            kind, of = OutputKind.VIEW_OF_OUTPUT, returned
+        for k, _, taken in members:
+            if k == returned:
+                outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=root.requires_grad)
+            else:
+                outputs[k] = Output(kind=kind, of=of, steps=self._steps(taken))
+
+    def _steps(self, taken: Sequence[Taken]) -> tuple[Step, ...]:
+        return tuple(
+            Step(
+                op=str(one.op),
+                args=self._frozen(one.args),
+                kwargs=tuple((key, self._frozen(value)) for key, value in one.kwargs.items()),
+                item=one.item,
+                with_grad=one.with_grad,
+            )
+            for one in taken
+        )
+
+    def _frozen(self, value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(self._frozen(item) for item in value)
+        if isinstance(value, adapter.SYMBOLIC):
+            self._symbols.append(value)
+            return Symbol(len(self._symbols) - 1)
+        return value

@@ -1,0 +1,44 @@
+"""One function around the graphs: what happens to arguments before, and to results after.
+
+Each wrapper writes its lines, in the order of `WRAPPERS`; what runs is one function with all of
+them, and none of those that have nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from shoal.compile.aot.arrange import Arrangement
+from shoal.compile.aot.frame import Frame, in_mode
+from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.source import Source
+from shoal.compile.aot.wrappers import WRAPPERS
+
+
+def emit(
+    signature: Signature, arrangement: Arrangement, run: Callable[..., Any], *, boxed: bool
+) -> Callable[..., Any]:
+    """The function to call instead of the one that was captured.
+
+    `run` takes the graph's inputs: in a list that it empties where it is `boxed`.
+    """
+    source = Source("call")
+    frame = Frame(signature, arrangement)
+    arguments = ", ".join(frame.argument(i) for i in range(len(arrangement.places)))
+    source.begin(f"def call({arguments}):")
+    for wrapper in WRAPPERS:
+        wrapper.before(source, frame)
+    inputs = ", ".join(frame.input(at) for at in range(len(signature.inputs)))
+    given = f"[{inputs}]" if boxed else inputs
+    returned = [frame.returned(at) for at in range(signature.num_returned)]
+    call = f"{source.name('run', run)}({given})"
+    line = f"{''.join(f'{name}, ' for name in returned)}= {call}" if returned else call
+    # Without anything to differentiate, nothing may be recorded; the graph was traced so.
+    records = signature.trains or not any(one.requires_grad for one in signature.inputs)
+    in_mode(source, frame, signature.trains or (records and signature.grad_mode), line)
+    for wrapper in WRAPPERS:
+        wrapper.after(source, frame)
+    source.line("return results")
+    source.end()
+    return source.compiled("call")

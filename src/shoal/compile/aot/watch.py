@@ -1,0 +1,143 @@
+"""A mode that watches operators by their schemas: which views are taken, what is written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal import _torch_compile as adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A view as it was taken; its integers may still be symbolic."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    item: int | None
+    with_grad: bool
+
+    @property
+    def is_hidden(self) -> bool:
+        """Whether autograd does not see what is done to the view."""
+        return not self.with_grad or self.op is torch.ops.aten.detach.default
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """Elements of a tensor were written in place."""
+
+    tensor: Tensor
+    with_grad: bool
+
+
+class Watch(adapter.TorchDispatchMode):
+    """Remembers every view of the tensors that pass through it, and every write to them."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._views: dict[int, tuple[Tensor, Taken]] = {}
+        self._alive: list[Any] = []
+        self._roots: set[int] = set()
+        self.writes: list[Write] = []
+        self.reshaped: dict[int, list[Taken]] = {}
+        """Changes of shape and strides in place, by tensor."""
+        self.given: set[int] = set()
+        """The tensors that were given other memory."""
+
+    def declare(self, tensors: Sequence[object]) -> None:
+        """Let chains of views end at these tensors, wherever they come from."""
+        self._alive.extend(tensors)
+        self._roots.update(id(tensor) for tensor in tensors if isinstance(tensor, Tensor))
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if adapter.has_effects(func):
+            return adapter.run_as_it_is(func, args, kwargs)
+        result = func(*args, **kwargs)
+        schema = getattr(func, "_schema", None)
+        if schema is not None:
+            self._note(func, schema, args, kwargs, result)
+        return result
+
+    def _note(
+        self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
+    ) -> None:
+        if schema.is_mutable:
+            self._note_writes(func, schema, args, kwargs)
+            return
+        if not args or not isinstance(args[0], Tensor):
+            return
+        if not any(out.alias_info is not None for out in schema.returns):
+            return
+        with_grad = torch.is_grad_enabled()
+        many = isinstance(result, (list, tuple))
+        for item, view in enumerate(result if many else [result]):
+            if isinstance(view, Tensor) and view is not args[0]:
+                taken = Taken(func, args[1:], kwargs, item if many else None, with_grad)
+                self._views[id(view)] = (args[0], taken)
+                self._alive.append(view)
+        self._alive.append(args[0])
+
+    def _note_writes(
+        self, func: Any, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        with_grad = torch.is_grad_enabled()
+        written = [
+            value
+            for argument, value in adapter.bind(schema, args, kwargs)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        tensors = [t for value in written for t in (value if _is_list(value) else [value])]
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                continue
+            self._alive.append(tensor)
+            if func.overloadpacket is torch.ops.aten.set_:
+                self.given.add(id(tensor))
+            elif torch.Tag.inplace_view in func.tags:
+                taken = Taken(func, args[1:], kwargs, None, with_grad)
+                self.reshaped.setdefault(id(tensor), []).append(taken)
+            else:
+                self.writes.append(Write(tensor, with_grad))
+
+    def chain(self, tensor: Tensor) -> tuple[Tensor, list[Taken]]:
+        """What a tensor is a view of in the end, and the views on the way to it."""
+        steps: list[Taken] = []
+        is_moved = False
+        while id(tensor) not in self._roots and id(tensor) in self._views:
+            is_moved |= id(tensor) in self.reshaped
+            tensor, step = self._views[id(tensor)]
+            steps.append(step)
+        steps.reverse()
+        self._is_moved = is_moved or (bool(steps) and id(tensor) in self.reshaped)
+        return tensor, steps
+
+    def replay(self, tensor: Tensor) -> tuple[Tensor, list[Taken]]:
+        """Like `chain`, with views that can be taken of the root as it is in the end."""
+        root, steps = self.chain(tensor)
+        if self._is_moved:
+            # Views were taken of other shapes than the root has now.
+            as_strided = torch.ops.aten.as_strided.default
+            place = (tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset())
+            with_grad = all(step.with_grad for step in steps)
+            moved = [Taken(as_strided, place, {}, None, with_grad)]
+            return root, [*moved, *(s for s in steps if s.op is torch.ops.aten.detach.default)]
+        return root, steps
+
+
+def _is_list(value: object) -> bool:
+    return isinstance(value, (list, tuple))

@@ -1,0 +1,132 @@
+"""What happens around the graphs: one wrapper for each thing, which writes its own lines."""
+
+from __future__ import annotations
+
+import torch
+
+from shoal.compile.aot.arrange import memory_of
+from shoal.compile.aot.frame import Frame, call_of, in_mode
+from shoal.compile.aot.signature import OutputKind, Step
+from shoal.compile.aot.source import Source
+
+
+class Wrapper:
+    """Writes lines before the graphs run, and after; none, if it has nothing to do."""
+
+    def before(self, source: Source, frame: Frame) -> None:
+        """What happens to arguments."""
+
+    def after(self, source: Source, frame: Frame) -> None:
+        """What happens to arguments and results."""
+
+
+class Memory(Wrapper):
+    """Arguments that share memory, one of which is written to, enter as one tensor."""
+
+    def before(self, source: Source, frame: Frame) -> None:
+        """Find the memory."""
+        for at, is_memory in enumerate(frame.arrangement.is_memory):
+            if is_memory:
+                members = [frame.argument(i) for i in frame.arrangement.members(at)]
+                first = frame.argument(frame.arrangement.sources[at])
+                make = source.name("memory_of", memory_of)
+                source.line(f"{frame.input(at)} = {make}({first}, [{', '.join(members)}])")
+
+
+class Mutations(Wrapper):
+    """What the function did to its arguments in place happens to them."""
+
+    def after(self, source: Source, frame: Frame) -> None:
+        """Write what the graph returned for it; count what it wrote itself."""
+        signature = frame.signature
+        for number, at in enumerate(signature.returned_mutations):
+            mutation = signature.inputs[at].mutation
+            if mutation.is_set:
+                self._set(source, frame, at, frame.returned(number))
+        self._reshape(source, frame)
+        for number, at in enumerate(signature.returned_mutations):
+            mutation = signature.inputs[at].mutation
+            if mutation.is_set:
+                continue
+            target, value = frame.input(at), frame.returned(number)
+            if not mutation.num_versions:
+                source.line(f"{target}.data.copy_({value})")
+                continue
+            in_mode(source, frame, mutation.by_autograd, f"{target}.copy_({value})")
+            self._count(source, target, mutation.num_versions - 1)
+        for at in signature.graph_mutations:
+            mutation = signature.inputs[at].mutation
+            self._count(source, frame.input(at), mutation.num_versions - 1)
+
+    def _set(self, source: Source, frame: Frame, at: int, value: str) -> None:
+        in_mode(source, frame, False, f"{frame.input(at)}.set_({value})")
+
+    def _reshape(self, source: Source, frame: Frame) -> None:
+        for reshape in frame.signature.reshapes:
+            for step in reshape.steps:
+                call = call_of(source, frame, frame.argument(reshape.argument), step)
+                in_mode(source, frame, step.with_grad, call)
+
+    def _count(self, source: Source, target: str, times: int) -> None:
+        for _ in range(times):
+            source.line(
+                f"{source.name('increment', torch.autograd.graph.increment_version)}({target})"
+            )
+
+
+class Outputs(Wrapper):
+    """What the function returns: of the graph, an argument, or a view taken again."""
+
+    def after(self, source: Source, frame: Frame) -> None:
+        """Put the results together."""
+        outputs = frame.signature.outputs
+        names: dict[int, str] = {}
+        fresh = {
+            k: frame.returned(frame.first_fresh + n) for n, k in enumerate(frame.signature.fresh)
+        }
+        for k, out in enumerate(outputs):
+            if out.kind is OutputKind.FRESH:
+                names[k] = fresh[k]
+        for k, out in enumerate(outputs):
+            match out.kind:
+                case OutputKind.CONSTANT:
+                    names[k] = source.literal(out.value)
+                case OutputKind.INPUT:
+                    names[k] = frame.argument(out.of)
+                case OutputKind.VIEW_OF_INPUT:
+                    names[k] = self._view(source, frame, f"v{k}", frame.argument(out.of), out.steps)
+                case OutputKind.VIEW_OF_OUTPUT:
+                    names[k] = self._view(source, frame, f"v{k}", names[out.of], out.steps)
+                case OutputKind.VIEW_OF_BASE:
+                    base = frame.returned(frame.first_base + out.of)
+                    names[k] = self._view(source, frame, f"v{k}", base, out.steps)
+                case _:
+                    pass
+        for k, out in enumerate(outputs):
+            if out.kind is OutputKind.SAME:
+                names[k] = names[out.of]
+        listed = "".join(f"{names[k]}, " for k in range(len(outputs)))
+        source.line(f"results = ({listed})")
+
+    def _view(
+        self, source: Source, frame: Frame, name: str, of: str, steps: tuple[Step, ...]
+    ) -> str:
+        for step in steps:
+            line = f"{name} = {call_of(source, frame, of, step)}"
+            in_mode(source, frame, step.with_grad, line)
+            of = name
+        return name
+
+
+class GradMode(Wrapper):
+    """The grad mode that the function leaves behind."""
+
+    def after(self, source: Source, frame: Frame) -> None:
+        """Leave it behind."""
+        after = frame.signature.grad_mode_after
+        if after is not None:
+            source.line(f"{source.name('set_grad', torch.set_grad_enabled)}({after})")
+
+
+WRAPPERS: tuple[Wrapper, ...] = (Memory(), Mutations(), Outputs(), GradMode())
+"""The order in which they are written, before and after alike: views are of what was written."""

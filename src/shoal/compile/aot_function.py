@@ -1,0 +1,250 @@
+"""Functions and modules compiled ahead of time, with functorch's names and arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from shoal import _torch_compile as adapter
+from shoal.compile.aot.capture import Decompositions
+from shoal.compile.aot.pipeline import Partition, Pipeline
+from shoal.compile.inner import boxed
+from shoal.compile.partition import default_partition
+
+Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
+
+
+def _pipeline(
+    fw_compiler: Compiler,
+    bw_compiler: Compiler | None,
+    inference_compiler: Compiler | None,
+    partition_fn: Partition,
+    decompositions: Decompositions | None,
+    *,
+    dynamic: bool,
+) -> Pipeline:
+    return Pipeline(
+        forward=boxed(fw_compiler),
+        backward=boxed(bw_compiler or fw_compiler),
+        inference=boxed(inference_compiler or fw_compiler),
+        partition=partition_fn,
+        decompositions=decompositions,
+        dynamic=dynamic,
+    )
+
+
+def aot_function(
+    fn: Callable[..., Any],
+    fw_compiler: Compiler,
+    bw_compiler: Compiler | None = None,
+    partition_fn: Partition = default_partition,
+    decompositions: Decompositions | None = None,
+    num_params_buffers: int = 0,
+    keep_inference_input_mutations: bool = False,
+    inference_compiler: Compiler | None = None,
+    *,
+    dynamic: bool = False,
+    enable_log: bool = True,
+    disable_functionalization: bool = False,
+) -> Callable[..., Any]:
+    """`fn`, traced when it is called, its graphs given to the compilers.
+
+    It is traced again when its arguments differ in what a graph depends on: structure, dtypes,
+    devices, which require gradients, sizes (unless `dynamic`), and values that are no tensors.
+    Mutations of inputs always stay in the graph where autograd allows it, so
+    `keep_inference_input_mutations` changes nothing; nor do `num_params_buffers` and `enable_log`.
+    """
+    if disable_functionalization:
+        raise NotImplementedError("aot_function(disable_functionalization=True) is not supported")
+    pipeline = _pipeline(
+        fw_compiler, bw_compiler, inference_compiler, partition_fn, decompositions, dynamic=dynamic
+    )
+    known: dict[Any, Callable[..., Any]] = {}
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        flat, spec = adapter.pytree.tree_flatten((args, kwargs))
+        key = (spec, torch.is_grad_enabled(), *(_key_of(one, dynamic) for one in _paired(flat)))
+        entry = known.get(key)
+        if entry is None:
+            entry = known[key] = _compile(fn, flat, spec, pipeline)
+        return entry(flat)
+
+    return call
+
+
+def _paired(flat: list[Any]) -> list[tuple[Any, int, int]]:
+    """Values with where they first stand, and where their memory does."""
+    first: dict[int, int] = {}
+    memory: dict[int, int] = {}
+    found: list[tuple[Any, int, int]] = []
+    for i, one in enumerate(flat):
+        if isinstance(one, Tensor):
+            at = first.setdefault(id(one), i)
+            shared = i
+            if adapter.has_storage(one):
+                shared = memory.setdefault(one.untyped_storage()._cdata, i)
+            found.append((one, at, shared))
+        else:
+            found.append((one, i, i))
+    return found
+
+
+def _key_of(entry: tuple[Any, int, int], dynamic: bool) -> Any:
+    """What a graph depends on in one value."""
+    one, first, memory = entry
+    if not isinstance(one, Tensor):
+        return (type(one), one)
+    sizes = one.dim() if dynamic else (tuple(one.shape), tuple(one.stride()))
+    return (type(one), one.dtype, one.device, one.requires_grad, one.is_leaf, sizes, first, memory)
+
+
+def _compile(
+    fn: Callable[..., Any], flat: list[Any], spec: Any, pipeline: Pipeline
+) -> Callable[[list[Any]], Any]:
+    out_spec: list[Any] = []
+
+    def flat_fn(*values: Any) -> list[Any]:
+        args, kwargs = adapter.pytree.tree_unflatten(list(values), spec)
+        result, result_spec = adapter.pytree.tree_flatten(fn(*args, **kwargs))
+        out_spec[:] = [result_spec]
+        return result
+
+    compiled = pipeline.compile(flat_fn, flat)
+
+    def run(values: list[Any]) -> Any:
+        return adapter.pytree.tree_unflatten(list(compiled(*values)), out_spec[0])
+
+    return run
+
+
+def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+    """A module that runs `mod` compiled; its parameters and buffers are `mod`'s own."""
+    adapter.check_unlike_jit(mod)
+
+    def functional_call(params: Mapping[str, Tensor], *call: Any, **named: Any) -> Any:
+        return torch.func.functional_call(mod, dict(params), call, named)
+
+    compiled = aot_function(functional_call, *args, **kwargs)
+
+    class AOTModule(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.orig_module = mod
+
+        def forward(self, *call: Any, **named: Any) -> Any:
+            tensors = {
+                **dict(self.orig_module.named_parameters(remove_duplicate=False)),
+                **dict(self.orig_module.named_buffers(remove_duplicate=False)),
+            }
+            return compiled(tensors, *call, **named)
+
+    return AOTModule()
+
+
+def aot_module_simplified(
+    mod: nn.Module,
+    args: Sequence[Any],
+    fw_compiler: Compiler,
+    bw_compiler: Compiler | None = None,
+    partition_fn: Partition = default_partition,
+    decompositions: Decompositions | None = None,
+    keep_inference_input_mutations: bool = False,
+    inference_compiler: Compiler | None = None,
+    *,
+    dynamic: bool = False,
+) -> Callable[..., Any]:
+    """A function of `mod`'s flat inputs, compiled now for arguments like `args`.
+
+    `mod` takes and returns flat values, as Dynamo's graphs do; its parameters are read anew in
+    every call.
+    """
+    pipeline = _pipeline(
+        fw_compiler, bw_compiler, inference_compiler, partition_fn, decompositions, dynamic=dynamic
+    )
+    named = {
+        **dict(mod.named_parameters(remove_duplicate=False)),
+        **dict(mod.named_buffers(remove_duplicate=False)),
+    }
+    names, tensors = list(named), list(named.values())
+
+    def flat_fn(*values: Any) -> Any:
+        given = dict(zip(names, values, strict=False))
+        with adapter.keep_metadata():
+            result = adapter.call_with(mod, given, values[len(names) :])
+        if not isinstance(result, (tuple, list)):
+            raise RuntimeError(
+                "aot_module_simplified needs a module that returns a flat tuple or list; got "
+                f"{type(result).__name__}. Use aot_module for any structure."
+            )
+        return list(result)
+
+    compiled = pipeline.compile(flat_fn, [*tensors, *args])
+
+    def forward(*runtime_args: Any) -> Any:
+        return compiled(*tensors, *runtime_args)
+
+    forward.zero_grad = mod.zero_grad  # type: ignore[attr-defined]
+    forward.named_parameters = mod.named_parameters  # type: ignore[attr-defined]
+    forward.named_buffers = mod.named_buffers  # type: ignore[attr-defined]
+    return forward
+
+
+def make_boxed_func(f: Callable[..., Any]) -> Callable[[list[Any]], Any]:
+    """`f` as a function that takes its arguments in a list."""
+
+    def g(args: list[Any]) -> Any:
+        return f(*args)
+
+    g._boxed_call = True  # type: ignore[attr-defined]
+    return g
+
+
+def make_boxed_compiler(compiler: Compiler) -> Compiler:
+    """`compiler`, with functions that take their arguments in a list."""
+
+    def compile_boxed(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        return make_boxed_func(compiler(module, inputs))
+
+    return compile_boxed
+
+
+def nop(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """The compiler that changes nothing."""
+    return module
+
+
+def print_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """The compiler that prints the graph, and changes nothing."""
+    print(module.code)
+    return module
+
+
+def ts_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """Compile a graph with TorchScript."""
+    return adapter.torchscript(module, inputs)
+
+
+def debug_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+    """The compiler that prints the graph and its inputs' shapes, and changes nothing."""
+    print(module.code)
+    for one in inputs:
+        print(tuple(one.shape) if isinstance(one, Tensor) else one)
+    return module
+
+
+def compiled_function(
+    fn: Callable[..., Any],
+    fw_compiler: Compiler,
+    bw_compiler: Compiler | None = None,
+    **kwargs: Any,
+) -> Callable[..., Any]:
+    """The older name of `aot_function`."""
+    return aot_function(fn, fw_compiler, bw_compiler, **kwargs)
+
+
+compiled_module = aot_module
+"""The older name of `aot_module`."""

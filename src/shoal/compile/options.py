@@ -1,0 +1,52 @@
+"""What `torch.compile(backend="shoal", options={…})` understands."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from shoal.errors import UsageError
+
+InnerName = Literal["direct", "inductor"]
+PartitionName = Literal["min_cut", "default"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """Options of the backend, with their defaults."""
+
+    inner: InnerName = "direct"
+    """What makes a function of a graph: its operators called one by one, or Inductor."""
+    partition: PartitionName = "min_cut"
+    """What backward gets: the fewest bytes, or everything that it reads."""
+    memory_budget: float = 1.0
+    """The share of what is saved for backward that may stay; the rest is computed again."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("inner", get_args(InnerName)),
+            ("partition", get_args(PartitionName)),
+        ):
+            if getattr(self, name) not in allowed:
+                raise UsageError(
+                    f"option {name!r} of the shoal backend must be one of {', '.join(allowed)}; "
+                    f"got {getattr(self, name)!r}"
+                )
+        if not 0 <= self.memory_budget <= 1:
+            raise UsageError(
+                "option 'memory_budget' of the shoal backend must be from 0 to 1; got "
+                f"{self.memory_budget}"
+            )
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any] | None) -> Options:
+        """From the dictionary that `torch.compile` takes."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(options or {}) - known)
+        if unknown:
+            raise UsageError(
+                f"the shoal backend has no option {', '.join(map(repr, unknown))}; it knows "
+                f"{', '.join(sorted(known))}"
+            )
+        return cls(**(options or {}))

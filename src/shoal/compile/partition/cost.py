@@ -1,0 +1,67 @@
+"""What a value costs to keep, and what it costs to make."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils.flop_counter import flop_registry
+
+from shoal import _torch_compile
+from shoal.compile.partition.ops import value
+
+SYMBOL_BYTES = 8
+"""A Python integer that is kept, as good as free."""
+
+
+def kept_bytes(node: fx.Node) -> int:
+    """The memory that stays alive while a node's value is kept; of a view, all that it shows of."""
+    return _bytes(value(node))
+
+
+def _bytes(held: Any) -> int:
+    if isinstance(held, Tensor):
+        own = math.prod(map(_torch_compile.size_hint, held.shape)) * held.element_size()
+        if _torch_compile.storage_key(held) is None:
+            return own
+        whole = _torch_compile.size_hint(held.untyped_storage().nbytes())
+        # An expanded tensor shows more than is there.
+        return min(own, whole) if 0 in held.stride() else whole
+    if isinstance(held, list | tuple):
+        return sum(map(_bytes, held))
+    return SYMBOL_BYTES
+
+
+def work(node: fx.Node) -> int:
+    """About how much is computed, in floating-point operations; never nothing."""
+    target = node.target
+    if isinstance(target, _torch_compile.OpOverload):
+        count = flop_registry.get(target.overloadpacket)
+        if count is not None:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _sized)  # type: ignore[misc]
+            return max(1, int(count(*args, **kwargs, out_val=_sized(node))))
+    held = value(node)
+    several = held if isinstance(held, list | tuple) else (held,)
+    return max(1, sum(_numel(one) for one in several if isinstance(one, Tensor)))
+
+
+def _numel(tensor: Tensor) -> int:
+    return math.prod(map(_torch_compile.size_hint, tensor.shape))
+
+
+def _sized(node: fx.Node) -> Any:
+    """What stands for a node where only sizes are read: its value with hints for symbols."""
+    return _with_hints(value(node))
+
+
+def _with_hints(held: Any) -> Any:
+    if isinstance(held, Tensor):
+        sizes = [_torch_compile.size_hint(size) for size in held.shape]
+        return torch.empty(sizes, dtype=held.dtype, device="meta")
+    if isinstance(held, torch.SymInt):
+        return _torch_compile.size_hint(held)
+    if isinstance(held, list | tuple):
+        return type(held)(map(_with_hints, held))
+    return held

@@ -1,0 +1,103 @@
+"""The partitioners, as functorch calls them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import fx
+
+from shoal.compile.partition.bans import find_firm_bans
+from shoal.compile.partition.budget import keep_within
+from shoal.compile.partition.joint import Joint, Side
+from shoal.compile.partition.keep import is_keepable
+from shoal.compile.partition.prepare import prepare
+from shoal.compile.partition.split import Split, split
+
+
+def split_as_traced(
+    joint_module: fx.GraphModule, *, num_fwd_outputs: int, mutated_inputs: Collection[int] = ()
+) -> Split:
+    """Run each node where it was traced; only what a checkpoint tags is computed again.
+
+    `mutated_inputs` are the places of inputs that are written to outside, after forward.
+    """
+    joint = prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=False)
+    return split(joint, _read_across(joint))
+
+
+def split_by_min_cut(
+    joint_module: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    memory_budget: float = 1.0,
+    static_inputs: Collection[int] = (),
+    mutated_inputs: Collection[int] = (),
+) -> Split:
+    """Keep as few bytes as can be where only cheap work is done again.
+
+    A budget below 1 does more work again to keep less. `static_inputs` are the places of inputs
+    that are free to keep, `mutated_inputs` of those that are written to outside, after forward.
+    """
+    joint = prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=True)
+    static = {node for i, node in enumerate(joint.forward_inputs) if i in set(static_inputs)}
+    return split(joint, keep_within(joint, memory_budget, static=static))
+
+
+def default_partition(
+    joint_module: fx.GraphModule,
+    _joint_inputs: Any,
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] | None = None,
+    static_lifetime_input_nodes: Collection[fx.Node] | None = None,
+    mutated_inputs: Collection[int] = (),
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward graphs, each node where it was traced.
+
+    What lives on anyway is kept like everything else: the `static` arguments change nothing.
+    """
+    parts = split_as_traced(
+        joint_module, num_fwd_outputs=num_fwd_outputs, mutated_inputs=mutated_inputs
+    )
+    return parts.forward, parts.backward
+
+
+def min_cut_rematerialization_partition(
+    joint_module: fx.GraphModule,
+    _joint_inputs: Any,
+    compiler: str = "inductor",
+    *,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: Sequence[int] | None = None,
+    memory_budget: float = 1.0,
+    mutated_inputs: Collection[int] = (),
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """The forward and backward graphs that keep the fewest bytes; `compiler` changes nothing."""
+    parts = split_by_min_cut(
+        joint_module,
+        num_fwd_outputs=num_fwd_outputs,
+        memory_budget=memory_budget,
+        static_inputs=static_lifetime_input_indices or (),
+        mutated_inputs=mutated_inputs,
+    )
+    return parts.forward, parts.backward
+
+
+def _read_across(joint: Joint) -> list[fx.Node]:
+    """The values of forward that backward reads, or needs to compute what is tagged again."""
+    firm = find_firm_bans(joint)
+    pending = [one for one in joint.backward_outputs if isinstance(one, fx.Node)]
+    pending += [node for node in joint.nodes if joint.sides[node] is not Side.FORWARD]
+    seen: set[fx.Node] = set()
+    kept: list[fx.Node] = []
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if joint.sides[node] is Side.FORWARD and is_keepable(joint, node, firm):
+            kept.append(node)
+        else:
+            pending.extend(node.all_input_nodes)
+    return kept

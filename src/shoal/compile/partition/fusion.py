@@ -1,0 +1,119 @@
+"""What one kernel can do at once, and where computing again would cost one more.
+
+Computing a cheap value again is as good as free while it happens inside a kernel that runs anyway.
+The three rules here name the nodes for which it would not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+
+from shoal.compile.partition.joint import Joint, Side
+from shoal.compile.partition.ops import Kind, op_name
+
+FUSIBLE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.REDUCTION, Kind.RANDOM, Kind.SIZE, Kind.CONSTANT})
+
+LONGEST_CHAIN = 100
+"""How many nodes may be computed again one from another before the chain is broken."""
+
+
+def fusible(joint: Joint, node: fx.Node) -> bool:
+    """Whether a node can share a kernel."""
+    if node.op == "output":
+        return False
+    if joint.kinds[node] is Kind.ITEM:
+        producer = node.args[0]
+        assert isinstance(producer, fx.Node)
+        return fusible(joint, producer)
+    return joint.kinds[node] in FUSIBLE
+
+
+def can_fuse(joint: Joint, node: fx.Node, user: fx.Node) -> bool:
+    """Whether a value never needs to be in memory for one of its readers."""
+    if user.op != "output" and op_name(user) == "aten::cat":
+        return True  # each part is written to its place in the result
+    return fusible(joint, node) and fusible(joint, user)
+
+
+def is_materialized(joint: Joint, node: fx.Node) -> bool:
+    """Whether forward writes a value to memory even if nobody keeps it."""
+    return node.op == "placeholder" or not all(can_fuse(joint, node, user) for user in node.users)
+
+
+def costly_again(joint: Joint) -> dict[fx.Node, str]:
+    """The cheap nodes of forward that would not be cheap a second time, each with the reason."""
+    forward = [node for node in joint.nodes if joint.sides[node] is Side.FORWARD]
+    found: dict[fx.Node, str] = {}
+    for node in forward:
+        reader = _reader_in_memory(joint, node)
+        if reader is not None:
+            found[node] = f"backward's {reader.name} reads it from memory"
+    for node in forward:
+        for user in _readers_past_barrier(joint, node):
+            found.setdefault(user, f"it reads {node.name} from before an operator that cannot fuse")
+    found.update(_long_chains(joint, forward, found))
+    return found
+
+
+def _reader_in_memory(joint: Joint, node: fx.Node) -> fx.Node | None:
+    """A reader in backward that cannot fuse with a node, or with a view of it."""
+    if joint.kinds[node] is Kind.VIEW:
+        return None
+    pending = [node]
+    while pending:
+        seen = pending.pop()
+        for user in seen.users:
+            if user.op == "output":
+                continue
+            if joint.sides[user] is not Side.FORWARD and not can_fuse(joint, seen, user):
+                return user
+            if joint.kinds[user] is Kind.VIEW:
+                pending.append(user)
+    return None
+
+
+def _readers_past_barrier(joint: Joint, node: fx.Node) -> Iterator[fx.Node]:
+    """Readers of a node that come after something that cannot fuse, reached from the node too.
+
+    A residual connection is one: computed again, it would pull the whole block's result along.
+    """
+    readers = [
+        user for user in node.users if user.op != "output" and joint.sides[user] is Side.FORWARD
+    ]
+    if len(readers) < 2:
+        return
+    last = max(joint.order[user] for user in readers)
+    reached = set(readers)
+    for place in range(joint.order[node] + 1, last + 1):
+        one = joint.nodes[place]
+        sources = [source for source in one.all_input_nodes if source in reached]
+        if joint.sides[one] is not Side.FORWARD or not sources:
+            continue
+        if not all(can_fuse(joint, source, one) for source in sources):
+            yield from (
+                user
+                for user in readers
+                if joint.order[user] > place and can_fuse(joint, node, user)
+            )
+            return
+        reached.add(one)
+
+
+def _long_chains(
+    joint: Joint, forward: list[fx.Node], broken: dict[fx.Node, str]
+) -> dict[fx.Node, str]:
+    length: dict[fx.Node, int] = {}
+    found: dict[fx.Node, str] = {}
+    for node in forward:
+        chains = [
+            length[one]
+            for one in node.all_input_nodes
+            if one not in broken and can_fuse(joint, one, node)
+        ]
+        length[node] = 1 + max(chains, default=0)
+        if length[node] > LONGEST_CHAIN and node not in broken:
+            found[node] = f"{LONGEST_CHAIN} operators before it would be computed again"
+            length[node] = 0
+    return found

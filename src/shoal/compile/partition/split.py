@@ -1,0 +1,166 @@
+"""A joint graph taken apart into a forward graph and a backward graph.
+
+    forward    inputs                                      -> outputs, kept tensors, kept symbols
+    backward   kept symbols, kept tensors, tangents        -> gradients
+
+Only what is asked for is copied, so there is no dead code to remove: outputs, kept values, and
+whatever the outside can see, each in the phase where it was traced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from shoal import _torch_compile
+from shoal.compile.partition.joint import Joint, Side, phase
+from shoal.compile.partition.ops import Kind, is_tensor, value
+from shoal.compile.partition.rng import replay_random_numbers
+from shoal.errors import InvariantError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A forward graph and a backward graph, and what goes from one to the other."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_saved_tensors: int
+    num_saved_symints: int
+    """Symbolic numbers, and whatever else is no tensor."""
+
+
+def split(joint: Joint, kept: Iterable[fx.Node]) -> Split:
+    """Take a joint graph apart; forward keeps these values if backward uses them."""
+    kept = joint.in_order(set(kept))
+    again = _needed_by_backward(joint, set(kept))
+    used = [node for node in kept if node in again]
+    tensors = [node for node in used if is_tensor(node)]
+    symbols = _with_bindings(joint, [node for node in used if not is_tensor(node)], tensors)
+    forward = _forward_graph(joint, [*tensors, *symbols])
+    backward = _backward_graph(joint, [*symbols, *tensors], again)
+    num_states = replay_random_numbers(
+        forward, backward, num_symbols=len(symbols), num_kept=len(symbols) + len(tensors)
+    )
+    for graph in (forward, backward):
+        graph.lint()
+    return Split(
+        forward=fx.GraphModule(joint.root, forward),
+        backward=fx.GraphModule(joint.root, backward),
+        num_saved_tensors=len(tensors) + num_states,
+        num_saved_symints=len(symbols),
+    )
+
+
+def _needed_by_backward(joint: Joint, kept: set[fx.Node]) -> set[fx.Node]:
+    """What backward reads or computes, down to what is kept."""
+    roots = [one for one in joint.backward_outputs if isinstance(one, fx.Node)]
+    roots += [node for node in joint.nodes if _stays(joint, node, "backward")]
+
+    def inputs(node: fx.Node) -> Sequence[fx.Node]:
+        if node in kept:
+            return ()
+        if joint.sides[node] is Side.FORWARD and joint.kinds[node] in (
+            *(Kind.INPUT, Kind.EFFECT, Kind.MUTATION),
+        ):
+            raise InvariantError(
+                f"backward needs {node.name} ({node.target}), which is {joint.kinds[node].value} "
+                "of forward, and it is not kept: add it, or what is computed of it, to the kept"
+            )
+        return node.all_input_nodes
+
+    return _closure(roots, inputs)
+
+
+def _forward_graph(joint: Joint, kept: list[fx.Node]) -> fx.Graph:
+    returned = [*joint.forward_outputs, *kept]
+    roots = [one for one in returned if isinstance(one, fx.Node)]
+    roots += [node for node in joint.nodes if _stays(joint, node, "forward")]
+    wanted = _closure(roots, lambda node: node.all_input_nodes)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in (*joint.forward_inputs, *joint.in_order(wanted)):
+        if node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    _give(graph, returned, copies)
+    return graph
+
+
+def _backward_graph(joint: Joint, kept: list[fx.Node], wanted: set[fx.Node]) -> fx.Graph:
+    """Nodes of backward in their order; what is computed again right before it is first read.
+
+    Computed where it stood in the joint graph, all of it would be alive before backward starts.
+    """
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in (*kept, *joint.backward_inputs):
+        copies[node] = _input(graph, node)
+
+    def copy(node: fx.Node) -> None:
+        missing = _closure([node], lambda one: () if one in copies else one.all_input_nodes)
+        for one in joint.in_order(missing - copies.keys()):
+            copies[one] = graph.node_copy(one, copies.__getitem__)
+
+    for node in joint.in_order(wanted - copies.keys()):
+        if node.op == "call_function" and phase(node) == "backward":
+            copy(node)
+    for one in joint.backward_outputs:
+        if isinstance(one, fx.Node):
+            copy(one)
+    _give(graph, joint.backward_outputs, copies)
+    return graph
+
+
+def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    taken = graph.placeholder(node.name)
+    taken.meta = dict(node.meta)
+    return taken
+
+
+def _give(graph: fx.Graph, returned: Iterable[Any], copies: dict[fx.Node, fx.Node]) -> None:
+    values = tuple(copies[one] if isinstance(one, fx.Node) else one for one in returned)
+    output = graph.output(values)
+    output.meta["val"] = tuple(value(one) if isinstance(one, fx.Node) else one for one in values)
+
+
+def _stays(joint: Joint, node: fx.Node, where: str) -> bool:
+    """Whether a node runs in a phase though nobody reads it."""
+    if node.op != "call_function" or phase(node) != where:
+        return False
+    kind = joint.kinds[node]
+    # A collective that nobody reads is dropped, on every rank alike. Random numbers that nobody
+    # reads are drawn, or all that come later would differ.
+    return kind in (Kind.EFFECT, Kind.MUTATION, Kind.RANDOM)
+
+
+def _closure(
+    roots: Iterable[fx.Node], inputs: Callable[[fx.Node], Iterable[fx.Node]]
+) -> set[fx.Node]:
+    found: set[fx.Node] = set()
+    pending = list(roots)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending.extend(inputs(node))
+    return found
+
+
+def _with_bindings(joint: Joint, symbols: list[fx.Node], tensors: list[fx.Node]) -> list[fx.Node]:
+    """Kept numbers, with those first that name a symbol in the shape of anything backward takes.
+
+    A compiler of the backward graph has to know where each size comes from.
+    """
+    bindings = [node for node in symbols if _torch_compile.bound_symbol(node) is not None]
+    derived = [node for node in symbols if node not in bindings]
+    bound = {_torch_compile.bound_symbol(node) for node in bindings}
+    known = _torch_compile.symbol_bindings(joint.graph)
+    for node in (*derived, *tensors, *joint.backward_inputs):
+        for symbol in _torch_compile.symbols_in(value(node)):
+            if symbol not in bound and symbol in known:
+                bindings.append(known[symbol])
+            bound.add(symbol)
+    return [*bindings, *derived]

@@ -1,0 +1,222 @@
+"""A compiled backward takes the tangents that eager takes, and refuses what eager refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from compile_compare import BACKEND, ENTRIES, Entry, Given, compare, compiled, leaf, two_leaves
+
+
+def outputs_of_three(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    z = x * y
+    return z.sin(), z.t() * 2, (x * 3).sum()
+
+
+def image(x: Tensor) -> Tensor:
+    return x * x.sin()
+
+
+def images() -> tuple[Tensor]:
+    return (torch.randn(2, 3, 4, 4, requires_grad=True),)
+
+
+def images_channels_last() -> tuple[Tensor]:
+    x = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
+    return (x.requires_grad_(),)
+
+
+def first_only(outputs: Any, given: Given) -> None:
+    outputs[0].sum().backward()
+
+
+def last_only(outputs: Any, given: Given) -> None:
+    outputs[-1].backward()
+
+
+def one_by_one(outputs: Any, given: Given) -> None:
+    for output in outputs:
+        output.sum().backward(retain_graph=True)
+
+
+def retained_twice(outputs: Any, given: Given) -> None:
+    outputs[0].sum().backward(retain_graph=True)
+    outputs[0].sum().backward()
+
+
+def freed_twice(outputs: Any, given: Given) -> None:
+    outputs[0].sum().backward()
+    outputs[0].sum().backward()
+
+
+def grad_of_one(outputs: Any, given: Given) -> None:
+    given.args[0].grad = torch.autograd.grad(outputs[0].sum(), given.args[0])[0]
+
+
+def unused_allowed(outputs: Any, given: Given) -> None:
+    grads = torch.autograd.grad(outputs[2], given.args, allow_unused=True)
+    given.args[0].grad = grads[0]
+
+
+def accumulated(outputs: Any, given: Given) -> None:
+    outputs[0].sum().backward(retain_graph=True)
+    outputs[1].mean().backward()
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+@pytest.mark.parametrize(
+    "backward", [first_only, last_only, retained_twice, freed_twice, grad_of_one, accumulated]
+)
+def test_parts(backward: Callable[..., None], through: Entry) -> None:
+    # Where eager leaves no gradient at all, one graph for all outputs may leave zeros.
+    compare(
+        outputs_of_three,
+        two_leaves,
+        through=through,
+        backward=backward,
+        scenarios=("train",),
+        ignore=("*.grad.exists",),
+    )
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+def test_each_output_in_turn(through: Entry) -> None:
+    compare(
+        outputs_of_three, two_leaves, through=through, backward=one_by_one, scenarios=("train",)
+    )
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+def test_gradients_asked_for_by_name(through: Entry) -> None:
+    compare(
+        outputs_of_three,
+        two_leaves,
+        through=through,
+        backward=unused_allowed,
+        scenarios=("train",),
+    )
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+def test_second_output_after_a_freed_graph(through: Entry) -> None:
+    """All outputs share one backward, so the second is refused with autograd's own error."""
+    call = compiled(outputs_of_three, backend=BACKEND, through=through)
+    outputs = call(*two_leaves())
+    outputs[0].sum().backward()
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        outputs[1].sum().backward()
+
+
+def expanded(tensor: Tensor) -> Tensor:
+    return torch.ones(()).expand(tensor.shape)
+
+
+def transposed(tensor: Tensor) -> Tensor:
+    return torch.randn(*reversed(tensor.shape)).permute(*reversed(range(tensor.dim())))
+
+
+def gapped(tensor: Tensor) -> Tensor:
+    return torch.randn(*tensor.shape, 2)[..., 0]
+
+
+def channels_last(tensor: Tensor) -> Tensor:
+    return torch.randn(tensor.shape).contiguous(memory_format=torch.channels_last)
+
+
+def contiguous(tensor: Tensor) -> Tensor:
+    return torch.randn(tensor.shape)
+
+
+def needs_grad(tensor: Tensor) -> Tensor:
+    return torch.randn(tensor.shape, requires_grad=True)
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+@pytest.mark.parametrize("inputs", [images, images_channels_last])
+@pytest.mark.parametrize(
+    "tangent", [expanded, transposed, gapped, channels_last, contiguous, needs_grad]
+)
+def test_tangents(
+    tangent: Callable[[Tensor], Tensor], inputs: Callable[[], Any], through: Entry
+) -> None:
+    def backward(outputs: Tensor, given: Given) -> None:
+        outputs.backward(tangent(outputs))
+
+    # The memory order of the gradient follows that of the tangent in eager, and that of the
+    # traced tangent in a graph: values are the contract.
+    ignore = ("*.grad.stride",)
+    compare(image, inputs, through=through, backward=backward, scenarios=("train",), ignore=ignore)
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+@pytest.mark.parametrize("name", ["dtype", "shape"])
+def test_wrong_tangents_are_refused(name: str, through: Entry) -> None:
+    def backward(outputs: Tensor, given: Given) -> None:
+        outputs.backward(torch.ones(3) if name == "shape" else torch.ones(2, 3, 4, 4).long())
+
+    compare(image, images, through=through, backward=backward, scenarios=("train",))
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+def test_double_backward_is_refused_when_it_is_asked_for(through: Entry) -> None:
+    """Building the graph of the first backward is allowed; only going through it is not."""
+    call = compiled(image, backend=BACKEND, through=through)
+    (x,) = images()
+    (grad,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    (want,) = torch.autograd.grad(image(x).sum(), x)
+    assert torch.equal(grad, want)
+    assert grad.requires_grad
+    with pytest.raises(RuntimeError, match="double backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+def test_gradient_penalty_by_eager_means(through: Entry) -> None:
+    """A gradient that only eager ops touch later needs no double backward of the graph."""
+    call = compiled(image, backend=BACKEND, through=through)
+    (x,) = images()
+    (grad,) = torch.autograd.grad(call(x).sum(), x)
+    assert not grad.requires_grad
+    assert torch.equal(grad, torch.autograd.grad(image(x).sum(), x)[0])
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+def test_frozen_input(through: Entry) -> None:
+    """Only what requires a gradient gets one."""
+
+    def inputs() -> tuple[Tensor, Tensor]:
+        return torch.randn(4, 6), torch.randn(4, 6, requires_grad=True)
+
+    compare(outputs_of_three, inputs, through=through)
+
+
+def test_gradient_flag_is_a_guard() -> None:
+    """The same program with and without gradients asked for."""
+
+    def program(x: Tensor) -> Tensor:
+        return x.sin()
+
+    call = compiled(program, backend=BACKEND, through="compile")
+    (x,) = leaf()
+    assert not call(x.detach()).requires_grad
+    call(x).sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, x.detach().cos())
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection", "ignore:Error detected in")
+def test_anomaly_mode_names_the_nan() -> None:
+    """The check for NaN fires in a compiled backward as well."""
+
+    def program(x: Tensor) -> Tensor:
+        return (x * 0).sqrt() * x
+
+    def backward(outputs: Tensor, given: Given) -> None:
+        with torch.autograd.detect_anomaly(check_nan=True):
+            outputs.sum().backward()
+
+    compare(program, leaf, backward=backward, scenarios=("train",))

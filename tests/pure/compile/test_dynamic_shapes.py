@@ -1,0 +1,112 @@
+"""Sizes that change between calls: right numbers, and no more compilations than needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from compile_compare import BACKEND, compare
+
+SIZES = (5, 7, 9, 5)
+
+
+def rows(x: Tensor) -> Tensor:
+    return (x * x.shape[0]).sin()
+
+
+def view_with_size(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    return y.view(-1), y[: x.shape[0] // 2]
+
+
+def written(x: Tensor) -> Tensor:
+    x[1:].mul_(2)
+    return x.sum(0) * x.shape[0]
+
+
+def size_out(x: Tensor) -> tuple[Tensor, int]:
+    return x * 2, x.shape[0] + 1
+
+
+def made_by_size(x: Tensor) -> Tensor:
+    return torch.arange(x.shape[0]).unsqueeze(1) * x
+
+
+def saved_size(x: Tensor) -> Tensor:
+    # mean's derivative divides by a size that the backward must remember.
+    return x.mean(0) * x.exp().mean()
+
+
+PROGRAMS = [rows, view_with_size, written, size_out, made_by_size, saved_size]
+
+
+@pytest.mark.parametrize("fn", PROGRAMS)
+def test_all_dynamic(fn: Callable[..., Any]) -> None:
+    def inputs() -> tuple[Tensor]:
+        return (torch.randn(5, 6, requires_grad=True) * 1,)
+
+    compare(fn, inputs, dynamic=True)
+
+
+@pytest.mark.parametrize("fn", PROGRAMS)
+@pytest.mark.parametrize("grad", [True, False])
+def test_marked_dimension_compiles_once(fn: Callable[..., Any], grad: bool) -> None:
+    counter = CompileCounterWithBackend(BACKEND)
+    call = torch.compile(fn, backend=counter, fullgraph=True)
+    for size in SIZES:
+        leaves = [torch.arange(size * 6.0).reshape(size, 6).requires_grad_(grad) for _ in "ab"]
+        args = [leaf * 1 for leaf in leaves]
+        torch._dynamo.mark_dynamic(args[1], 0)
+        want, got = fn(args[0]), call(args[1])
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+        assert torch.equal(args[0], args[1])
+        if grad:
+            for result in (want, got):
+                first = result[0] if isinstance(result, tuple) else result
+                first.sum().backward()
+            assert leaves[0].grad is not None
+            assert leaves[1].grad is not None
+            assert torch.equal(leaves[0].grad, leaves[1].grad)
+    assert counter.frame_count == 1
+
+
+def test_second_size_makes_it_dynamic() -> None:
+    """Without a mark: static first, dynamic at the second size, then no more."""
+    counter = CompileCounterWithBackend(BACKEND)
+    call = torch.compile(rows, backend=counter, fullgraph=True)
+    for size in (5, 7, 9, 11):
+        x = torch.randn(size, 6, requires_grad=True)
+        assert torch.equal(call(x), rows(x))
+    assert counter.frame_count == 2
+
+
+def test_integer_argument() -> None:
+    def program(x: Tensor, n: int) -> Tensor:
+        return x[:n] * n
+
+    counter = CompileCounterWithBackend(BACKEND)
+    call = torch.compile(program, backend=counter, fullgraph=True, dynamic=True)
+    x = torch.randn(9, 6, requires_grad=True)
+    for n in (3, 5, 7):
+        got, want = call(x, n), program(x, n)
+        assert torch.equal(got, want)
+        grads = [torch.autograd.grad(y.sum(), x)[0] for y in (got, want)]
+        assert torch.equal(*grads)
+    assert counter.frame_count <= 2
+
+
+def test_size_one_and_zero() -> None:
+    """The sizes that symbolic shapes treat apart."""
+    call = torch.compile(rows, backend=BACKEND, dynamic=True)
+    for size in (4, 1, 0, 3):
+        x = torch.randn(size, 6, requires_grad=True)
+        y = call(x)
+        assert torch.equal(y, rows(x))
+        y.sum().backward()
+        assert x.grad is not None
+        assert x.grad.shape == x.shape

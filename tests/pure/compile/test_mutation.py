@@ -1,0 +1,378 @@
+"""Inputs that a compiled program changes end as eager leaves them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compile_compare import Case, Entry, Given, compare, inner, inner_pair, leaf, plain, table
+
+
+def add(x: Tensor) -> Tensor:
+    x.add_(1)
+    return x * 2
+
+
+def add_and_return(x: Tensor) -> Tensor:
+    return x.mul_(3)
+
+
+def add_after_use(x: Tensor) -> Tensor:
+    y = x.sin()
+    x.mul_(2)
+    return y + x
+
+
+def twice(x: Tensor) -> Tensor:
+    x.add_(1)
+    y = x.cos()
+    x.mul_(y)
+    return y
+
+
+def nothing_returned(x: Tensor) -> None:
+    x.add_(1)
+
+
+def through_view(x: Tensor) -> Tensor:
+    x.view(-1)[3:7].mul_(2)
+    return x.sum(0)
+
+
+def through_row(x: Tensor) -> Tensor:
+    row = x[1]
+    row.fill_(2.5)
+    return row * x
+
+
+def through_transpose(x: Tensor) -> Tensor:
+    x.t().add_(torch.arange(4.0))
+    return x + 1
+
+
+def through_select_chain(x: Tensor) -> tuple[Tensor, Tensor]:
+    part = x[1:3].t()[2]
+    part.exp_()
+    return part, x * 1
+
+
+def masked(x: Tensor) -> Tensor:
+    x.masked_fill_(x > 0, 0.5)
+    return x * 2
+
+
+def index_put(x: Tensor) -> Tensor:
+    x[torch.tensor([0, 2])] = 7.0
+    return x.relu()
+
+
+def copy_in(x: Tensor, y: Tensor) -> Tensor:
+    x.copy_(y)
+    return x * y
+
+
+def both(x: Tensor, y: Tensor) -> Tensor:
+    x.add_(y)
+    y.mul_(x)
+    return x - y
+
+
+def from_the_other(x: Tensor, y: Tensor) -> Tensor:
+    x.add_(y.detach())
+    return x * y
+
+
+def detached(x: Tensor) -> Tensor:
+    x.detach().add_(1)
+    return x * 2
+
+
+def data(x: Tensor) -> Tensor:
+    x.data.mul_(2)
+    return x.sin()
+
+
+def under_no_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        x.mul_(2)
+    return x * x
+
+
+def used_then_no_grad(x: Tensor) -> Tensor:
+    y = x * 3
+    with torch.no_grad():
+        x.add_(1)
+    return y
+
+
+def mixed_modes(x: Tensor) -> Tensor:
+    x.mul_(2)
+    with torch.no_grad():
+        x.add_(1)
+    return x * 2
+
+
+def transpose_meta(x: Tensor) -> Tensor:
+    x.transpose_(0, 1)
+    return x * 2
+
+
+def t_meta(x: Tensor) -> Tensor:
+    x.t_()
+    return x + 1
+
+
+def squeeze_meta(x: Tensor) -> Tensor:
+    x.unsqueeze_(0)
+    x.squeeze_(0)
+    x.unsqueeze_(1)
+    return x * 2
+
+
+def meta_and_data(x: Tensor) -> Tensor:
+    x.t_()
+    x.mul_(2)
+    return x.sin()
+
+
+def view_then_meta(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x[0]
+    x.t_()
+    return y, x * 1
+
+
+def detach_in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    y.detach_()
+    return y + x
+
+
+def set_source(x: Any, y: Tensor) -> Tensor:
+    x.set_(y.t())
+    return x * 2
+
+
+def resized_output(x: Tensor) -> Tensor:
+    y = torch.empty(0)
+    y.resize_(4, 6)
+    y.copy_(x)
+    return y * 2
+
+
+def out_variant(x: Tensor) -> Tensor:
+    y = torch.empty(4, 6)
+    torch.mul(x.detach(), 2, out=y)
+    return y + x
+
+
+def mutated_intermediate(x: Tensor) -> Tensor:
+    y = x * 2
+    y[1:3].add_(x[0])
+    y.relu_()
+    return y
+
+
+def fresh_requires_grad(x: Tensor) -> Tensor:
+    # A buffer that starts without a gradient and gets one by a write into it.
+    buffer = torch.zeros(4, 6)
+    buffer[1] = x[1] * 2
+    return buffer
+
+
+def input_gets_grad(x: Tensor, y: Tensor) -> Tensor:
+    x.mul_(y)
+    return x * 2
+
+
+def plain_and_inner() -> Given:
+    root = torch.randn(4, 6, requires_grad=True)
+    return Given(args=(torch.randn(4, 6), root * 1), watched={"root": root})
+
+
+def plain_pair() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 6), torch.randn(4, 6)
+
+
+def inner_transposed() -> Given:
+    root = torch.randn(6, 4, requires_grad=True)
+    return Given(args=((root * 1).t(),), watched={"root": root})
+
+
+def leaf_with_view() -> Given:
+    root = torch.randn(4, 6, requires_grad=True)
+    base = root * 1
+    return Given(args=(base[1:],), watched={"root": root, "base": base})
+
+
+STALE = "saves an input that its own graph then overwrites, and refuses the backward"
+
+NO_GRAD_VIEW = "under no_grad, fails to describe a view of a written input"
+
+NEEDS_GRAPH = (
+    add,
+    add_and_return,
+    add_after_use,
+    nothing_returned,
+    through_view,
+    through_row,
+    through_transpose,
+    through_select_chain,
+    masked,
+    index_put,
+)
+HIDDEN = (detached, under_no_grad, used_then_no_grad)
+
+
+@table(
+    *(Case(fn=fn, inputs=inputs) for fn in NEEDS_GRAPH for inputs in (plain, inner)),
+    *(Case(fn=fn, inputs=inputs) for fn in HIDDEN for inputs in (plain, leaf, inner)),
+    # A graph cannot tell .data from .detach(), so the version counter moves: only more careful.
+    *(
+        Case(fn=data, inputs=inputs, options={"ignore": ("*.bumped",)})
+        for inputs in (plain, leaf, inner)
+    ),
+    Case(fn=twice, inputs=plain),
+    Case(fn=twice, inputs=inner),
+    Case(fn=mixed_modes, inputs=inner),
+    Case(fn=add, inputs=leaf),
+    Case(fn=add, inputs=inner_transposed),
+    Case(fn=through_row, inputs=inner_transposed),
+    Case(fn=add, inputs=leaf_with_view),
+    Case(fn=under_no_grad, inputs=leaf_with_view),
+    Case(fn=mutated_intermediate, inputs=leaf),
+    Case(fn=fresh_requires_grad, inputs=leaf),
+    Case(fn=detach_in_place, inputs=leaf),
+    Case(fn=out_variant, inputs=leaf),
+    Case(fn=resized_output, inputs=plain, entries=("aot",)),
+    torch_differs={
+        "add-leaf-aot": "writes to a leaf without a word",
+        "through_select_chain-inner-*": NO_GRAD_VIEW,
+    },
+)
+def test_one_input(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+@table(
+    Case(fn=copy_in, inputs=plain_pair),
+    Case(fn=copy_in, inputs=inner_pair),
+    Case(fn=copy_in, inputs=plain_and_inner),
+    Case(fn=both, inputs=plain_pair),
+    Case(fn=both, inputs=inner_pair),
+    Case(fn=from_the_other, inputs=inner_pair),
+    Case(fn=input_gets_grad, inputs=plain_and_inner),
+    torch_differs={
+        "both-inner_pair-compile": STALE,
+        "input_gets_grad-plain_and_inner-compile": STALE,
+    },
+)
+def test_two_inputs(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+@table(
+    *(
+        # Dynamo breaks the graph at an in-place view of an input: only the direct door sees one.
+        Case(fn=fn, inputs=inputs, entries=("aot",))
+        for fn in (transpose_meta, t_meta, squeeze_meta, meta_and_data, view_then_meta)
+        for inputs in (plain, inner)
+    ),
+    Case(
+        fn=set_source,
+        inputs=plain_pair,
+        entries=("aot",),
+        options={"may_refuse": "set_"},
+    ),
+    torch_differs={
+        "set_source-*": "asserts that it cannot keep a set_ in the graph",
+        "view_then_meta-inner-aot": "replays a view on the transposed input",
+    },
+)
+def test_metadata(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+def test_resized_storage_is_seen_by_the_caller() -> None:
+    """Freeing and filling a storage in the graph, as parameter sharding does."""
+
+    def refill(x: Tensor, source: Tensor) -> Tensor:
+        x.untyped_storage().resize_(x.numel() * x.element_size())
+        x.copy_(source)
+        return x * 2
+
+    def freed() -> tuple[Tensor, Tensor]:
+        x = torch.randn(8)
+        x.untyped_storage().resize_(0)
+        return x, torch.randn(8)
+
+    compare(refill, freed, scenarios=("infer",), may_refuse="resize")
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.calls: Tensor
+        self.mean: Tensor
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x)
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        return y - self.mean
+
+
+def run_module(module: nn.Module, x: Tensor) -> Any:
+    return module(x)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_buffers(steps: int) -> None:
+    compare(run_module, lambda: (Counting(), torch.randn(4, 6)), steps=steps)
+
+
+def test_mutation_in_backward_stays_in_backward() -> None:
+    """A count that the backward raises is still zero between forward and backward."""
+
+    class Count(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, count: Tensor) -> Tensor:
+            ctx.count = count
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+            ctx.count.add_(1)
+            return grads[0] * 2, None
+
+    def program(x: Tensor, count: Tensor) -> Tensor:
+        return Count.apply(x, count)
+
+    def inputs() -> tuple[Tensor, Tensor]:
+        return torch.randn(3, requires_grad=True), torch.zeros(())
+
+    for through in ("compile", "aot"):
+        compare(program, inputs, through=through, steps=2, may_refuse="backward")
+
+
+def test_parameter_update_between_calls() -> None:
+    """Weights changed by the caller are read anew, and a stale backward is refused as in eager."""
+
+    def stale(outputs: Tensor, given: Given) -> None:
+        with torch.no_grad():
+            given.args[0].mul_(2)
+        outputs.sum().backward()
+
+    def square(w: Tensor, x: Tensor) -> Tensor:
+        return (x @ w) @ w
+
+    def inputs() -> tuple[Tensor, Tensor]:
+        return torch.randn(6, 6, requires_grad=True), torch.randn(4, 6)
+
+    for through in ("compile", "aot"):
+        compare(square, inputs, through=through, backward=stale, scenarios=("train",))

@@ -1,0 +1,170 @@
+"""Random numbers are those of eager, and the generator ends where eager leaves it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from compile_compare import BACKEND, Case, Entry, Given, compare, compiled, leaf, table
+
+
+def dropout(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.5)
+
+
+def two_dropouts(x: Tensor) -> Tensor:
+    return F.dropout(F.dropout(x, 0.3).sin(), 0.6)
+
+
+def in_place_dropout(x: Tensor) -> Tensor:
+    return F.dropout(x * 2, 0.5, inplace=True)
+
+
+def rand(x: Tensor) -> Tensor:
+    return x * torch.rand(4, 6)
+
+
+def randn_like(x: Tensor) -> Tensor:
+    return x + torch.randn_like(x)
+
+
+def rand_like_and_dropout(x: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.rand_like(x) * x, F.dropout(x)
+
+
+def bernoulli(x: Tensor) -> Tensor:
+    return torch.bernoulli(x.sigmoid()) * x
+
+
+def bernoulli_in_place(x: Tensor) -> Tensor:
+    mask = torch.empty(4, 6).bernoulli_(0.4)
+    return x * mask
+
+
+def multinomial(x: Tensor) -> tuple[Tensor, Tensor]:
+    picked = torch.multinomial(x.detach().softmax(1), 2)
+    return picked, x.gather(1, picked)
+
+
+def normal_in_place(x: Tensor) -> Tensor:
+    return x * torch.empty_like(x).normal_(0, 2)
+
+
+def uniform_in_place(x: Tensor) -> Tensor:
+    return x + torch.empty(6).uniform_(-1, 1)
+
+
+def randint(x: Tensor) -> Tensor:
+    return x[torch.randint(0, 4, (3,))]
+
+
+def randperm(x: Tensor) -> Tensor:
+    return x[torch.randperm(4)]
+
+
+def unused(x: Tensor) -> Tensor:
+    # Nothing reads the draw, but the generator has moved on.
+    torch.rand(3)
+    return x * torch.rand(4, 6)
+
+
+def saved_noise(x: Tensor) -> tuple[Tensor, Tensor]:
+    noise = torch.rand(4, 6)
+    return (x * noise).sin() * noise, noise
+
+
+def input_filled(x: Tensor, out: Tensor) -> Tensor:
+    out.normal_()
+    return x * out
+
+
+def leaf_and_buffer() -> tuple[Tensor, Tensor]:
+    return torch.randn(4, 6, requires_grad=True), torch.zeros(4, 6)
+
+
+DRAWS = (
+    dropout,
+    two_dropouts,
+    in_place_dropout,
+    rand,
+    randn_like,
+    rand_like_and_dropout,
+    bernoulli,
+    bernoulli_in_place,
+    multinomial,
+    normal_in_place,
+    uniform_in_place,
+    randint,
+    randperm,
+    saved_noise,
+)
+
+
+@table(
+    *(Case(fn=fn, inputs=leaf, options={"steps": 2}) for fn in DRAWS),
+    Case(fn=input_filled, inputs=leaf_and_buffer, options={"steps": 2}),
+    # Dynamo drops a draw that nobody reads before a backend sees it.
+    Case(fn=unused, inputs=leaf, options={"steps": 2}, entries=("aot",)),
+    torch_differs={
+        f"{name}-leaf-aot": "draws again in backward"
+        for name in ("two_dropouts", "uniform_in_place", "unused")
+    },
+)
+def test_draws(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+def noisy(x: Tensor) -> Tensor:
+    y = torch.rand_like(x) * x
+    return F.dropout(y.exp(), 0.5) * y
+
+
+def test_backward_draws_nothing() -> None:
+    """What the caller drew between forward and backward does not move the mask."""
+
+    def backward(outputs: Tensor, given: Given) -> None:
+        torch.rand(7)
+        outputs.sum().backward()
+
+    compare(noisy, leaf, steps=2, backward=backward)
+
+
+def test_seed_set_between_calls() -> None:
+    """The same seed gives the same mask in one compiled program."""
+    call = compiled(noisy, backend=BACKEND, through="compile")
+    (x,) = leaf()
+    seen = []
+    for seed in (3, 4, 3):
+        torch.manual_seed(seed)
+        seen.append(call(x))
+    assert torch.equal(seen[0], seen[2])
+    assert not torch.equal(seen[0], seen[1])
+
+
+def test_two_forwards_before_two_backwards() -> None:
+    """Each backward uses its own forward's draws."""
+
+    def twice(x: Tensor) -> tuple[Tensor, Tensor]:
+        return noisy(x), noisy(x)
+
+    def backward(outputs: tuple[Tensor, Tensor], given: Given) -> None:
+        outputs[1].sum().backward(retain_graph=True)
+        outputs[0].sum().backward()
+
+    compare(twice, leaf, backward=backward, scenarios=("train",))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_module_modes(training: bool) -> None:
+    """`train()` and `eval()` are told apart, and only the first draws."""
+
+    def program(module: nn.Module, x: Tensor) -> Tensor:
+        return module(x)
+
+    def inputs() -> tuple[nn.Module, Tensor]:
+        module = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.5), nn.RReLU(), nn.Linear(6, 2))
+        return module.train(training), torch.randn(4, 6)
+
+    compare(program, inputs, steps=2)
