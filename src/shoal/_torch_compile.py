@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -287,13 +288,66 @@ def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
     return select_decomp_table()
 
 
-def inductor(
-    module: GraphModule, inputs: Sequence[Any], *, backward: bool, inference: bool
-) -> Callable[[list[Any]], Any]:
-    """What Inductor makes of a graph: a function that takes its inputs in a list."""
-    from torch._inductor.compile_fx import compile_fx_inner
+class CudaGraphs:
+    """What the graphs of one function have in common when Inductor records CUDA graphs of them."""
 
-    return compile_fx_inner(module, list(inputs), is_backward=backward, is_inference=inference)
+    def __init__(self) -> None:
+        from torch._inductor.cudagraph_utils import BoxedDeviceIndex
+        from torch._inductor.utils import BoxedBool
+
+        self.use = BoxedBool(True)
+        self.device = BoxedDeviceIndex(None)
+        self.number = next(_graph_numbers)
+
+
+_graph_numbers = itertools.count()
+
+
+def inductor(
+    module: GraphModule,
+    inputs: Sequence[Any],
+    *,
+    backward: bool,
+    inference: bool,
+    fixed: Sequence[int] = (),
+    num_visible: int = 0,
+    cudagraphs: CudaGraphs | None = None,
+) -> Callable[[list[Any]], Any]:
+    """What Inductor makes of a graph: a function that takes its inputs in a list.
+
+    `fixed` are inputs that stay where they are from call to call. The first `num_visible` outputs
+    are laid out as they were traced.
+    """
+    from torch._inductor import compile_fx
+
+    output = module.graph.find_nodes(op="output")[0]
+    output.meta["user_visible_output_idxs"] = list(range(num_visible))
+    compile_fx.record_original_output_strides(module)
+    extra: dict[str, Any] = {}
+    if cudagraphs is not None:
+        extra = {
+            "cudagraphs": cudagraphs.use,
+            "graph_id": cudagraphs.number,
+            "boxed_forward_device_index": cudagraphs.device,
+        }
+    return compile_fx.compile_fx_inner(
+        module,
+        list(inputs),
+        static_input_idxs=list(fixed),
+        is_backward=backward,
+        is_inference=inference,
+        **extra,
+    )
+
+
+@contextlib.contextmanager
+def reported_strides() -> Iterator[list[Any] | None]:
+    """The strides that a compiler gave the outputs of the graph it compiles inside."""
+    if TracingContext.try_get() is None:
+        yield None
+        return
+    with TracingContext.report_output_strides() as strides:
+        yield strides
 
 
 def check_unlike_jit(module: torch.nn.Module) -> None:
@@ -349,3 +403,14 @@ def skip_in_dynamo(module: str) -> None:
     from torch._dynamo import trace_rules
 
     trace_rules.add(module)
+
+
+def fixed_inputs(module: GraphModule) -> list[int]:
+    """The inputs of a graph of Dynamo's that stay where they are from call to call."""
+    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return [
+        i
+        for i, node in enumerate(inputs)
+        if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
+        or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
+    ]

@@ -76,6 +76,18 @@ def _wrap_plain(model: Transformer, run: Run) -> nn.Module:
     return model
 
 
+def _wrap_plain_shoal(model: Transformer, run: Run) -> nn.Module:
+    cudagraphs = run.mode is Mode.CUDAGRAPHS
+    model.compile(backend="shoal", options={"inner": "inductor", "cudagraphs": cudagraphs})
+    return model
+
+
+def _plain_shoal_refuses(run: Run) -> str | None:
+    if run.mode is Mode.EAGER:
+        return "the shoal compiler on the unsharded model; eager, that is plain"
+    return _plain_refuses(run)
+
+
 def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -167,6 +179,13 @@ ENGINES: dict[str, Engine] = {
             uses_group=False,
             casts=False,
             refuses=_plain_refuses,
+        ),
+        Engine(
+            name="plain-shoal",
+            wrap=_wrap_plain_shoal,
+            uses_group=False,
+            casts=False,
+            refuses=_plain_shoal_refuses,
         ),
         Engine(
             name="ddp",

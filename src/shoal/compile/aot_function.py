@@ -11,8 +11,8 @@ from torch.fx import GraphModule
 
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.capture import Decompositions
+from shoal.compile.aot.inner import Given, Role
 from shoal.compile.aot.pipeline import Partition, Pipeline
-from shoal.compile.inner import boxed
 from shoal.compile.partition import default_partition
 
 Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
@@ -28,9 +28,13 @@ def _pipeline(
     dynamic: bool,
 ) -> Pipeline:
     return Pipeline(
-        forward=boxed(fw_compiler),
-        backward=boxed(bw_compiler or fw_compiler),
-        inference=boxed(inference_compiler or fw_compiler),
+        inner=Given(
+            {
+                Role.FORWARD: fw_compiler,
+                Role.BACKWARD: bw_compiler or fw_compiler,
+                Role.INFERENCE: inference_compiler or fw_compiler,
+            }
+        ),
         partition=partition_fn,
         decompositions=decompositions,
         dynamic=dynamic,

@@ -11,10 +11,27 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shoal import _torch_compile as adapter
+from shoal.compile.aot.inner import Inductor, directly
 from shoal.compile.aot.pipeline import Pipeline
-from shoal.compile.inner import inner_named
 from shoal.compile.options import Options
 from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
+
+_MODES: dict[str | None, dict[str, Any]] = {
+    None: {},
+    "default": {},
+    "reduce-overhead": {"inner": "inductor", "cudagraphs": True},
+}
+"""What the modes of `torch.compile` mean here."""
+
+
+def check_mode(mode: str | None) -> str | None:
+    """Refuse the modes that the backend does not have."""
+    if mode not in _MODES:
+        raise NotImplementedError(
+            f"torch.compile(backend='shoal', mode={mode!r}) is not supported; there are "
+            f"{', '.join(repr(one) for one in _MODES if one)}"
+        )
+    return mode
 
 
 def shoal(
@@ -25,23 +42,22 @@ def shoal(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo's."""
-    chosen = Options.of(options)
+    chosen = Options.of({**_MODES[check_mode(mode)], **(options or {})})
     function, lifted = lift_attributes(module)
-    compiled = pipeline_of(chosen).compile(function, [*lifted, *example_inputs])
+    fixed = [*range(len(lifted)), *(len(lifted) + i for i in adapter.fixed_inputs(module))]
+    compiled = pipeline_of(chosen).compile(function, [*lifted, *example_inputs], fixed)
     return partial(compiled, *lifted) if lifted else compiled
 
 
 def pipeline_of(options: Options) -> Pipeline:
     """The stages that options ask for."""
-    name = options.inner
+    is_inductor = options.inner == "inductor"
     return Pipeline(
-        forward=inner_named(name),
-        backward=inner_named(name, backward=True),
-        inference=inner_named(name, inference=True),
+        inner=Inductor(cudagraphs=options.cudagraphs) if is_inductor else directly,
         partition=partial(min_cut_rematerialization_partition, memory_budget=options.memory_budget)
         if options.partition == "min_cut"
         else default_partition,
-        decompositions=adapter.inductor_decompositions() if name == "inductor" else None,
+        decompositions=adapter.inductor_decompositions() if is_inductor else None,
     )
 
 

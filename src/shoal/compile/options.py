@@ -18,6 +18,8 @@ class Options:
 
     inner: InnerName = "direct"
     """What makes a function of a graph: its operators called one by one, or Inductor."""
+    cudagraphs: bool = False
+    """Whether Inductor records CUDA graphs."""
     partition: PartitionName = "min_cut"
     """What backward gets: the fewest bytes, or everything that it reads."""
     memory_budget: float = 1.0
@@ -33,6 +35,11 @@ class Options:
                     f"option {name!r} of the shoal backend must be one of {', '.join(allowed)}; "
                     f"got {getattr(self, name)!r}"
                 )
+        if self.cudagraphs and self.inner != "inductor":
+            raise UsageError(
+                "option 'cudagraphs' of the shoal backend needs inner='inductor', which records "
+                f"them; got inner={self.inner!r}"
+            )
         if not 0 <= self.memory_budget <= 1:
             raise UsageError(
                 "option 'memory_budget' of the shoal backend must be from 0 to 1; got "

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.analyse import Analysis, Function, analyse
@@ -18,9 +17,8 @@ from shoal.compile.aot.capture import Captured, Decompositions, capture
 from shoal.compile.aot.emit import emit
 from shoal.compile.aot.function import Graphs, make_function
 from shoal.compile.aot.graph_code import Boxed
+from shoal.compile.aot.inner import Inner, Role, Task
 
-Inner = Callable[[GraphModule, Sequence[Any]], Boxed]
-"""Makes a boxed function of a graph; gets fake inputs."""
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 
 
@@ -28,15 +26,18 @@ Partition = Callable[..., tuple[GraphModule, GraphModule]]
 class Pipeline:
     """What a function is compiled with."""
 
-    forward: Inner
-    backward: Inner
-    inference: Inner
+    inner: Inner
     partition: Partition
     decompositions: Decompositions | None = None
     dynamic: bool = False
 
-    def compile(self, function: Function, args: Sequence[Any]) -> Callable[..., Any]:
-        """The function that does what `function` does with arguments like these."""
+    def compile(
+        self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
+    ) -> Callable[..., Any]:
+        """The function that does what `function` does with arguments like these.
+
+        Those in `fixed` stay where they are from call to call, as parameters do.
+        """
         adapter.skip_in_dynamo("shoal.compile.aot")
         mode = adapter.current_fake_mode(args) or adapter.new_fake_mode(dynamic=self.dynamic)
         arrangement = arrange(args)
@@ -47,10 +48,25 @@ class Pipeline:
             arrangement = merged
             analysis, fakes = self._analyse(function, arrangement, args, mode)
         captured = capture(function, arrangement, fakes, analysis, mode, self.decompositions)
-        if analysis.signature.trains:
-            return self._training(arrangement, analysis, captured, fakes)
-        run = self.inference(captured.module, fakes)
-        return emit(analysis.signature, arrangement, run, boxed=True)
+        signature = analysis.signature
+        stay = tuple(
+            at
+            for at, (source, moves) in enumerate(
+                zip(arrangement.sources, arrangement.is_memory, strict=True)
+            )
+            if source in fixed and not moves
+        )
+        if signature.trains:
+            run = self._training(analysis, captured, fakes, stay)
+            return emit(signature, arrangement, run, boxed=False)
+        task = Task(
+            module=captured.module,
+            inputs=fakes,
+            role=Role.INFERENCE,
+            fixed=stay,
+            num_visible=captured.num_forward_outputs,
+        )
+        return emit(signature, arrangement, self.inner(task), boxed=True)
 
     def _analyse(
         self,
@@ -66,35 +82,70 @@ class Pipeline:
         return analyse(function, arrangement, fakes, mode), fakes
 
     def _training(
-        self, arrangement: Arrangement, analysis: Analysis, captured: Captured, fakes: list[Any]
+        self, analysis: Analysis, captured: Captured, fakes: list[Any], fixed: tuple[int, ...]
     ) -> Callable[..., Any]:
-        signature = analysis.signature
-        joint = captured.module
+        num_visible = captured.num_forward_outputs
         forward, backward = self.partition(
-            joint,
-            [*fakes, *analysis.tangents],
-            num_fwd_outputs=captured.num_forward_outputs,
+            captured.module, [*fakes, *analysis.tangents], num_fwd_outputs=num_visible
         )
-        saved = _outputs_of(forward)[captured.num_forward_outputs :]
-        num_saved = sum(isinstance(node.meta.get("val"), Tensor) for node in saved)
-        context = adapter.TracingContext.try_get()
-        compile_backward = partial(_compile_later, self.backward, backward, context)
+        saved = _outputs_of(forward)[num_visible:]
+        task = Task(
+            module=forward,
+            inputs=fakes,
+            role=Role.FORWARD,
+            fixed=fixed,
+            num_visible=num_visible,
+        )
+        with adapter.reported_strides() as strides:
+            run = self.inner(task)
         graphs = Graphs(
-            forward=self.forward(forward, fakes),
-            backward=compile_backward,
-            num_saved=num_saved,
+            forward=run,
+            backward=_Later(
+                self.inner,
+                backward,
+                {
+                    n.name: laid
+                    for n, laid in zip(saved, (strides or [])[num_visible:], strict=False)
+                },
+                num_fixed=len(saved),
+            ),
+            num_saved=sum(isinstance(node.meta.get("val"), Tensor) for node in saved),
             tangent_strides=tuple(_strides_of(one) for one in analysis.tangents),
         )
-        return emit(signature, arrangement, make_function(signature, graphs), boxed=False)
+        return make_function(analysis.signature, graphs)
 
 
-def _compile_later(
-    inner: Inner, module: GraphModule, context: adapter.TracingContext | None
-) -> Boxed:
-    """Compile a backward graph when it is needed, in the context of its forward."""
-    fakes = [n.meta.get("val") for n in module.graph.nodes if n.op == "placeholder"]
-    with adapter.tracing(context):
-        return inner(module, fakes)
+class _Later:
+    """Compiles a backward graph when it is needed, in the context of its forward."""
+
+    def __init__(
+        self, inner: Inner, module: GraphModule, strides: dict[str, Any], *, num_fixed: int
+    ) -> None:
+        self._inner = inner
+        self._module = module
+        self._strides = strides
+        self._num_fixed = num_fixed
+        self._context = adapter.TracingContext.try_get()
+
+    def __call__(self) -> Boxed:
+        fakes = [self._fake(n) for n in self._module.graph.nodes if n.op == "placeholder"]
+        task = Task(
+            module=self._module,
+            inputs=fakes,
+            role=Role.BACKWARD,
+            fixed=tuple(range(self._num_fixed)),
+        )
+        with adapter.tracing(self._context):
+            return self._inner(task)
+
+    def _fake(self, node: Node) -> Any:
+        """What was saved, as the compiler of forward has laid it out."""
+        value, strides = node.meta.get("val"), self._strides.get(node.name)
+        if strides is None or not isinstance(value, Tensor) or tuple(strides) == value.stride():
+            return value
+        with value.fake_mode:  # type: ignore[attr-defined]
+            laid = node.meta["val"] = value.as_strided(value.shape, strides)
+        return laid
 
 
 def _outputs_of(module: GraphModule) -> list[Any]:

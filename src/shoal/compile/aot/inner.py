@@ -1,0 +1,79 @@
+"""Inner compilers: what makes a function of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch.fx import GraphModule
+
+from shoal import _torch_compile as adapter
+from shoal.compile.aot.graph_code import Boxed, compile_graph
+
+
+class Role(StrEnum):
+    """Which part of a function a graph is."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    INFERENCE = "inference"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """A graph to compile."""
+
+    module: GraphModule
+    inputs: Sequence[Any]
+    """Fake inputs."""
+    role: Role
+    fixed: tuple[int, ...] = ()
+    """Inputs that stay where they are from call to call."""
+    num_visible: int = 0
+    """The first outputs, which callers see."""
+
+
+Inner = Callable[[Task], Boxed]
+
+
+def directly(task: Task) -> Boxed:
+    """Call the graph's operators one by one."""
+    return compile_graph(task.module, str(task.role))
+
+
+class Inductor:
+    """Give graphs to Inductor; those of one function belong together."""
+
+    def __init__(self, *, cudagraphs: bool) -> None:
+        self._cudagraphs = adapter.CudaGraphs() if cudagraphs else None
+
+    def __call__(self, task: Task) -> Boxed:
+        """Compile one."""
+        return adapter.inductor(
+            task.module,
+            task.inputs,
+            backward=task.role is Role.BACKWARD,
+            inference=task.role is Role.INFERENCE,
+            fixed=task.fixed,
+            num_visible=task.num_visible,
+            cudagraphs=self._cudagraphs,
+        )
+
+
+class Given:
+    """Compilers that somebody passed, in functorch's manner: a graph and its inputs, a function."""
+
+    def __init__(self, compilers: dict[Role, Callable[[GraphModule, list[Any]], Any]]) -> None:
+        self._compilers = compilers
+
+    def __call__(self, task: Task) -> Boxed:
+        """Compile one; what comes back takes a list, or its arguments one by one."""
+        function = self._compilers[task.role](task.module, list(task.inputs))
+        takes_list = getattr(function, "_boxed_call", False)
+
+        def run(given: list[Any]) -> list[Any]:
+            return list(function(given) if takes_list else function(*given))
+
+        return run
