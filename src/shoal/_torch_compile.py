@@ -9,6 +9,7 @@ import contextlib
 import functools
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_st
 from torch._prims.rng_prims import run_with_rng_state as run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch._subclasses.fake_tensor import is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch._subclasses.functional_tensor import disable_functional_mode
@@ -36,6 +38,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 SymInt = torch.SymInt
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
@@ -62,28 +65,58 @@ def new_fake_mode(*, dynamic: bool) -> FakeTensorMode:
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor, *, dynamic: bool) -> Tensor:
     """A tensor without elements that stands for one; Dynamo's symbols where it chose some."""
-    if isinstance(tensor, FakeTensor):
+    if is_fake(tensor):
         return tensor
     context = TracingContext.try_get()
     if context is not None and tensor in context.tensor_to_context:
         symbols = context.tensor_to_context[tensor]
-        return mode.from_tensor(
+        fake = mode.from_tensor(
             tensor, symbolic_context=symbols, source=getattr(symbols, "tensor_source", None)
         )
-    return mode.from_tensor(tensor, static_shapes=not dynamic)
+    else:
+        fake = mode.from_tensor(tensor, static_shapes=not dynamic)
+    # What a wrapper holds besides tensors is a constant of the graph, so that it stays real.
+    return with_inner(fake, lambda inner: inner) if wraps_others(fake) else fake
+
+
+def wraps_others(value: object) -> bool:
+    """Whether a value is a tensor that wraps others, which tracing can look into."""
+    return is_traceable_wrapper_subclass(value)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is torch's distributed one."""
+    api = sys.modules.get("torch.distributed.tensor")
+    return api is not None and isinstance(tensor, api.DTensor)
+
+
+def with_inner(tensor: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A wrapper like this one around changed tensors, in the same place for autograd."""
+    if not wraps_others(tensor):
+        return change(tensor) if isinstance(tensor, Tensor) else _real_object(tensor)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: with_inner(getattr(tensor, name), change) for name in names}
+    made = type(tensor).__tensor_unflatten__(inner, context, tensor.size(), tensor.stride())
+    torch._mirror_autograd_meta_to(tensor, made)  # type: ignore[attr-defined]
+    return made
+
+
+def _real_object(value: Any) -> Any:
+    """What stands behind an object that fake tensors carry instead of a real one."""
+    return getattr(value, "real_obj", value)
 
 
 def functional(tensor: Tensor) -> Tensor:
     """A tensor whose mutations become new values."""
-    return FunctionalTensor.to_functional(tensor)
+    return with_inner(tensor, FunctionalTensor.to_functional)
 
 
 def value_of(tensor: Tensor) -> Tensor:
     """What a functional tensor holds now."""
-    if not isinstance(tensor, FunctionalTensor):
-        return tensor
-    torch._sync(tensor)
-    return torch._from_functional_tensor(tensor.elem)
+    if isinstance(tensor, FunctionalTensor):
+        torch._sync(tensor)
+        return torch._from_functional_tensor(tensor.elem)
+    return with_inner(tensor, value_of) if wraps_others(tensor) else tensor
 
 
 def is_functional(value: object) -> bool:
@@ -133,18 +166,6 @@ def interpret(module: GraphModule) -> Callable[..., Any]:
     return run
 
 
-def guess(value: Any) -> int:
-    """An integer of about the size of a symbolic one, without a guard."""
-    if not isinstance(value, SymInt):
-        return int(value)
-    node = value.node
-    for name in ("hint", "_hint"):
-        hint = getattr(node, name, None)
-        if isinstance(hint, int):
-            return hint
-    return 4096
-
-
 def current_fake_mode(args: Sequence[object]) -> FakeTensorMode | None:
     """The mode of the compiler in front, or of the arguments."""
     context = TracingContext.try_get()
@@ -159,9 +180,13 @@ UNKNOWN_SIZE = 4096
 
 def size_hint(size: Any) -> int:
     """The value that a symbolic integer had when it was traced, without a guard on it."""
-    names = ("optimization_hint", "hint_int")  # 2.13, 2.11
-    hint = next(getattr(symbolic_shapes, one) for one in names if hasattr(symbolic_shapes, one))
-    return int(hint(size, fallback=UNKNOWN_SIZE))
+    if not isinstance(size, torch.SymInt):
+        return int(size)
+    hint_of = getattr(symbolic_shapes, "optimization_hint", None)  # since 2.13
+    if hint_of is not None:
+        return int(hint_of(size, fallback=UNKNOWN_SIZE))
+    hint = size.node.hint if size.node.has_hint() else None
+    return hint if isinstance(hint, int) else UNKNOWN_SIZE
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -185,6 +210,11 @@ def argument_of(node: torch.fx.Node, name: str) -> Any:
             return given
     declared = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
     return next((one.default_value for one in declared if one.name == name), None)
+
+
+def declared_returns(op: OpOverload) -> list[Any]:
+    """What an operator returns, by its schema, with the arguments it may share memory with."""
+    return op._schema.returns
 
 
 def is_view_op(op: OpOverload) -> bool:
@@ -283,9 +313,11 @@ def attribute(module: Any, path: str) -> Any:
 
 def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
     """The operators that Inductor wants taken apart."""
+    from torch._inductor import config
     from torch._inductor.decomposition import select_decomp_table
 
-    return select_decomp_table()
+    with config.patch(fallback_random=True):
+        return select_decomp_table()
 
 
 class CudaGraphs:
@@ -330,14 +362,16 @@ def inductor(
             "graph_id": cudagraphs.number,
             "boxed_forward_device_index": cudagraphs.device,
         }
-    return compile_fx.compile_fx_inner(
-        module,
-        list(inputs),
-        static_input_idxs=list(fixed),
-        is_backward=backward,
-        is_inference=inference,
-        **extra,
-    )
+    # Random numbers by eager's operators, so that they are eager's numbers.
+    with compile_fx.config.patch(fallback_random=True):
+        return compile_fx.compile_fx_inner(
+            module,
+            list(inputs),
+            static_input_idxs=list(fixed),
+            is_backward=backward,
+            is_inference=inference,
+            **extra,
+        )
 
 
 @contextlib.contextmanager
@@ -414,3 +448,17 @@ def fixed_inputs(module: GraphModule) -> list[int]:
         if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
         or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
     ]
+
+
+def tensor_metadata(value: Any) -> Any:
+    """What `tensor_meta` of a node says about its value, in lists where there are several."""
+    from torch.fx.passes.shape_prop import _extract_tensor_metadata
+
+    return pytree.tree_map_only(Tensor, _extract_tensor_metadata, value)
+
+
+def report_ddp_buckets(number: int) -> None:
+    """Keep the count that torch's own pass keeps, where its users look for it."""
+    from torch._dynamo.utils import counters
+
+    counters["inductor"]["ddp_buckets"] = number

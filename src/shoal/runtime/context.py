@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,9 @@ from shoal.runtime.arena import Arena
 from shoal.runtime.events import EventKind, Mark, Recorder
 from shoal.runtime.phase import Phase
 from shoal.runtime.reduction import Reduction
+from shoal.runtime.rows import limit_parts
 from shoal.runtime.schedule import Orders
-from shoal.runtime.streams import Streams, no_wait
+from shoal.runtime.streams import Streams
 from shoal.runtime.unit import Pass, Unit
 
 
@@ -55,6 +55,7 @@ class Context:
             for unit in self.units:
                 unit.prepare(self.arena, self.streams)
                 unit.on_grad(self.gradient_arrived)
+            limit_parts([unit.rows for unit in self.units])
 
     def begin_forward(self) -> None:
         """The model's forward starts: nothing of an earlier step may be taken for current."""
@@ -252,7 +253,7 @@ class Context:
 
     def _free_if_left(self, unit: Unit) -> None:
         if unit.phase is Phase.BACKWARD and not unit.open_passes:
-            self._reduce(unit, then=partial(self._gather_before_reducing, unit))
+            self._reduce(unit)
             self._free(unit)
             if unit.options.prefetches_late:
                 self._prefetch_backward(unit)
@@ -267,8 +268,7 @@ class Context:
         else:
             unit.phase = Phase.HELD
 
-    def _reduce(self, unit: Unit, then: Callable[[], object] = no_wait) -> None:
-        """Reduce a unit's gradients; `then` is called between their copies and the collective."""
+    def _reduce(self, unit: Unit) -> None:
         if not unit.options.reduces:
             unit.keep_grads()
             return
@@ -280,21 +280,9 @@ class Context:
         self._free(unit)  # before memory is needed for the reduction
         while len(self._reductions) >= unit.options.max_reductions:
             self._finish_reduction()
-        reduction = unit.launch_reduce(grads, then)
+        reduction = unit.launch_reduce(grads)
         if reduction is not None:
             self._reductions.append((reduction, self._mark()))
-
-    def _gather_before_reducing(self, unit: Unit) -> None:
-        """Start the gather that the next unit's backward would start, ahead of a reduction.
-
-        On one network they go one after the other, and the gather is needed sooner: the reduction
-        has until the next unit's own.
-        """
-        following = self.orders.before(unit)
-        if following is None or following.phase not in (Phase.GATHERING, Phase.HELD):
-            return  # backward did not come this way, or goes another one
-        if following.backward_prefetch is None and not following.options.prefetches_late:
-            self._prefetch_backward(following)
 
     def _reduce_unused_after(self, unit: Unit) -> None:
         """Reduce the units that backward has gone past without entering them.

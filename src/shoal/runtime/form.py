@@ -135,16 +135,21 @@ class DTensorForm(Form):
 
     def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
         """See `Form.grad_data`."""
-        if self.before is None:
-            return grad
-        assert isinstance(grad, DTensor)
-        wanted = [
-            grad.placements[axis] if axis in self.data_axes else placement
-            for axis, placement in enumerate(self.before.placements)
-        ]
-        if list(grad.placements) != wanted:
-            grad = grad.redistribute(placements=wanted)
-        return _torch.local_tensor(grad)
+        return grad if self.before is None else local_grad(grad, self.before, self.data_axes)
+
+
+def local_grad(
+    grad: torch.Tensor, spec: _torch.DTensorSpec, kept_axes: frozenset[int] = frozenset()
+) -> torch.Tensor:
+    """The bytes of the gradient of a distributed parameter, placed as that is on all other axes."""
+    assert isinstance(grad, DTensor)
+    wanted = [
+        grad.placements[axis] if axis in kept_axes else placement
+        for axis, placement in enumerate(spec.placements)
+    ]
+    if list(grad.placements) != wanted:
+        grad = grad.redistribute(placements=wanted)
+    return _torch.local_tensor(grad)
 
 
 def bytes_of(parameter: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,9 @@
-"""A large matrix of gradients, reduced in parts that have the size of gathered parameters.
+"""A large matrix of gradients, reduced in parts of a size that others have too.
 
-    the matrix, a row per rank      [ a a a a a | b b b b b ]
-    reduced one after the other     [ a a a a a ]   [ b b b b b ]     each in memory of its own
+    the matrix, a row per rank      [ a a a a a | b b b ]
+    reduced one after the other     [ a a a a a ]   [ b b b ]     each in memory of its own
 
-Gradients are often reduced in a wider dtype than parameters are gathered in. In one piece, their
-memory is of a size that nothing else has: the allocator would reserve it for them alone, or let
-others cut it up.
+Memory of a size that only one unit needs would be reserved for it alone, or cut up by others.
 """
 
 from __future__ import annotations
@@ -49,17 +47,17 @@ class Parts:
         self._cuts = [_cuts_of(packing, start, stop) for start, stop in self._bounds]
 
     @classmethod
-    def of(cls, packing: Packing, dtype: torch.dtype, gathered_bytes: int) -> Parts | None:
+    def of(cls, packing: Packing, dtype: torch.dtype, part_bytes: int) -> Parts | None:
         """The parts of a matrix of that dtype; None if it goes at once."""
         num_columns = packing.shard_bytes // dtype.itemsize
-        num_bytes = packing.world_size * num_columns * dtype.itemsize
-        num_parts = -(-num_bytes // max(gathered_bytes, 1))
-        if num_bytes < LARGE_BYTES or num_parts < 2:
+        row_bytes = packing.world_size * dtype.itemsize
+        width = round_up(part_bytes // row_bytes, ALIGN_NUMEL)
+        if num_columns * row_bytes < LARGE_BYTES or not 0 < width < num_columns:
             return None
         stripes = [s for i in range(len(packing.params)) for s in packing.stripes(i)]
         if any(stripe.num_bands > 1 for stripe in stripes):  # cut along an inner dim
             return None
-        return cls(packing, num_columns, round_up(-(-num_columns // num_parts), ALIGN_NUMEL))
+        return cls(packing, num_columns, width)
 
     def copy_in(
         self, grads: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device

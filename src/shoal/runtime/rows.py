@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -41,9 +42,11 @@ class Rows:
         self._division: tuple[object, Division] | None = None
         self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
         self._cuts: Cuts | None = None
+        self.part_bytes: int | None = None
+        """The size to reduce a larger matrix in parts of."""
 
-    def launch(self, grads: dict[int, torch.Tensor], then: Callable[[], object]) -> Reduction:
-        """Copy gradients in and start reducing them; in between, let others do something."""
+    def launch(self, grads: dict[int, torch.Tensor]) -> Reduction:
+        """Copy gradients in and start reducing them."""
         unit = self._unit
         dtype = unit.policy.reduce_dtype or self._common_dtype(grads)
         trained = unit.trained
@@ -58,8 +61,7 @@ class Rows:
         else:
             parts = [self._take(self._num_rows_numel, dtype)]
             self._copy_in(grads, parts[0])
-        grads.clear()
-        then()
+        grads.clear()  # their memory may serve the collective
         return self._reduce(indices, parts)
 
     def _is_plain(self) -> bool:
@@ -122,8 +124,18 @@ class Rows:
         unit = self._unit
         if unit.streams.reducing is None or unit.size == 1 or len(trained) < len(whole.params):
             return None
-        packing = whole.with_dtypes([dtype] * len(whole.params))
-        return Parts.of(packing, dtype, unit.compute_packing.gathered_bytes)
+        if self.part_bytes is None:
+            return None
+        return Parts.of(whole.with_dtypes([dtype] * len(whole.params)), dtype, self.part_bytes)
+
+    @property
+    def whole_bytes(self) -> int:
+        """The size of the matrix if every parameter is trained."""
+        unit = self._unit
+        whole = unit.shards.whole
+        dtype = unit.policy.reduce_dtype or unit.policy.param_dtype
+        packing = whole if dtype is None else whole.with_dtypes([dtype] * len(whole.params))
+        return unit.size * packing.shard_bytes
 
     def _settle_columns(self, whole: EvenPacking, trained: tuple[int, ...]) -> None:
         """Chunks beside each other with no gaps; those that keep others aligned come first."""
@@ -367,3 +379,16 @@ class Rows:
             return widths, wanted, None
         # Examples with no memory behind them.
         return widths, wanted, [torch.empty(1).expand(shape) for shape in shapes]
+
+
+def limit_parts(all_rows: Sequence[Rows]) -> None:
+    """Let matrices of a size that no other unit has go in parts of a size that several have.
+
+    It depends on the declared units alone, so that all ranks cut alike.
+    """
+    sizes = Counter(rows.whole_bytes for rows in all_rows)
+    shared = [size for size, count in sizes.items() if count > 1]
+    for rows in all_rows:
+        own = rows.whole_bytes
+        smaller = [size for size in shared if size < own]
+        rows.part_bytes = max(smaller) if sizes[own] == 1 and smaller else None

@@ -172,8 +172,7 @@ class _Derivation:
             self._launch(backward[position + 1 : position + 2])
             self._do(ActionKind.BACKWARD, unit)
             # Gradients of a unit that ran several times come with the last of its backwards.
-            is_last = unit not in backward[position + 1 :]
-            self._end(unit, reduces=is_last, then=backward[position + 2 : position + 3])
+            self._end(unit, reduces=unit not in backward[position + 1 :])
         for unit in roots:
             self._end(unit, reduces=True)
         while self._reducing:
@@ -200,12 +199,11 @@ class _Derivation:
         self._full.discard(unit)
         self._do(ActionKind.FREE, unit)
 
-    def _end(self, unit: str, *, reduces: bool, then: Sequence[str] = ()) -> None:
+    def _end(self, unit: str, *, reduces: bool) -> None:
         self._free(unit)
         if unit in self._frozen or not reduces:
             return
         while len(self._reducing) >= self._max_reductions:
             self._do(ActionKind.FINISH, self._reducing.pop(0))
-        self._launch(then)  # ahead of the reduction, which is needed later
         self._do(ActionKind.REDUCE, unit)
         self._reducing.append(unit)

@@ -299,9 +299,13 @@ class Unit:
             self.full.finish()
         if not _torch.inside_backward():
             self.follow_requires_grad()
+        self.register_full()
+        self.phase = Phase.HELD
+
+    def register_full(self) -> None:
+        """Put the full parameters on the modules."""
         for homes, name, parameter in self._registrations:
             homes[name] = parameter
-        self.phase = Phase.HELD
 
     def hold(self) -> None:
         """Make the full parameters valid, from whatever phase this is."""
@@ -414,20 +418,15 @@ class Unit:
                 dtype = self.policy.reduce_dtype or grad.dtype
                 self._kept_grads[index] = grad.to(dtype)
 
-    def launch_reduce(
-        self, grads: dict[int, torch.Tensor], then: Callable[[], object]
-    ) -> Reduction | None:
-        """Start the reduction of gradients, with those kept from earlier.
-
-        `then` is called when they are copied and their memory is free.
-        """
+    def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
+        """Start the reduction of gradients, with those kept from earlier."""
         for index, kept in self._kept_grads.items():
             grads[index] = kept.add_(grads[index]) if index in grads else kept
         self._kept_grads = {}
         self.was_reduced = True
         if not grads and not self.options.reduces_unused:
             return None
-        return self.rows.launch(grads, then)
+        return self.rows.launch(grads)
 
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +27,8 @@ from gpu.runtime.steps import DEVICE, model_for, train
 from harness import nccl_ranks
 from oracle import CHECKPOINTS, Checkpoint, batches, check_bitwise_equal_to_torch, full, loss_of
 from shoal.layout import Even, Flat, Layout, Whole
-from shoal.runtime import parts
+from shoal.runtime import context, parts
+from shoal.runtime.rows import Rows
 
 Scenario = Callable[[Engine], list[Any]]
 
@@ -138,7 +139,13 @@ def test_other_layouts_in_mixed_precision(layout: Layout) -> None:
 @pytest.mark.parametrize("layout", [Even(), Flat(), Whole()], ids=repr)
 def test_reductions_in_parts(layout: Layout) -> None:
     at_once = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
-    with patch.object(parts, "LARGE_BYTES", 1024):
+
+    def in_small_parts(all_rows: Sequence[Rows]) -> None:
+        for rows in all_rows:
+            rows.part_bytes = 1024
+
+    small = patch.object(parts, "LARGE_BYTES", 1024)
+    with small, patch.object(context, "limit_parts", in_small_parts):
         in_parts = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
     check_same(in_full(in_parts), in_full(at_once), exact=False, where=f"{layout} in parts")
 
@@ -170,9 +177,10 @@ def test_two_axes() -> None:
 
 @nccl_ranks(4)
 def test_resharding_to_fewer_ranks_after_forward() -> None:
-    check_engines_agree(
-        lambda engine: train(engine, model_for(engine, reshard_after_forward=2), fused=True)
-    )
+    """Against the unsharded model: torch 2.11 splits groups for each unit here, and may crash."""
+    actual = train(SHOAL, model_for(SHOAL, reshard_after_forward=2), fused=True)
+    expected = in_full(train(PLAIN, model_for(PLAIN), fused=True))
+    check_same(in_full(actual), expected, exact=False, where="resharded to two ranks")
 
 
 @nccl_ranks(2)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 import torch
 from hypothesis import given
@@ -13,6 +16,7 @@ from shoal.layout.buffer import shard_of
 from shoal.layout.spec import ALIGN_NUMEL
 from shoal.runtime import parts
 from shoal.runtime.parts import Parts
+from shoal.runtime.rows import limit_parts
 
 LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Block(4), Whole()]
 
@@ -75,3 +79,10 @@ def test_small_matrices_and_inner_cuts_go_at_once(monkeypatch: pytest.MonkeyPatc
     found = Parts.of(flat, torch.float32, num_bytes // 2)
     assert found is not None
     assert len(found.outputs(torch.zeros(64 * 48 // 2))) == 2
+
+
+def test_only_a_size_that_no_other_has_goes_in_parts() -> None:
+    sizes = [100, 100, 30, 30, 250, 60]
+    all_rows = [SimpleNamespace(whole_bytes=size, part_bytes=-1) for size in sizes]
+    limit_parts(cast(Any, all_rows))
+    assert [rows.part_bytes for rows in all_rows] == [None, None, None, None, 100, 30]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
@@ -18,6 +18,8 @@ from shoal.compile.aot.emit import emit
 from shoal.compile.aot.function import Graphs, make_function
 from shoal.compile.aot.graph_code import Boxed
 from shoal.compile.aot.inner import Inner, Role, Task
+from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.subclasses import places
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 
@@ -51,22 +53,25 @@ class Pipeline:
         signature = analysis.signature
         stay = tuple(
             at
-            for at, (source, moves) in enumerate(
-                zip(arrangement.sources, arrangement.is_memory, strict=True)
+            for source, moves, place in zip(
+                arrangement.sources,
+                arrangement.is_memory,
+                places(captured.wrappings.inputs),
+                strict=True,
             )
             if source in fixed and not moves
+            for at in place
         )
         if signature.trains:
-            run = self._training(analysis, captured, fakes, stay)
-            return emit(signature, arrangement, run, boxed=False)
+            return emit(signature, arrangement, self._training(signature, captured, stay))
         task = Task(
             module=captured.module,
-            inputs=fakes,
+            inputs=captured.inputs,
             role=Role.INFERENCE,
             fixed=stay,
             num_visible=captured.num_forward_outputs,
         )
-        return emit(signature, arrangement, self.inner(task), boxed=True)
+        return emit(signature, arrangement, self.inner(task), graph=captured.wrappings)
 
     def _analyse(
         self,
@@ -81,17 +86,27 @@ class Pipeline:
         ]
         return analyse(function, arrangement, fakes, mode), fakes
 
+    def _written_later(self, joint: GraphModule) -> dict[str, Any]:
+        """What partitions of ours are told of: inputs that are written to before backward reads."""
+        inputs = [node for node in joint.graph.nodes if node.op == "placeholder"]
+        written = [i for i, node in enumerate(inputs) if node.meta.get("written")]
+        takes = inspect.signature(self.partition).parameters
+        return {"mutated_inputs": written} if written and "mutated_inputs" in takes else {}
+
     def _training(
-        self, analysis: Analysis, captured: Captured, fakes: list[Any], fixed: tuple[int, ...]
+        self, signature: Signature, captured: Captured, fixed: tuple[int, ...]
     ) -> Callable[..., Any]:
         num_visible = captured.num_forward_outputs
         forward, backward = self.partition(
-            captured.module, [*fakes, *analysis.tangents], num_fwd_outputs=num_visible
+            captured.module,
+            [*captured.inputs, *captured.tangents],
+            num_fwd_outputs=num_visible,
+            **self._written_later(captured.module),
         )
         saved = _outputs_of(forward)[num_visible:]
         task = Task(
             module=forward,
-            inputs=fakes,
+            inputs=captured.inputs,
             role=Role.FORWARD,
             fixed=fixed,
             num_visible=num_visible,
@@ -110,9 +125,10 @@ class Pipeline:
                 num_fixed=len(saved),
             ),
             num_saved=sum(isinstance(node.meta.get("val"), Tensor) for node in saved),
-            tangent_strides=tuple(_strides_of(one) for one in analysis.tangents),
+            tangents=captured.tangents,
+            wrappings=captured.wrappings,
         )
-        return make_function(analysis.signature, graphs)
+        return make_function(signature, graphs)
 
 
 class _Later:
@@ -150,10 +166,3 @@ class _Later:
 
 def _outputs_of(module: GraphModule) -> list[Any]:
     return list(next(iter(reversed(module.graph.nodes))).args[0])
-
-
-def _strides_of(tangent: Tensor) -> tuple[int, ...] | None:
-    strides = tangent.stride()
-    if any(isinstance(one, torch.SymInt) for one in strides):
-        return None
-    return tuple(strides)

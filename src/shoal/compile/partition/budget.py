@@ -22,6 +22,7 @@ MAX_STEPS = 10_000
 """How finely memory is counted where exact sizes would take too long."""
 
 MAX_ATTEMPTS = 8
+"""How often a choice that turned out too large is made smaller."""
 
 
 def keep_within(joint: Joint, budget: float, *, static: Collection[fx.Node]) -> list[fx.Node]:

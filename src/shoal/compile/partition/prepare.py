@@ -21,12 +21,14 @@ def prepare(
 ) -> Joint:
     """Copy a joint graph, complete its tags, keep old values apart, and read it.
 
-    `mutated_inputs` are the places of inputs that the caller writes to after forward.
+    `mutated_inputs` are the places of inputs that the caller writes to after forward, besides those
+    whose nodes say so: `node.meta["written"]`.
     """
     graph = copy_graph(module.graph)
     complete_tags(graph)
     inputs = graph.find_nodes(op="placeholder")
-    before_backward = written_in(graph, "forward") | storages(inputs[i] for i in mutated_inputs)
+    outside = {i for i, node in enumerate(inputs) if node.meta.get("written")} | {*mutated_inputs}
+    before_backward = written_in(graph, "forward") | storages(inputs[i] for i in outside)
     protect_old_values(graph, num_fwd_outputs, before_backward)
     if dedupe:
         drop_repeated(graph)

@@ -35,11 +35,9 @@ def _inherit(item: fx.Node) -> None:
 
 def _join_collective(wait: fx.Node) -> None:
     """A collective and its wait are computed again together, or not at all."""
-    together = [wait]
-    while (last := together[-1]).all_input_nodes and not (
-        last is not wait and kind(last) is Kind.COLLECTIVE
-    ):
-        together.append(last.all_input_nodes[0])
+    together = [wait, wait.all_input_nodes[0]]
+    while kind(together[-1]) is Kind.ITEM:
+        together.append(together[-1].all_input_nodes[0])
     if kind(together[-1]) is Kind.COLLECTIVE and any(map(wants_recompute, together)):
         for node in together:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE

@@ -119,6 +119,17 @@ def test_symbols_follow_tensors_in_forward_and_precede_them_in_backward():
     assert names(parts.backward) == [one.name for one in (*symbols, *tensors)] + ["tangents_1"]
 
 
+def test_the_symbols_of_all_that_backward_takes_are_kept_first():
+    # An integer of the size of a dimension gets the dimension's symbol: the graph takes it in.
+    traced = trace_joint(lambda n, x: x.sin(), [7, leaf(7, 3)], mode="symbolic")
+    size, tensor = (traced.node(name).meta["val"] for name in ("primals_1", "primals_2"))
+    assert str(size) == str(tensor.shape[0])
+    parts = split_by_min_cut(traced.module, num_fwd_outputs=1)
+    assert names(parts.backward) == ["primals_1", "primals_2", "tangents_1"]
+    assert (parts.num_saved_symints, parts.num_saved_tensors) == (1, 1)
+    assert torch.equal(run_split(traced, parts)[2], traced.run()[2])
+
+
 def test_a_mask_of_bytes_is_kept_instead_of_what_it_was_made_from():
     table = torch._decomp.get_decompositions([aten.threshold_backward])
     traced = trace_joint(
