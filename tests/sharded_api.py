@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed._shard.api as torch_api
 import torch.distributed._shard.sharding_plan as torch_plan
 import torch.distributed._shard.sharding_spec.api as torch_spec_api
@@ -56,6 +57,15 @@ TORCHS = Api(
     plan=torch_plan,
     spec_api=torch_spec_api,
 )
+
+
+GRID = [([0, 0], [2, 4], 0), ([0, 4], [4, 2], 1), ([2, 0], [4, 4], 2), ([4, 4], [2, 2], 3)]
+
+
+def grid() -> list[tuple[list[int], list[int], int]]:
+    """A (6, 6) in four uneven rectangles on as many ranks as there are."""
+    world_size = dist.get_world_size()
+    return [(offsets, sizes, rank % world_size) for offsets, sizes, rank in GRID]
 
 
 def described(value: Any) -> Any:

@@ -285,6 +285,11 @@ def binding(op: OpOverload) -> Callable[..., Any]:
     return getattr(torch, op.__name__.partition(".")[0])
 
 
+def straight(op: OpOverload) -> Callable[..., Any]:
+    """What an operation calls in the end; to call it at once saves 0.4 µs."""
+    return op._op
+
+
 def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Every argument of a call by its name, with the defaults of those that were left out."""
     given = {argument.name: argument.default_value for argument in op._schema.arguments}
@@ -366,6 +371,11 @@ def data_parallel_mesh_dims_class() -> type | None:
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh:
     """The mesh as one axis; made once for each name on the root mesh."""
     return mesh._flatten(name)
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that another one was cut from; itself if it was not."""
+    return mesh._get_root_mesh()
 
 
 def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
@@ -598,6 +608,16 @@ parse_remote_device: Callable[[Any, RemoteDevice | None], tuple[int | None, torc
     Any, sharded_tensor
 ).utils._parse_and_validate_remote_device
 """Global rank and device of a placement, which must be in the group or name an RPC worker."""
+
+build_metadata_from_local_shards: Callable[..., ShardedTensorMetadata] = cast(
+    Any, sharded_tensor
+).utils.build_metadata_from_local_shards
+"""Metadata of one rank's shards, after a look at whether they can be right."""
+
+build_global_metadata: Callable[..., ShardedTensorMetadata] = cast(
+    Any, sharded_tensor
+).utils.build_global_metadata
+"""Metadata of all ranks' shards, of those that each rank has of its own."""
 
 inferred_spec: Callable[[list[ShardMetadata]], ShardingSpec] = (
     sharding_spec._infer_sharding_spec_from_shards_metadata

@@ -8,6 +8,7 @@ from shoal._torch import (
     load_with_process_group,
 )
 from shoal._torch import empty_like_properties as _create_tensor_from_params
+from shoal._torch import group_to_load_into as _get_current_process_group
 from shoal.tensor.assembly import init_from_local_shards
 from shoal.tensor.base import ShardedTensorBase
 from shoal.tensor.module import collect_local_shard as _collect_local_shard
@@ -26,6 +27,7 @@ __all__ = [
     "TensorProperties",
     "_collect_local_shard",
     "_create_tensor_from_params",
+    "_get_current_process_group",
     "_reshard_output",
     "_shard_tensor",
     "_sharded_tensor_map",

@@ -70,6 +70,11 @@ class ShardedTensorBase(Tensor):
         """`local_shards()`, under the name of torch's own attribute."""
         return self.local_shards()
 
+    @property
+    def _metadata(self) -> ShardedTensorMetadata:
+        """`metadata()`, under the name of torch's own attribute."""
+        return self.metadata()
+
     def local_shards(self) -> list[LocalShard]:
         """This rank's shards: the local tensors themselves, or views of each of their regions."""
         tensors: Sequence[Tensor]

@@ -46,8 +46,9 @@ def gather_everywhere(tensor: ShardedTensor) -> Tensor:
 
 
 def _goes_straight(full: Tensor, placement: Placement) -> bool:
-    is_large = full.nbytes > _STRAIGHT_BYTES
-    return is_large and backend_of(placement.group, full.device) == "gloo"
+    backend = backend_of(placement.group, full.device)
+    # Where none serves the device, elements are carried by another one, a round at a time.
+    return backend is None or (backend == "gloo" and full.nbytes > _STRAIGHT_BYTES)
 
 
 def gather_on(

@@ -16,7 +16,7 @@ from shoal import _torch
 from shoal._torch import ShardingSpec, ShardMetadata, TensorProperties
 from shoal.layout.listing import Listing
 from shoal.layout.region import Region
-from shoal.tensor.device import preferred_device
+from shoal.tensor.device import device_beside
 from shoal.tensor.placement import Placement
 from shoal.tensor.spec import spec_of
 
@@ -158,9 +158,7 @@ class Listed(Placement):
 
     def _devices(self, own: Sequence[int]) -> tuple[torch.device, ...]:
         found = tuple(_place(self.listed[index]).device() for index in own)
-        if found:
-            return found
-        return (torch.device("cpu") if self.is_pinned else preferred_device(self.group),)
+        return found or (device_beside(self.listed, self.group),)
 
     def __str__(self) -> str:
         size = dist.get_world_size(self.group) if self.rank >= 0 else "no group"

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shoal import _torch
+from shoal.tensor.placement import Placement
 from shoal.tensor.reductions import check_no_gradient, shape_over_all_dims
 from shoal.tensor.sharded import Handler, Op, ShardedTensor
 from shoal.tensor.totals import accurate, add_up, largest
@@ -49,16 +50,17 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
     except AttributeError:
         # There is no `local` where a rank has several shards.
         norms = [_own_norm(tensor, order, local_dtype) for tensor in tensors]
-    members: dict[tuple[ProcessGroup, torch.dtype], list[int]] = {}
+    members: dict[tuple[ProcessGroup, torch.dtype], tuple[Placement, list[int]]] = {}
     for index, tensor in enumerate(tensors):
         kind = dtype or _real(tensor.dtype)
         if isinstance(tensor, ShardedTensor):
-            members.setdefault((tensor.placement.group, kind), []).append(index)
+            key = tensor.placement.group, kind
+            members.setdefault(key, (tensor.placement, []))[1].append(index)
         else:
             norms[index] = norms[index].to(kind)
-    for (group, kind), indices in members.items():
+    for (_, kind), (placement, indices) in members.items():
         parts = torch.stack([norms[index] for index in indices]).double()
-        totals = _combine(parts, order, group).to(kind)
+        totals = _combine(parts, order, placement).to(kind)
         for index, total in zip(indices, totals.unbind(), strict=True):
             norms[index] = total
     return norms
@@ -95,12 +97,12 @@ def _nothing(order: float) -> float:
     return 0.0 if order >= 0 else torch.inf
 
 
-def _combine(norms: Tensor, order: float, group: ProcessGroup) -> Tensor:
+def _combine(norms: Tensor, order: float, placement: Placement) -> Tensor:
     if math.isinf(order):
-        return largest(norms, group) if order > 0 else -largest(-norms, group)
+        return largest(norms, placement) if order > 0 else -largest(-norms, placement)
     if order in (0, 1):
-        return add_up(norms, group)
-    return add_up(norms.pow(order), group).pow(1 / order)
+        return add_up(norms, placement)
+    return add_up(norms.pow(order), placement).pow(1 / order)
 
 
 def _real(dtype: torch.dtype) -> torch.dtype:

@@ -12,7 +12,8 @@ from torch.distributed import ProcessGroup, ReduceOp
 from shoal import _torch
 from shoal.comm.transport import Transport
 from shoal.tensor.lists import unwrap_lists
-from shoal.tensor.refusal import differently_cut, unsupported
+from shoal.tensor.refusal import unsupported
+from shoal.tensor.reshard import reshard
 from shoal.tensor.sharded import Handler, Op, ShardedTensor
 from shoal.tensor.totals import accurate, add_up, largest, lowest_of
 
@@ -38,46 +39,48 @@ def check_no_gradient(op: Op, tensor: Tensor) -> None:
 
 def _sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given, tensor, shape = _prepared(op, args, kwargs)
-    dtype = given["dtype"] or (tensor.dtype if tensor.is_floating_point() else torch.int64)
+    dtype = given["dtype"] or (torch.int64 if _is_whole(tensor.dtype) else tensor.dtype)
     part = _own_sum(tensor, accurate(dtype))
-    return add_up(part.view(1), tensor.placement.group).to(dtype).view(shape)
+    return add_up(part.view(1), tensor.placement).to(dtype).view(shape)
 
 
 def _mean(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given, tensor, shape = _prepared(op, args, kwargs)
     dtype = given["dtype"] or tensor.dtype
-    if not dtype.is_floating_point:
+    if _is_whole(dtype):
         raise unsupported(op, f"the mean of {dtype} is not whole; pass a dtype", tensor)
     part = _own_sum(tensor, accurate(dtype))
-    total = add_up(part.view(1), tensor.placement.group)
+    total = add_up(part.view(1), tensor.placement)
     return (total / tensor.numel()).to(dtype).view(shape)
 
 
 def _max(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _, tensor, shape = _prepared(op, args, kwargs)
-    return _largest(op, tensor, tensor.locals).to(tensor.dtype).view(shape)
+    _check_ordered(op, tensor)
+    return _largest(tensor, tensor.locals).to(tensor.dtype).view(shape)
 
 
 def _min(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _, tensor, shape = _prepared(op, args, kwargs)
+    _check_ordered(op, tensor)
     if tensor.is_floating_point():
         negative = [-local for local in tensor.locals]
-        return (-_largest(op, tensor, negative)).to(tensor.dtype).view(shape)
+        return (-_largest(tensor, negative)).to(tensor.dtype).view(shape)
     # Unlike the negative, the complement of the lowest whole number is a number too.
     complement = [~local.long() for local in tensor.locals]
-    return (~_largest(op, tensor, complement)).to(tensor.dtype).view(shape)
+    return (~_largest(tensor, complement)).to(tensor.dtype).view(shape)
 
 
 def _any(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _, tensor, shape = _prepared(op, args, kwargs)
     part = torch.stack([local.any() for local in tensor.locals]).any().long()
-    return (largest(part.view(1), tensor.placement.group) > 0).view(shape)
+    return (largest(part.view(1), tensor.placement) > 0).view(shape)
 
 
 def _all(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     _, tensor, shape = _prepared(op, args, kwargs)
     part = torch.stack([~local.all() for local in tensor.locals]).any().long()
-    return (largest(part.view(1), tensor.placement.group) == 0).view(shape)
+    return (largest(part.view(1), tensor.placement) == 0).view(shape)
 
 
 def _same(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -101,13 +104,13 @@ def _same(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     # As torch has it: the same values in shards of other metadata are not the same tensor.
     stand_alone = first.placement.shards_stand_alone and second.placement.shards_stand_alone
     differs = stand_alone and first.metadata() != second.metadata()
-    if not stand_alone and not first.placement.agrees(second.placement):
-        raise differently_cut(op, first, second)
     if not differs:
+        with torch.no_grad():
+            second = reshard(second, first.placement)
         pairs = zip(first.locals, second.locals, strict=True)
         differs = not all(op(one, other, *rest, **kwargs) for one, other in pairs)
     found = torch.tensor([differs], dtype=torch.int64, device=first.device)
-    return largest(found, group).item() == 0
+    return largest(found, first.placement).item() == 0
 
 
 def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -134,15 +137,24 @@ def _own_sum(tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
     return torch.stack([local.sum(dtype=dtype) for local in tensor.locals]).sum()
 
 
-def _largest(op: Op, tensor: ShardedTensor, locals_: Sequence[Tensor]) -> Tensor:
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex)
+
+
+def _check_ordered(op: Op, tensor: ShardedTensor) -> None:
     if tensor.numel() == 0:
         raise unsupported(op, "the tensor has no element", tensor)
+    if tensor.is_complex():
+        raise unsupported(op, "complex numbers have no order", tensor)
+
+
+def _largest(tensor: ShardedTensor, locals_: Sequence[Tensor]) -> Tensor:
     parts: list[Tensor] = []
     for local in locals_:
         values = local.to(accurate(local.dtype)) if local.is_floating_point() else local.long()
         nothing = values.new_tensor(lowest_of(values.dtype))
         parts.append(values.max() if values.numel() > 0 else nothing)
-    return largest(torch.stack(parts).max().view(1), tensor.placement.group)
+    return largest(torch.stack(parts).max().view(1), tensor.placement)
 
 
 HANDLERS: dict[str, Handler] = {

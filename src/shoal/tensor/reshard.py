@@ -3,9 +3,10 @@
     reshard(tensor, to)     another tensor, differentiable: its backward is the reshard back
     reshard_(tensor, to)    the same tensor, which from then on is cut differently
 
-`to` is any spec or any placement over the ranks of the tensor's group. Beside its old local shards
-a rank has at most `max_extra` times the larger of its old and new ones at any time, of which the
-new ones are a part. Tensors of up to `deliver.ONE_ROUND_BYTES` may take three times that much.
+`to` is any spec, which names ranks of the tensor's group, or any placement over a group that has
+all ranks of the tensor's, or some of them; every rank of the larger group calls. Beside its old
+local shards a rank has at most `max_extra` times the larger of its old and new ones at any time, of
+which the new ones are a part. Tensors of up to `deliver.ONE_ROUND_BYTES` may take three times that.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shoal._torch import ShardingSpec
 from shoal.errors import UsageError
+from shoal.tensor.across import common_group, seen_from
 from shoal.tensor.creation import blank
 from shoal.tensor.deliver import MAX_EXTRA, deliver, num_rounds
 from shoal.tensor.device import shared_device
@@ -132,15 +133,18 @@ def _moved(tensor: ShardedTensor, placement: Placement, max_extra: float) -> Sha
 
 
 def _carried(tensor: ShardedTensor, placement: Placement, max_extra: float) -> ShardedTensor:
-    source, group = tensor.placement, tensor.placement.group
+    source = tensor.placement
+    group = common_group(source, placement)
     device = shared_device(tensor.device, source)
     with torch.no_grad():
         result = blank(placement, tensor.dtype, device)
+        if group is None:
+            return result
         deliver(
             tensor.parts(),
             result.parts(),
-            source,
-            placement,
+            seen_from(group, source),
+            seen_from(group, placement),
             group,
             device=shared_device(device, source, placement),
             rounds=num_rounds(
@@ -161,10 +165,11 @@ def _is_placed(tensor: ShardedTensor, placement: Placement) -> bool:
 
 def _placement(tensor: ShardedTensor, to: object) -> Placement:
     group, shape = tensor.placement.group, tensor.placement.shape
-    if not isinstance(group, ProcessGroup):
+    is_member = isinstance(group, ProcessGroup)
+    if group is None or (isinstance(to, ShardingSpec) and not is_member):
         raise UsageError(
-            f"a ShardedTensor of {shape} can be resharded by the ranks of its process group; this "
-            "rank is in none"
+            f"a ShardedTensor of {shape} can be resharded by the ranks of its process group; "
+            + ("it has none" if group is None else "this rank is not in it: pass a Placement")
         )
     if isinstance(to, ShardingSpec):
         return Listed.of_spec(to, shape, group)
@@ -172,14 +177,4 @@ def _placement(tensor: ShardedTensor, to: object) -> Placement:
         raise UsageError(f"expected a ShardingSpec or a Placement, got {to!r}")
     if to.shape != shape:
         raise UsageError(f"a tensor of {shape} cannot be resharded to a placement of {to.shape}")
-    if to.group is not group and _ranks(to.group) != _ranks(group):
-        raise UsageError(
-            f"a tensor over ranks {_ranks(group)} cannot be resharded to ranks {_ranks(to.group)}: "
-            "give a spec that names some ranks of the tensor's group, or make the tensor over the "
-            "larger group first"
-        )
     return to
-
-
-def _ranks(group: object) -> list[int]:
-    return dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else []

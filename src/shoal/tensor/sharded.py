@@ -112,9 +112,9 @@ class ShardedTensor(ShardedTensorBase, _torch.TorchShardedTensor):  # pyright: i
         _introduce()
         if placement.shards_stand_alone and len(placement.shape) == 2:
             _introduce_weights()
-        if len(locals_) == 1:
-            return _made(_kind_of(locals_[0]), locals_[0], placement, requires_grad)
-        return _made_of_several(locals_, placement, requires_grad)
+        tensor = _made(_kind_of(locals_[0]), placement, requires_grad)
+        _hold(tensor, locals_)
+        return tensor
 
     @classmethod
     def __torch_dispatch__(
@@ -359,17 +359,18 @@ def like(example: ShardedTensor, local: Tensor) -> ShardedTensor:
         if local.device != kind[0]:
             placement = placement.on(local.device)
         kind = _kind_of(local)
-    return _made(kind, local, placement, False)
+    tensor = _made(kind, placement, False)
+    tensor.local = local
+    return tensor
 
 
 def like_each(example: ShardedTensor, locals_: Sequence[Tensor]) -> ShardedTensor:
     """Do as `like` does for any number of local tensors."""
-    if len(locals_) == 1:
-        return like(example, locals_[0])
-    placement = example.placement
-    if locals_[0].device != example.kind[0]:
-        placement = placement.on(locals_[0].device)
-    return _made_of_several(tuple(locals_), placement, False)
+    tensor = like(example, locals_[0])
+    if len(locals_) > 1:
+        del tensor.local
+        tensor._several = tuple(locals_)
+    return tensor
 
 
 def relaid(tensor: ShardedTensor, placement: Placement) -> ShardedTensor:
@@ -377,35 +378,29 @@ def relaid(tensor: ShardedTensor, placement: Placement) -> ShardedTensor:
     return ShardedTensor.of(tensor.locals, placement, requires_grad=tensor.requires_grad)
 
 
-def _made(kind: Kind, local: Tensor, placement: Placement, requires_grad: bool) -> ShardedTensor:
+def _made(kind: Kind, placement: Placement, requires_grad: bool) -> ShardedTensor:
+    """Make a tensor that has no local tensors yet."""
     device, dtype = kind
     shape = placement.shape
     tensor = _wrapper(
         ShardedTensor, shape, None, None, None, dtype, _strided, device, False, requires_grad
     )
     tensor.kind = kind
-    tensor.local = local
     tensor.placement = placement
-    return tensor
-
-
-def _made_of_several(
-    locals_: tuple[Tensor, ...], placement: Placement, requires_grad: bool
-) -> ShardedTensor:
-    tensor = _made(_kind_of(locals_[0]), locals_[0], placement, requires_grad)
-    _hold(tensor, locals_)
     return tensor
 
 
 def _hold(tensor: ShardedTensor, locals_: tuple[Tensor, ...]) -> None:
     """Let a tensor have these local tensors and no others."""
+    # Who asks for the only local tensor must not get the first of several, nor may those that a
+    # tensor had before live on.
     if len(locals_) == 1:
-        tensor.local = locals_[0]
-        return
-    tensor._several = locals_
-    # Who asks for the only local tensor must not get the first of several.
-    if hasattr(tensor, "local"):
-        del tensor.local
+        present, absent, value = "local", "_several", locals_[0]
+    else:
+        present, absent, value = "_several", "local", locals_
+    setattr(tensor, present, value)
+    if hasattr(tensor, absent):
+        delattr(tensor, absent)
 
 
 def _kind_of(local: Tensor) -> Kind:

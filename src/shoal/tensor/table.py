@@ -140,7 +140,7 @@ def _renormalise(table: ShardedTensor, wanted: list[Tensor], renorm: Renorm) -> 
 
     A row may lie on several ranks, so norms of all rows are put together.
     """
-    group = table.placement.group
+    placement = table.placement
     is_largest = math.isinf(renorm.order)
     parts = torch.zeros(table.shape[0], dtype=torch.float64, device=table.device)
     rows_of = [torch.unique(asked).to(table.device) for asked in wanted]
@@ -150,7 +150,9 @@ def _renormalise(table: ShardedTensor, wanted: list[Tensor], renorm: Renorm) -> 
         whole[rows] = (
             torch.maximum(whole[rows], own) if is_largest else (whole[rows] + own.pow(renorm.order))
         )
-    norms = largest(parts, group) if is_largest else add_up(parts, group).pow(1 / renorm.order)
+    norms = (
+        largest(parts, placement) if is_largest else add_up(parts, placement).pow(1 / renorm.order)
+    )
     scale = torch.where(norms > renorm.max_norm, renorm.max_norm / (norms + _EPSILON), 1.0)
     for rows, (region, block) in zip(rows_of, table.parts(), strict=True):
         block[rows] *= scale[slice(*_row_bounds(region))][rows].to(block.dtype).unsqueeze(1)

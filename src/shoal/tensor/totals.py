@@ -1,17 +1,20 @@
 """Totals over the ranks that hold a tensor: numbers that each rank has a part of.
 
-The numbers travel as one vector of float64 (int64 for whole numbers). So there is one all-reduce
-for any number of tensors, and adding up neither overflows nor rounds where a result of the
-tensors' own dtype would show it.
+The numbers travel as one vector of float64 (two for a complex number, int64 for a whole one). So
+there is one all-reduce for any number of tensors, and adding up neither overflows nor rounds where
+a result of the tensors' own dtype would show it.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed import ReduceOp
 
+from shoal.comm.post import carrier
 from shoal.comm.transport import Transport
+from shoal.tensor.device import shared_device
+from shoal.tensor.placement import Placement
 
 _LOW = (torch.float16, torch.bfloat16)
 
@@ -26,25 +29,33 @@ def lowest_of(dtype: torch.dtype) -> float | int:
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def add_up(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """Sum a vector over the ranks."""
-    total = _widened(parts)
-    Transport(group).all_reduce(total, ReduceOp.SUM, reason="a sum over ShardedTensors").wait()
-    return total
+def add_up(parts: Tensor, placement: Placement) -> Tensor:
+    """Sum a vector over the ranks of a tensor that is placed like this."""
+    if parts.is_complex():
+        pairs = torch.view_as_real(parts)
+        return torch.view_as_complex(add_up(pairs.view(-1), placement).view_as(pairs))
+    total = _widened(parts, placement)
+    Transport(placement.group).all_reduce(
+        total, ReduceOp.SUM, reason="a sum over ShardedTensors"
+    ).wait()
+    return total.to(parts.device)
 
 
-def largest(parts: Tensor, group: ProcessGroup) -> Tensor:
+def largest(parts: Tensor, placement: Placement) -> Tensor:
     """The largest of each element of a vector over the ranks; NaN where any rank has NaN."""
-    values = _widened(parts)
+    values = _widened(parts, placement)
     # Backends differ in whether NaN wins a comparison, so it travels beside the values.
     is_nan = values.isnan()
     both = torch.cat([values.masked_fill(is_nan, lowest_of(values.dtype)), is_nan.to(values.dtype)])
-    Transport(group).all_reduce(both, ReduceOp.MAX, reason="a maximum of ShardedTensors").wait()
-    values, is_nan = both.chunk(2)
+    Transport(placement.group).all_reduce(
+        both, ReduceOp.MAX, reason="a maximum of ShardedTensors"
+    ).wait()
+    values, is_nan = both.to(parts.device).chunk(2)
     return values.masked_fill(is_nan > 0, torch.nan) if values.is_floating_point() else values
 
 
-def _widened(parts: Tensor) -> Tensor:
-    if parts.is_complex():
-        raise NotImplementedError(f"totals of {parts.dtype} over ranks are not supported")
-    return parts.to(torch.float64 if parts.is_floating_point() else torch.int64, copy=True)
+def _widened(parts: Tensor, placement: Placement) -> Tensor:
+    """A copy where the group can carry it: on the same type of device on every rank."""
+    device = carrier(placement.group, shared_device(parts.device, placement))
+    dtype = torch.float64 if parts.is_floating_point() else torch.int64
+    return parts.to(device, dtype, copy=True)

@@ -222,3 +222,22 @@ def test_local_tensors_that_do_not_fit_a_listing() -> None:
             ShardedTensor.of([], placement)
 
     run_local(1, rank)
+
+
+def empty_handed() -> None:
+    """A meta device stands for a GPU: the group's backend would rather have the CPU."""
+    spec = ChunkShardingSpec(0, ["rank:1/meta"])
+    tensor = zeros(spec, 4, 2)
+    assert tensor.device.type == tensor.locals[0].device.type == "meta"
+    assert torch.empty_like(tensor).device == (tensor + tensor).device == tensor.device
+    mixed = [ShardMetadata([0], [1], "rank:1/meta"), ShardMetadata([1], [1], "rank:1/cpu")]
+    placement = Listed.of_spec(EnumerableShardingSpec(mixed), (2,), dist.group.WORLD)
+    expected = ("cpu",) if dist.get_rank() == 0 else ("meta", "cpu")
+    assert tuple(str(device) for device in placement.local_devices) == expected
+    # This process has no such device; to hold nothing needs none.
+    elsewhere = Listed.of_spec(ChunkShardingSpec(0, ["rank:1/hpu:0"]), (2,), dist.group.WORLD)
+    assert str(elsewhere.local_devices[0]) == ("cpu" if dist.get_rank() == 0 else "hpu:0")
+
+
+def test_a_rank_without_shards_is_where_the_shards_are() -> None:
+    run_local(2, empty_handed)

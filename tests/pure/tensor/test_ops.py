@@ -153,7 +153,7 @@ def test_operands_cut_differently_are_refused_on_every_rank() -> None:
     def rank() -> str:
         whole = random_tensors([(6, 6)])
         (x,), (y,) = sharded(whole, Rows()), sharded(whole, Flat())
-        for compute in (lambda: x + y, lambda: torch._foreach_add([x], [y]), lambda: x.equal(y)):
+        for compute in (lambda: x + y, lambda: torch._foreach_add([x], [y])):
             with pytest.raises(UsageError, match="cut alike") as raised:
                 compute()
         with pytest.raises(UsageError, match="cut alike"):

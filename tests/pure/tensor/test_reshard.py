@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,9 +24,12 @@ from shoal._torch import LocalShard
 from shoal.comm.local import run_local
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, ParamSpec, Region, Rows, Whole
+from shoal.tensor.creation import blank
+from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
 from shoal.tensor.reshard import reshard, reshard_
 from shoal.tensor.sharded import ShardedTensor
+from shoal.tensor.spec import ChunkShardingSpec
 
 
 def assert_holds(tensor: ShardedTensor, whole: Tensor) -> None:
@@ -171,6 +176,42 @@ def test_a_parameter_takes_its_gradient_along() -> None:
     run_local(3, in_place_of_a_parameter)
 
 
+def compare(first: Kind, second: Kind) -> None:
+    """One element differs, on one rank that has it."""
+    tensor, other, changed = (sharded(WHOLE, kind) for kind in (first, second, second))
+    tensor.requires_grad_()
+    placement = other.placement
+    for region, part in changed.parts():
+        if region.contains(Region(offsets=(5, 7), sizes=(1, 1))):
+            part[-1, -1] += 0.5
+    for same in (torch.equal, torch.allclose):
+        assert same(tensor, other)
+        assert same(other, tensor)
+        assert not same(tensor, changed)
+        assert not same(changed, tensor)
+    assert torch.allclose(tensor, changed, atol=1.0, rtol=0.0)
+    assert other.placement is placement
+
+
+@pytest.mark.parametrize(("first", "second"), PAIRS, ids=str)
+def test_comparisons_of_tensors_cut_differently_are_global(first: Kind, second: Kind) -> None:
+    run_local(3, compare, first, second)
+
+
+def let_go() -> None:
+    """Whether a tensor has one local tensor or several, those of before do not live on."""
+    for first, second in [(CORNERS, ROWS), (ROWS, CORNERS)]:
+        tensor = sharded(WHOLE, first)
+        before = [weakref.ref(local) for local in tensor.locals]
+        reshard_(tensor, placed(second, (6, 8)))
+        assert not any(reference() is not None for reference in before)
+        assert hasattr(tensor, "local") == (len(tensor.locals) == 1)
+
+
+def test_a_resharded_tensor_lets_go_of_its_old_shards() -> None:
+    run_local(3, let_go)
+
+
 def no_change() -> None:
     for kind in (Flat(), ROWS, CORNERS):
         tensor = sharded(WHOLE, kind)
@@ -182,6 +223,32 @@ def no_change() -> None:
 
 def test_no_change_moves_nothing() -> None:
     run_local(3, no_change)
+
+
+def cross(members: list[int], wide: Kind) -> None:
+    """To some ranks of the group and back, on ranks that have no part in it too; and autograd."""
+    group = dist.new_group(members)
+    start = sharded(WHOLE, wide).requires_grad_()
+    chunks = ChunkShardingSpec(1, [f"rank:{rank}/cpu" for rank in reversed(members)])
+    narrow = Listed.of_spec(chunks, (6, 8), group)
+    there = reshard(start, narrow)
+    is_member = dist.get_rank() in members
+    assert_holds(there, WHOLE)
+    assert there.placement is narrow
+    assert bool(there.placement.regions) == is_member
+    back = reshard(there, placed(wide, (6, 8)))
+    assert_holds(back, WHOLE)
+    back.backward(sharded(WHOLE * 2, wide))
+    assert isinstance(start.grad, ShardedTensor)
+    assert_holds(start.grad, WHOLE * 2)
+    moved = reshard_(sharded(WHOLE, wide), narrow)
+    assert_holds(moved, WHOLE)
+
+
+@pytest.mark.parametrize("members", [[1, 3], [2], [0, 1, 2, 3]], ids=str)
+@pytest.mark.parametrize("wide", [Flat(), Rows(), ROWS, CORNERS], ids=str)
+def test_a_group_of_some_of_the_ranks(members: list[int], wide: Kind) -> None:
+    run_local(4, cross, members, wide)
 
 
 def mistakes() -> None:
@@ -197,8 +264,20 @@ def mistakes() -> None:
     if dist.get_rank() < 2:
         packing = Flat().pack([spec("w", 6, 8)], 2)
         fewer = Packed(packing=packing, index=0, group=group, rank=group.rank())
-        with pytest.raises(UsageError, match=r"\[0, 1, 2\] cannot be resharded to ranks \[0, 1\]"):
+        with pytest.raises(
+            NotImplementedError, match=r"\[0, 1, 2\] .* to ranks \[0, 1\]: .* listed"
+        ):
             reshard(tensor, fewer)
+    neighbours = dist.new_group([1, 2])
+    if dist.get_rank() == 1:
+        beside = Listed.of_spec(ChunkShardingSpec(0, ["rank:1/cpu"]), (6, 8), neighbours)
+        part = Listed.of_spec(ChunkShardingSpec(0, ["rank:0/cpu"]), (6, 8), group)
+        with pytest.raises(NotImplementedError, match="neither group has all ranks"):
+            reshard(blank(part, torch.float32), beside)
+    if dist.get_rank() == 2:
+        part = Listed.of_spec(ChunkShardingSpec(0, ["rank:0/cpu"]), (6, 8), group)
+        with pytest.raises(UsageError, match="this rank is not in it: pass a Placement"):
+            reshard(blank(part, torch.float32), ChunkShardingSpec(0, ["rank:0/cpu"]))
 
 
 def test_mistakes_are_named_before_anything_moves() -> None:

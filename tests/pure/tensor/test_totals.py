@@ -105,6 +105,24 @@ def test_reductions(name: str, layout: Layout) -> None:
     run_local(4, rank)
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_numbers_have_a_sum_and_no_order(dtype: torch.dtype) -> None:
+    whole = [torch.complex(*random_tensors([(5, 3), (5, 3)])).to(dtype)]
+
+    def rank() -> None:
+        (tensor,) = sharded(whole, Flat())
+        for name in ("sum", "mean", "sum keeping dims", "equal"):
+            torch.testing.assert_close(REDUCTIONS[name](tensor), REDUCTIONS[name](whole[0]))
+        for order in (1, 2, math.inf):
+            expected = torch.linalg.vector_norm(whole[0], order)
+            torch.testing.assert_close(torch.linalg.vector_norm(tensor, order), expected)
+        for name in ("max", "min", "amax"):
+            with pytest.raises(NotImplementedError, match="no order"):
+                REDUCTIONS[name](tensor)
+
+    run_local(3, rank)
+
+
 def test_nothing_has_a_sum_and_no_largest() -> None:
     def rank() -> None:
         (tensor,) = sharded([torch.zeros(0, 4)], Whole())

@@ -20,7 +20,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec as TheirSpe
 from harness import on_ranks, ranks
 from pure.layout.strategies import DTYPES, any_shapes, profile, spec
 from pure.tensor.test_fetch import fetch_own, regions
-from pure.tensor.test_reshard import there_and_back
+from pure.tensor.test_reshard import CORNERS, cross, there_and_back
 from pure.tensor.tilings import Chunks, Kind, kinds, placed, sharded
 from shoal.layout import Block, Even, Flat, ParamSpec, Region, Rows, Whole
 from shoal.tensor import deliver
@@ -50,6 +50,12 @@ def test_there_and_back(world_size: int, data: st.DataObject) -> None:
     """Many cases at a time: gloo counts messages, and unequal counts cost new processes."""
     drawn = data.draw(st.lists(cases(world_size), min_size=8, max_size=12))
     on_ranks(world_size, try_all, drawn)
+
+
+@ranks(4)
+def test_a_group_of_some_of_the_ranks() -> None:
+    for members, wide in (([1, 3], Flat()), ([2, 0, 3], CORNERS)):
+        cross(members, wide)
 
 
 @ranks(2, 4)
