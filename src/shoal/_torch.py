@@ -131,6 +131,9 @@ def all_reduce_method(
 
 
 local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
+place_getter: operator.attrgetter[Any] = operator.attrgetter("_spec.placements", "_spec.mesh")
+"""Where a DTensor lies: what two must have in common to be added element by element."""
+
 """`local_tensor`, in C."""
 
 

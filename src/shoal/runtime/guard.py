@@ -98,16 +98,28 @@ def _compare(
     if rank == ranks[0]:
         verdict = ""
         for other in ranks[1:]:
-            store.wait([f"{key}/{other}"], _TIMEOUT)
-            theirs = json.loads(store.get(f"{key}/{other}"))
+            theirs = json.loads(_awaited(store, f"{key}/{other}", mine, other, advice))
             difference = _difference(mine, theirs)
             if difference and not verdict:
                 verdict = f"{accusation.format(f'rank {rank}', f'rank {other}')}: {difference}"
         store.set(f"{key}/verdict", verdict)
-    store.wait([f"{key}/verdict"], _TIMEOUT)
-    verdict = store.get(f"{key}/verdict").decode()
+    verdict = _awaited(store, f"{key}/verdict", mine, ranks[0], advice).decode()
     if verdict:
         raise RankError(f"{verdict}. {advice}")
+
+
+def _awaited(
+    store: dist.Store, key: str, mine: list[dict[str, object]], other: int, advice: str
+) -> bytes:
+    """What another rank says, which may have gone elsewhere."""
+    try:
+        store.wait([key], _TIMEOUT)
+    except dist.DistStoreError as error:
+        raise RankError(
+            f"rank {dist.get_rank()} is at unit {mine[0]['unit']!r}, and rank {other} did not come "
+            f"there within {_TIMEOUT}. {advice}"
+        ) from error
+    return store.get(key)
 
 
 def _difference(mine: list[dict[str, object]], theirs: list[dict[str, object]]) -> str | None:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shoal.errors import InvariantError
+from shoal.runtime.step_lists import speed_up
 
 
 class Updatable(Protocol):
@@ -100,5 +101,7 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = _owners_in.get(optimizer)
     if known is None or known.held != _held(optimizer):
         known = _owners_in[optimizer] = _Known(optimizer)
+        if known.owners:
+            speed_up(optimizer)
     for owner in known.owners:
         owner.num_updates += 1

@@ -1,0 +1,108 @@
+"""Adam's lists made at once: the same step, bit by bit, as with the lists that torch makes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from harness import ranks
+from oracle import batches, build, full, loss_of, shard
+from shoal.layout import Even, Flat, Layout, Rows, Whole
+from shoal.runtime import step_lists, updates
+
+LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Whole()]
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Matrices decay, the rest does not."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    kind = options.pop("kind", torch.optim.AdamW)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return kind(groups, lr=1e-2, **options)
+
+
+def trained(layout: Layout, *, max_norm: float | None, reloads: bool, **options: Any) -> list[Any]:
+    """Parameters and optimizer state after some steps, one of them without some gradients."""
+    model: Any = shard(build(), layout=layout)
+    optimizer = adamw(model, **options)
+    for index, (_, part) in enumerate(batches(5, dist.get_rank(), dist.get_world_size())):
+        loss_of(model, part).backward()
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        if index == 3:
+            next(iter(model.blocks[0].parameters())).grad = None
+        optimizer.step()
+        optimizer.zero_grad()
+        if reloads and index == 1:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    states = [optimizer.state[p] for group in optimizer.param_groups for p in group["params"]]
+    values = [state[key] for state in states for key in sorted(state)]
+    return [full(value) for value in (*model.parameters(), *values)]
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"fused": True},
+    {"foreach": True},
+    {"fused": True, "kind": torch.optim.Adam, "maximize": True},
+    {"foreach": True, "amsgrad": True},
+    {"foreach": False, "fused": False},
+]
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda one: "-".join(one))
+def test_steps_are_those_of_torch(layout: Layout, options: dict[str, Any]) -> None:
+    found: list[Any] = []
+    find = step_lists._find
+
+    def counting(*args: Any) -> Any:
+        result = find(*args)
+        found.append(result is not None)
+        return result
+
+    with patch.object(step_lists, "_find", counting):
+        fast = trained(layout, max_norm=0.05, reloads=True, **options)
+    with patch.object(updates, "speed_up", lambda optimizer: None):
+        slow = trained(layout, max_norm=0.05, reloads=True, **options)
+    for a, b in zip(fast, slow, strict=True):
+        assert torch.equal(a, b)
+    is_plain = "amsgrad" not in options and options != OPTIONS[-1]
+    # Two groups; the first step makes the states, and in one step a group lacks a gradient.
+    assert sum(found) == (2 * 4 - 1 if is_plain else 0)
+
+
+@ranks(2)
+def test_an_optimizer_is_not_kept_alive() -> None:
+    model: Any = shard(build())
+    optimizer = adamw(model, fused=True)
+    for _, part in batches(2, dist.get_rank(), dist.get_world_size()):
+        loss_of(model, part).backward()
+        optimizer.step()
+    assert "_init_group" in vars(optimizer)
+    gc.disable()
+    try:
+        gone = weakref.ref(optimizer)
+        del optimizer
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+@ranks(2)
+def test_copies_and_pickles_have_their_own() -> None:
+    model: Any = shard(build())
+    optimizer = adamw(model, fused=True)
+    for _, part in batches(2, dist.get_rank(), dist.get_world_size()):
+        loss_of(model, part).backward()
+        optimizer.step()
+    assert "_init_group" not in optimizer.__getstate__()
