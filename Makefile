@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test check fix bench build clean
+.PHONY: help demo test soak check fix bench build clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -24,6 +24,9 @@ demo: $(STAMP) ## train a small transformer on 2 local ranks, then resume it
 
 test: $(STAMP) ## run all tests
 	$(BIN)/python -m pytest
+
+soak: $(STAMP) ## compare many random programs, compiled and eager
+	$(BIN)/python -m pytest -m soak tests/pure
 
 check: $(STAMP) ## lint and type-check
 	$(BIN)/ruff check .

@@ -32,9 +32,9 @@ NUM_RANKS = re.compile(r"torchrun --nproc-per-node (\d+)")
 pytestmark = pytest.mark.filterwarnings("ignore:DTensor random operators")
 
 
-def source_of(name: str, engine: str) -> str:
+def source_of(name: str, engine: str, folder: Path = SCRIPTS) -> str:
     """The script with its imports taken from `engine`, and nothing else changed."""
-    return IMPORT.sub(rf"\1 {engine}", (SCRIPTS / f"{name}.py").read_text())
+    return IMPORT.sub(rf"\1 {engine}", (folder / f"{name}.py").read_text())
 
 
 def num_ranks(name: str) -> int:
@@ -44,11 +44,10 @@ def num_ranks(name: str) -> int:
     return int(found.group(1))
 
 
-def run(name: str, engine: str, device: str) -> dict[str, Any]:
+def run(name: str, engine: str, device: str, folder: Path = SCRIPTS) -> dict[str, Any]:
     """Execute the script's source on this rank and call its main function."""
-    if str(SCRIPTS) not in sys.path:
-        sys.path.insert(0, str(SCRIPTS))
-    code = compile(source_of(name, engine), f"{name} on {engine}", "exec")
+    sys.path[:0] = [path for path in map(str, {SCRIPTS, folder}) if path not in sys.path]
+    code = compile(source_of(name, engine, folder), f"{name} on {engine}", "exec")
     namespace: dict[str, Any] = {"__name__": name}
     exec(code, namespace)
     torch.manual_seed(0)

@@ -21,6 +21,8 @@ from torch.optim import Optimizer
 from shoal.checkpoint.metadata import JSON, check_json
 from shoal.errors import CheckpointError, UsageError
 from shoal.tensor.sharded import ShardedTensor
+from shoal.wrapper.base import wrappers_below
+from shoal.wrapper.optim_keys import entries_of
 
 PREFIX = "optimizer/"
 
@@ -47,7 +49,7 @@ def optimizer_tensors(
                     f"{key} is a {type(value).__name__}: checkpoints of such optimizer state are "
                     "not supported"
                 )
-    return tensors, {"groups": _groups(model, optimizer), "values": values}
+    return tensors, {"groups": groups_of(model, optimizer), "values": values}
 
 
 def prepare_optimizer(model: nn.Module, optimizer: Optimizer, names: Iterable[str]) -> None:
@@ -84,6 +86,8 @@ def restore_hyper_parameters(
                 present.fill_(value)
             else:
                 group[key] = tuple(value) if isinstance(present, tuple) else value
+    if wrappers_below(model):
+        return  # plain numbers came with the rest of its state
     parameters = dict(_named(model, optimizer))
     for key, value in saved["values"].items():
         name, _, state = key.removeprefix(PREFIX).rpartition("/")
@@ -93,25 +97,38 @@ def restore_hyper_parameters(
 def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
     """Raise CheckpointError unless the saved groups have the parameters of the present ones."""
     there = [list(group["params"]) for group in saved["groups"]]
-    here = [group["params"] for group in _groups(model, optimizer)]
+    here = [group["params"] for group in groups_of(model, optimizer)]
     if len(there) != len(here):
         raise CheckpointError(
             f"the checkpoint's optimizer has {len(there)} parameter groups, this one {len(here)}: "
             "build the optimizer with the groups it had when it was saved"
         )
     for index, (saved_names, names) in enumerate(zip(there, here, strict=True)):
-        if saved_names != names:
-            pairs = zip([*saved_names, None], [*names, None], strict=False)
+        # Their order within a group is no matter: an engine may have one of its own.
+        if sorted(saved_names) != sorted(names):
+            pairs = zip([*sorted(saved_names), None], [*sorted(names), None], strict=False)
             differing = next(pair for pair in pairs if pair[0] != pair[1])
             raise CheckpointError(
                 f"parameter group {index} of the optimizer has {differing[0]!r} in the checkpoint "
-                f"where this one has {differing[1]!r}: build the optimizer with the groups, and "
-                "the order of parameters, that it had when it was saved"
+                f"where this one has {differing[1]!r}: build the optimizer with the groups that it "
+                "had when it was saved"
             )
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    names = _names(model)
+    _check_known(names, optimizer)
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            yield names[parameter][0], parameter
+
+
+def _names(model: nn.Module) -> dict[torch.Tensor, tuple[str, ...]]:
+    """The names of each parameter: one, or those of all that a flat parameter stands for."""
+    return {parameter: entry.names for parameter, entry in entries_of(model).items()}
+
+
+def _check_known(names: Mapping[torch.Tensor, tuple[str, ...]], optimizer: Optimizer) -> None:
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
@@ -120,14 +137,15 @@ def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.
                     f"{tuple(parameter.shape)} that is not one of the model: build the optimizer "
                     "from the parameters of this model, after sharding it"
                 )
-            yield names[parameter], parameter
 
 
-def _groups(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
-    names = {parameter: name for name, parameter in _named(model, optimizer)}
+def groups_of(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Each group's hyper-parameters as JSON, with names in the place of parameters."""
+    names = _names(model)
+    _check_known(names, optimizer)
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
-        fields: dict[str, Any] = {"params": [names[p] for p in group["params"]]}
+        fields: dict[str, Any] = {"params": [n for p in group["params"] for n in names[p]]}
         for key, value in group.items():
             if key == "params" or key in _HOW:
                 continue

@@ -22,7 +22,9 @@ from shoal.checkpoint.optimizer import (
     restore_hyper_parameters,
 )
 from shoal.checkpoint.save import save
+from shoal.checkpoint.wrapped import empty_states, take_over, wrapped_state, wrapped_weights
 from shoal.errors import CheckpointError
+from shoal.wrapper.base import wrappers_below
 
 
 def save_training(
@@ -45,6 +47,8 @@ def load_training(
     folder = Path(folder)
     ranks = Ranks(group)
     manifest = ranks.together(lambda: _checked(folder, model, optimizer))
+    if wrappers_below(model):
+        return _load_wrapped(folder, model, optimizer, manifest, group)
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     try:
         ranks.together(lambda: prepare_optimizer(model, optimizer, manifest.tensors))
@@ -63,15 +67,35 @@ def _state(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
     tensors: dict[str, torch.Tensor] = {}
-    for name, value in model.state_dict().items():
+    is_wrapped = bool(wrappers_below(model))
+    weights = wrapped_weights(model) if is_wrapped else model.state_dict()
+    for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             raise NotImplementedError(
                 f"{name!r} in the model's state_dict is a {type(value).__name__}: checkpoints of "
                 "extra state that is not a tensor are not supported"
             )
         tensors[f"model/{name}"] = value
-    moments, hyper = optimizer_tensors(model, optimizer)
+    states = wrapped_state if is_wrapped else optimizer_tensors
+    moments, hyper = states(model, optimizer)
     return tensors | moments, hyper
+
+
+def _load_wrapped(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    manifest: Manifest,
+    group: dist.ProcessGroup | None,
+) -> dict[str, JSON]:
+    """Load into copies, and let the model have them when all are there."""
+    weights = Ranks(group).together(lambda: wrapped_weights(model))
+    states = Ranks(group).together(lambda: empty_states(model, manifest))
+    named = {f"model/{name}": value for name, value in weights.items()}
+    extra: dict[str, Any] = load(folder, named | states, group=group)
+    take_over(model, optimizer, weights, states, extra["optimizer"])
+    restore_hyper_parameters(model, optimizer, extra["optimizer"])
+    return extra["training"]
 
 
 def _checked(folder: Path, model: nn.Module, optimizer: Optimizer) -> Manifest:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.config import TrainConfig
-from shoal.train.model import Transformer
+from shoal.train.model import Block, Transformer
 from shoal.train.world import World
+from shoal.wrapper.fully_sharded import FullyShardedDataParallel
 
 
 def build_model(config: TrainConfig) -> Transformer:
@@ -19,13 +23,23 @@ def build_model(config: TrainConfig) -> Transformer:
     )
 
 
-def shard_model(model: Transformer, config: TrainConfig, world: World) -> Transformer:
-    """Shard the model in place: each block is a unit, what remains is another."""
-    policy = MixedPrecisionPolicy()
-    if config.parallel.precision == "bf16":
-        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Module:
+    """Shard the model with the engine of the run: each block is a unit, the rest is another.
+
+    Blocks are moved one at a time: a device never holds more than its shards and one whole block.
+    """
+    half = config.parallel.precision == "bf16"
+    param_dtype, reduce_dtype = (torch.bfloat16, torch.float32) if half else (None, None)
+    if config.parallel.engine == "fsdp1-style":
+        return FullyShardedDataParallel(
+            model,
+            process_group=world.mesh.get_group(),
+            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            mixed_precision=MixedPrecision(param_dtype, reduce_dtype),
+            device_id=world.device,
+            use_orig_params=True,
+        )
+    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
     for block in model.blocks:
-        # Moved one at a time: a device never holds more than its shards and one whole block.
         fully_shard(block.to(world.device), mesh=world.mesh, mp_policy=policy)
-    fully_shard(model.to(world.device), mesh=world.mesh, mp_policy=policy)
-    return model
+    return fully_shard(model.to(world.device), mesh=world.mesh, mp_policy=policy)

@@ -107,6 +107,11 @@ class ParallelConfig:
     threads: int | None = option(
         None, "CPU threads per rank; the cores shared out unless given", at_least=1, at_most=1024
     )
+    engine: Literal["fully_shard", "fsdp1-style"] = option(
+        "fully_shard",
+        "what shards the model: fully_shard, or the wrapper FullyShardedDataParallel. Losses and "
+        "checkpoints are the same",
+    )
     activation_checkpointing: bool = option(
         False, "recompute each block in backward instead of keeping its activations"
     )

@@ -10,12 +10,15 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shoal.train.config import OptimConfig
+from shoal.wrapper.clip import Clipping
+from shoal.wrapper.optim_keys import entries_of
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     """Return AdamW over the model's (sharded) parameters: first matrices, then vectors."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    num_dims = {entry.parameter: entry.num_dims for entry in entries_of(model).values()}
+    matrices = [parameter for parameter in model.parameters() if num_dims[parameter] >= 2]
+    vectors = [parameter for parameter in model.parameters() if num_dims[parameter] < 2]
     optimizer = torch.optim.AdamW(
         [{"params": matrices}, {"params": vectors}],
         # One call for all parameters: the loop over them costs more than the arithmetic.
@@ -51,6 +54,8 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; return the norm."""
+    if isinstance(model, Clipping):  # its gradients are pieces that do not know of each other
+        return model.clip_grad_norm_(max_norm or math.inf)
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
     norm = get_total_norm([parameter.grad for parameter in parameters])  # pyright: ignore[reportArgumentType]
     if isinstance(norm, DTensor):

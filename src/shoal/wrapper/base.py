@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
-from shoal.runtime.unit import Unit
 from shoal.wrapper.flat_parameter import FlatMembers
+from shoal.wrapper.unit import WrappedUnit
 
 if TYPE_CHECKING:
     from shoal.wrapper.precision import Buffers
@@ -35,7 +35,7 @@ class Wrapper(nn.Module):
     _is_in_full_precision = False
     """Whether it computes so for an evaluation."""
     _have_run: bool
-    _unit: Unit | None
+    _unit: WrappedUnit | None
     """Its parameters; None if it has none."""
     _use_orig_params: bool
     _flat_members: FlatMembers | None

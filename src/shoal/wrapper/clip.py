@@ -5,13 +5,18 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal.layout.region import flat_span
+from shoal.runtime.shards import Member
+from shoal.runtime.unit import Unit
 from shoal.wrapper.base import Wrapper, wrappers_below
+from shoal.wrapper.distributed import groups_of
+from shoal.wrapper.plain_form import before_of
 from shoal.wrapper.root import ready
 
 
@@ -29,15 +34,16 @@ class Clipping(Wrapper):
                 "`clip_grad_norm_()` should only be called on the root FSDP instance, whose norm "
                 "is that of all gradients"
             )
-        sharded, whole = _grads_of(self)
-        if not sharded:
+        by_groups = _grads_of(self)
+        if not any(by_groups):
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
         norm = _Norm(float(norm_type), self.compute_device)
-        parts = [norm.part(grads) for grads in sharded.values()]
-        for group, part in zip(sharded, parts, strict=True):
-            dist.all_reduce(part, norm.reduce_op, group=group)
-        total = norm.of([*parts, norm.part(whole)])
-        grads = [grad for some in (*sharded.values(), whole) for grad in some]
+        parts = [norm.part(grads) for grads in by_groups.values()]
+        for groups, part in zip(by_groups, parts, strict=True):
+            for group in groups:
+                dist.all_reduce(part, norm.reduce_op, group=group)
+        total = norm.of(parts)
+        grads = [grad for some in by_groups.values() for grad in some]
         factor = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
         for grad in grads:
             grad.mul_(factor.to(grad.device, grad.dtype))
@@ -53,26 +59,42 @@ class Clipping(Wrapper):
         return total.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
 
 
-def _grads_of(
-    root: Wrapper,
-) -> tuple[dict[dist.ProcessGroup, list[torch.Tensor]], list[torch.Tensor]]:
-    """Pieces of gradients by the ranks that hold the rest of them, and whole gradients.
+Groups = tuple[dist.ProcessGroup, ...]
 
-    A group is there also if this rank has no gradient in it: the others may have.
+
+def _grads_of(root: Wrapper) -> dict[Groups, list[torch.Tensor]]:
+    """Pieces of gradients by the groups of ranks that hold the rest of them; none for whole ones.
+
+    Groups are there also if this rank has no gradient of theirs: the others may have.
     """
-    sharded: dict[dist.ProcessGroup, list[torch.Tensor]] = {}
-    of: dict[nn.Parameter, dist.ProcessGroup] = {}
+    found: dict[Groups, list[torch.Tensor]] = {(): []}
+    of_wrappers: set[nn.Parameter] = set()
     for one in wrappers_below(root):
-        unit = one._unit
-        if unit is not None and unit.transport is not None:
-            sharded.setdefault(unit.transport.group, [])
-            of.update(dict.fromkeys(unit.sharded_parameters(), unit.transport.group))
-    whole: list[torch.Tensor] = []
-    for parameter in root.parameters():
-        if parameter.grad is not None:
-            group = of.get(parameter)
-            (whole if group is None else sharded[group]).append(parameter.grad)
-    return sharded, whole
+        for member in () if one._unit is None else one._unit.shards.members:
+            of_wrappers.add(member.sharded)
+            for groups, grad in _pieces(one, one._unit, member):
+                held = found.setdefault(groups, [])
+                if grad is not None and grad.numel() > 0:
+                    held.append(grad)
+    others = (p.grad for p in root.parameters() if p not in of_wrappers)
+    found[()].extend(grad for grad in others if grad is not None)
+    return found
+
+
+def _pieces(
+    wrapper: Wrapper, unit: Unit | None, member: Member
+) -> Iterator[tuple[Groups, torch.Tensor | None]]:
+    """The gradient of a member, in as many pieces as its elements have kinds of groups."""
+    assert unit is not None
+    own = () if unit.transport is None else (unit.transport.group,)
+    grad, flat = member.sharded.grad, wrapper._flat_members
+    if flat is None or all(inner.before is None for inner in flat.members):
+        yield own + groups_of(before_of(member.form)), grad
+        return
+    piece = unit.shards.packing.piece(0, unit.rank)
+    start = flat_span(member.spec.shape, piece.regions[0])[0] if piece.regions else 0
+    for inner, elements in flat.ranges(start, piece.numel):
+        yield own + groups_of(inner.before), None if grad is None else grad.view(-1)[elements]
 
 
 class _Norm:

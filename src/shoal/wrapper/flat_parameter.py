@@ -15,8 +15,10 @@ from torch import nn
 
 from shoal import _torch
 from shoal.runtime.collect import Found
+from shoal.runtime.form import bytes_of
 from shoal.runtime.full import FreedParameter
 from shoal.runtime.shards import Home
+from shoal.wrapper.distributed import Spec, spec_of, view, whole
 
 NAME = "_flat_param"
 
@@ -28,7 +30,9 @@ class FlatMember:
     name: str
     """Below the wrapped module."""
     shape: torch.Size
+    """Of what this rank has, where the parameter is distributed."""
     homes: tuple[Home, ...]
+    before: Spec
 
     @property
     def numel(self) -> int:
@@ -55,12 +59,18 @@ def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembe
     order = {parameter: index for index, parameter in enumerate(module.parameters())}
     found = sorted(found, key=lambda item: order[item.parameter])
     with torch.no_grad():
-        data = torch.cat([item.parameter.detach().reshape(-1) for item in found])
+        data = torch.cat([bytes_of(item.parameter.detach()).reshape(-1) for item in found])
     flat = nn.Parameter(data, requires_grad=trained.pop())
     # torch's `FlatParameter` asks for this attribute when `isinstance` is asked.
     flat._is_flat_param = True  # pyright: ignore[reportAttributeAccessIssue]
     members = tuple(
-        FlatMember(name=item.name, shape=item.parameter.shape, homes=item.homes) for item in found
+        FlatMember(
+            name=item.name,
+            shape=bytes_of(item.parameter).shape,
+            homes=item.homes,
+            before=spec_of(item.parameter),
+        )
+        for item in found
     )
     # torch's checkpoints ask this of it.
     flat._fqns = [m.name.replace(_torch.CHECKPOINT_PREFIX, "") for m in members]  # pyright: ignore
@@ -76,7 +86,7 @@ def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembe
 
 def _blank(item: Found) -> torch.Tensor:
     """What says how a parameter looks until a forward shows it; reading it is an error."""
-    data = torch.empty_like(item.parameter, requires_grad=False)
+    data = torch.empty_like(bytes_of(item.parameter), requires_grad=False)
     data.untyped_storage().resize_(0)
     blank = nn.Parameter(data, requires_grad=item.parameter.requires_grad)
     vars(blank)["_shoal_name"] = f"parameter {item.name!r}"
@@ -97,12 +107,21 @@ class FlatMembers:
         pieces = flat.split(self._sizes)
         return [p.view(m.shape) for p, m in zip(pieces, self.members, strict=True)]
 
+    def ranges(self, start: int, numel: int) -> Iterator[tuple[FlatMember, slice]]:
+        """Which elements of a piece, that begins at `start` of the flat parameter, are whose."""
+        end = 0
+        for member in self.members:
+            begin, end = end, end + member.numel
+            first, last = max(begin - start, 0), min(end - start, numel)
+            yield member, slice(first, max(first, last))
+
     def show(self, flat: torch.Tensor) -> None:
         """Let the modules compute with views of a full flat parameter."""
-        for member, view in zip(self.members, self.views(flat), strict=True):
+        for member, local in zip(self.members, self.views(flat), strict=True):
+            shown = view(local, member.before)
             for home in member.homes:
                 # Past `nn.Module.__setattr__`, which costs more than all the rest.
-                vars(home.module)[home.name] = view
+                vars(home.module)[home.name] = shown
 
     @contextmanager
     def as_parameters(self, flat: nn.Parameter) -> Iterator[None]:
@@ -116,18 +135,20 @@ class FlatMembers:
         homes = [home for member in self.members for home in member.homes]
         # A backward that is still to come may recompute with the views that forward was shown.
         shown = [vars(home.module).pop(home.name, None) for home in homes]
-        for member, view in zip(self.members, views, strict=True):
-            parameter = nn.Parameter(view, requires_grad=flat.requires_grad)
+        for member, local in zip(self.members, views, strict=True):
+            data = whole(local, member.before)
+            parameter = nn.Parameter(data, requires_grad=flat.requires_grad)
             for home in member.homes:
                 home.module._parameters[home.name] = parameter
         try:
             yield
         finally:
-            for member, view in zip(self.members, views, strict=True):
+            for member, local in zip(self.members, views, strict=True):
                 found = [home.module._parameters.pop(home.name, None) for home in member.homes]
-                if found[0] is not None and found[0].data_ptr() != view.data_ptr():
-                    view.copy_(found[0].data)
-            for home, view in zip(homes, shown, strict=True):
-                if view is not None:
-                    vars(home.module)[home.name] = view
+                data = None if found[0] is None else bytes_of(found[0].data)
+                if data is not None and data.data_ptr() != local.data_ptr():
+                    local.copy_(data)
+            for home, before in zip(homes, shown, strict=True):
+                if before is not None:
+                    vars(home.module)[home.name] = before
             parameters[self._home.name] = flat

@@ -15,25 +15,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from shoal import _torch
-from shoal.comm.transport import Transport
+from shoal.errors import UsageError
 from shoal.layout import Flat, ParamSpec
-from shoal.runtime.collect import Found, collect
-from shoal.runtime.guard import check_tensors_agree
+from shoal.runtime.collect import Found
+from shoal.runtime.form import bytes_of
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, Options
 from shoal.runtime.shards import Source
-from shoal.runtime.unit import Unit
 from shoal.wrapper.base import WRAPPED
 from shoal.wrapper.clip import Clipping
 from shoal.wrapper.comm_hook import CommHooks
+from shoal.wrapper.distributed import spec_of
 from shoal.wrapper.flat_parameter import FlatMembers, flatten
 from shoal.wrapper.ignored import ignored_of
 from shoal.wrapper.optim_state import OptimStates
 from shoal.wrapper.plain_form import PlainForm
-from shoal.wrapper.precision import FULL_PRECISION_IN_EVAL, Buffers, policy_of
+from shoal.wrapper.precision import FULL_PRECISION_IN_EVAL, Buffers, keep_low_grads, policy_of
+from shoal.wrapper.preparation import device_of, own_modules, prepared
 from shoal.wrapper.root import begin, ready
 from shoal.wrapper.state_dicts import StateDicts
 from shoal.wrapper.strategy import Groups, Placing, place
+from shoal.wrapper.unit import WrappedUnit
 
 
 class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
@@ -73,7 +75,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         self._ignored_modules, self._ignored_params = ignored_of(
             module, ignored_modules, ignored_states
         )
-        device = _device_of(module, self._ignored_params, device_id)
+        device = device_of(module, self._ignored_params, device_id)
         placing = place(
             sharding_strategy,
             process_group,
@@ -97,15 +99,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 "ignored_states": self._ignored_params,
                 "device_mesh": device_mesh,
             }
-            _refuse_wrapped(module)
-            _torch.auto_wrap(
-                module,
-                auto_wrap_policy,
-                self._ignored_modules,
-                self._ignored_params,
-                inner,
-                FullyShardedDataParallel,
-            )
+            self._wrap_inside(module, auto_wrap_policy, inner)
         self.sharding_strategy = placing.strategy
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
@@ -118,31 +112,41 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         self._device_mesh = device_mesh
         self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL, "") == "1"
         self._flat_members: FlatMembers | None = None
-        casts = (child for child in _own_modules(module) if child not in self._ignored_modules)
+        casts = (child for child in own_modules(module) if child not in self._ignored_modules)
         self._buffers_cast = Buffers(casts, self.mixed_precision.buffer_dtype)
         self._have_run = False
-        self._make_unit(module, placing, param_init_fn, sync_module_states)
+        found = prepared(
+            module,
+            self._ignored_modules,
+            self._ignored_params,
+            device,
+            moves=device_id is not None,
+            param_init_fn=param_init_fn,
+            synchronised_over=placing.every_group if sync_module_states else (),
+        )
+        self._make_unit(module, found, placing)
         setattr(self, WRAPPED, module)
 
-    def _make_unit(
-        self,
-        module: nn.Module,
-        placing: Placing,
-        param_init_fn: Callable[[nn.Module], None] | None,
-        sync_module_states: bool,
+    def _wrap_inside(
+        self, module: nn.Module, policy: Callable[..., Any], options: dict[str, Any]
     ) -> None:
-        _materialise(module, param_init_fn, self.compute_device, self._ignored_modules)
-        found = collect([module], self._ignored_params)
-        _check(found)
-        _move(found, module, self.compute_device)
-        if sync_module_states:
-            _synchronise(found, module, placing)
+        for name, child in module.named_modules():
+            if state_of(child) is not None:
+                raise ValueError(
+                    "FSDP auto wrapping requires modules to not already have FSDP applied but "
+                    f"found {name} in\n{module}"
+                )
+        ignored = self._ignored_modules, self._ignored_params
+        _torch.auto_wrap(module, policy, *ignored, options, FullyShardedDataParallel)
+
+    def _make_unit(self, module: nn.Module, found: Sequence[Found], placing: Placing) -> None:
+        _check(found, self._device_mesh)
         offload = _offload_of(self.cpu_offload, self.compute_device)
         policy = policy_of(self.mixed_precision)
         units = []
         if found:
             sources = self._sources(module, found, placing)
-            unit = Unit(
+            unit = WrappedUnit(
                 type(module).__name__,
                 sources,
                 Flat(),
@@ -155,6 +159,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             unit.options = Options(halves_division=True, prefetches_late=prefetches_late)
             if self.backward_prefetch is None:
                 unit.backward_prefetch = []
+            keep_low_grads(unit, self.mixed_precision)
             units.append(unit)
         state = ModuleState(
             [self], units, policy, placing.reshard_after_forward, self.compute_device
@@ -169,16 +174,16 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             found = [flat]
         return [
             Source(
-                spec=ParamSpec(
-                    name=item.name,
-                    shape=tuple(item.parameter.shape),
-                    dtype=item.parameter.dtype,
-                ),
+                spec=ParamSpec.of(item.name, local),
                 parameter=item.parameter,
                 homes=item.homes,
-                form=PlainForm(shape=item.parameter.shape if is_whole else None),
+                form=PlainForm(
+                    shape=local.shape if is_whole else None,
+                    before=spec_of(item.parameter),
+                ),
             )
             for item in found
+            for local in (bytes_of(item.parameter),)
         ]
 
     @property
@@ -219,7 +224,12 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         except BaseException:
             state.abort()
             raise
-        return state.leave(self, runs, output)
+        output = state.leave(self, runs, output)
+        if state.is_root and state.context is not None and not _torch.inside_backward():
+            for unit in state.context.units:
+                if isinstance(unit, WrappedUnit):
+                    unit.show_shards()
+        return output
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
@@ -253,29 +263,6 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 unit.options = replace(unit.options, reduces=options.reduces)
 
 
-def _device_of(
-    module: nn.Module, ignored: set[nn.Parameter], device_id: int | torch.device | None
-) -> torch.device:
-    """Where a module computes: where it was told to, or where its parameters are."""
-    if device_id is not None:
-        device = torch.device(device_id)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        return device
-    kinds = {p.device for p in module.parameters() if p not in ignored}
-    kinds = {d for d in kinds if d.type not in ("cpu", "meta")}
-    if len({d.type for d in kinds}) > 1:
-        raise RuntimeError(
-            "FSDP does not support modules with different device types but got params on "
-            f"{sorted(map(str, kinds))}"
-        )
-    if kinds:
-        return kinds.pop()
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def _innermost(module: nn.Module | None) -> nn.Module:
     """The module itself, or the one whose activations it recomputes or offloads."""
     if isinstance(module, _torch.ActivationWrapper):
@@ -284,90 +271,21 @@ def _innermost(module: nn.Module | None) -> nn.Module:
     return module
 
 
-def _refuse_wrapped(module: nn.Module) -> None:
-    for name, child in module.named_modules():
-        if state_of(child) is not None:
-            raise ValueError(
-                "FSDP auto wrapping requires modules to not already have FSDP applied but found "
-                f"{name} in\n{module}"
-            )
+def _offload_of(offload: CPUOffload, device: torch.device) -> OffloadPolicy:
+    if not offload.offload_params:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
 
-def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and what is below it, down to other wrappers."""
-    yield module
-    for child in module.children():
-        if state_of(child) is None:
-            yield from _own_modules(child)
-
-
-def _own_buffers(module: nn.Module) -> list[torch.Tensor]:
-    return [b for child in _own_modules(module) for b in child.buffers(recurse=False)]
-
-
-def _materialise(
-    module: nn.Module,
-    param_init_fn: Callable[[nn.Module], None] | None,
-    device: torch.device,
-    ignored: set[nn.Module],
-) -> None:
-    """Give modules that were made on the meta device memory and values."""
-    for child in list(_own_modules(module)):
-        own = (*child._parameters.values(), *child._buffers.values())
-        if child in ignored or not any(t is not None and t.is_meta for t in own):
-            continue
-        if param_init_fn is not None:
-            param_init_fn(child)
-            continue
-        child.to_empty(device=device, recurse=False)
-        reset = getattr(child, "reset_parameters", None)
-        if reset is None:
-            raise ValueError(
-                f"Module {type(child).__name__} has parameters on the meta device and no "
-                "reset_parameters(): pass param_init_fn"
-            )
-        with torch.no_grad():
-            reset()
-
-
-def _check(found: Sequence[Found]) -> None:
+def _check(found: Sequence[Found], mesh: DeviceMesh | None) -> None:
     for item in found:
+        if spec_of(item.parameter) is not None and mesh is None:
+            raise UsageError(
+                f"parameter {item.name!r} is a DTensor, so the wrapper must know its own axis of "
+                "the same mesh: pass device_mesh=mesh[...] instead of a process group"
+            )
         if item.parameter.dim() == 0:
             raise ValueError(
                 f"FSDP doesn't support scalar parameters. Change {item.name} to a 1D tensor with "
                 "numel equal to 1."
             )
-
-
-@torch.no_grad()
-def _move(found: Sequence[Found], module: nn.Module, device: torch.device) -> None:
-    for tensor in (*(item.parameter for item in found), *_own_buffers(module)):
-        if tensor.device != device:
-            tensor.data = tensor.to(device)
-        if not tensor.is_contiguous():
-            tensor.data = tensor.contiguous()
-
-
-@torch.no_grad()
-def _synchronise(found: Sequence[Found], module: nn.Module, placing: Placing) -> None:
-    """Let all ranks have the values of the first one."""
-    groups = placing.groups if isinstance(placing.groups, tuple) else (placing.groups,)
-    buffers = _own_buffers(module)
-    tensors = [*(item.parameter.detach() for item in found), *buffers]
-    names = [*(item.name for item in found), *(f"buffer {i}" for i in range(len(buffers)))]
-    for group in reversed(groups):  # between the hosts, then inside each
-        check_tensors_agree(group, dict(zip(names, tensors, strict=True)))
-        transport = Transport(group)
-        started = [
-            transport.broadcast(t.reshape(-1), 0, reason="sync_module_states") for t in tensors
-        ]
-        for tensor, pending in zip(tensors, started, strict=True):
-            flat = pending.wait()
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.shape))
-
-
-def _offload_of(offload: CPUOffload, device: torch.device) -> OffloadPolicy:
-    if not offload.offload_params:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=device.type == "cuda")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -18,10 +19,17 @@ def ignored_of(
     """The modules to leave alone with all below them, and the parameters to leave alone."""
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
-            "Cannot pass both ignored_modules and ignored_states: pass ignored_states alone"
+            "Cannot pass both ignored_modules and ignored_states at the same time: pass "
+            "ignored_states alone"
         )
     states: list[Any] = list(ignored_states or ())
-    roots: list[Any] = list(ignored_modules or ())
+    try:
+        roots: list[Any] = list(ignored_modules or ())
+    except TypeError as error:
+        raise TypeError(
+            "`ignored_modules` should be an iterable of `torch.nn.Module`s but got "
+            f"{type(ignored_modules)}"
+        ) from error
     kinds = sorted({type(state) for state in (*states, *roots)}, key=repr)
     parameters: set[nn.Parameter] = set()
     if states and all(isinstance(state, nn.Parameter) for state in states):
@@ -41,6 +49,12 @@ def ignored_of(
         if state_of(root) is not None:
             raise ValueError("`ignored_modules` should not include FSDP modules")
     modules = {child for root in roots for child in root.modules() if state_of(child) is None}
+    if module in modules:
+        warnings.warn(
+            "Trying to ignore the top-level module passed into the FSDP constructor itself will "
+            f"result in all parameters being ignored and is not well-supported: {module}",
+            stacklevel=3,
+        )
     for child in modules:
         parameters.update(p for p in child._parameters.values() if p is not None)
     # What a wrapper inside leaves alone, this one does too.

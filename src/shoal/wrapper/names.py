@@ -11,6 +11,8 @@ from torch import nn
 from shoal import _torch
 from shoal.runtime.shards import Home
 from shoal.wrapper.base import WRAPPED, Wrapper
+from shoal.wrapper.distributed import Spec
+from shoal.wrapper.plain_form import before_of
 
 PREFIX = f"{WRAPPED}."
 
@@ -32,7 +34,9 @@ class NamedMember:
     """In `wrapper._flat_members.members` if there is one flat parameter, else in
     `wrapper._unit.shards.members`."""
     shape: torch.Size
-    """Of the whole parameter."""
+    """Of what the ranks of its wrapper have together."""
+    before: Spec
+    """How the parameter is distributed over other ranks."""
 
     @property
     def name(self) -> str:
@@ -47,19 +51,22 @@ def named_members(module: nn.Module) -> Iterator[NamedMember]:
         prefixes.setdefault(child, []).append(f"{name}." if name else "")
     for wrapper in prefixes:
         if isinstance(wrapper, Wrapper):
-            for index, (homes, shape) in enumerate(members_of(wrapper)):
+            for index, (homes, shape, before) in enumerate(_members_of(wrapper)):
                 names = [clean(p + home.name) for home in homes for p in prefixes[home.module]]
                 yield NamedMember(
-                    names=tuple(dict.fromkeys(names)), wrapper=wrapper, index=index, shape=shape
+                    names=tuple(dict.fromkeys(names)),
+                    wrapper=wrapper,
+                    index=index,
+                    shape=shape,
+                    before=before,
                 )
 
 
-def members_of(wrapper: Wrapper) -> list[tuple[tuple[Home, ...], torch.Size]]:
-    """Where each of a wrapper's parameters belongs, and the shape it has there."""
+def _members_of(wrapper: Wrapper) -> list[tuple[tuple[Home, ...], torch.Size, Spec]]:
+    """Where each of a wrapper's parameters belongs, and how it looks there."""
     if wrapper._unit is None:
         return []
     if wrapper._flat_members is not None:
-        return [(member.homes, member.shape) for member in wrapper._flat_members.members]
-    return [
-        (member.homes, torch.Size(member.spec.shape)) for member in wrapper._unit.shards.members
-    ]
+        return [(m.homes, m.shape, m.before) for m in wrapper._flat_members.members]
+    members = wrapper._unit.shards.members
+    return [(m.homes, torch.Size(m.spec.shape), before_of(m.form)) for m in members]

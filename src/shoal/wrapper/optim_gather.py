@@ -11,6 +11,8 @@ import torch.distributed as dist
 
 from shoal.layout.buffer import full_tensors, shard_views
 from shoal.wrapper.base import Wrapper
+from shoal.wrapper.distributed import whole
+from shoal.wrapper.names import NamedMember
 from shoal.wrapper.optim_keys import Entry, Key
 from shoal.wrapper.sharded_values import cut_rows
 
@@ -28,15 +30,16 @@ class Wanted:
     """Whether each rank keeps its chunk of a tensor only."""
     on_cpu: bool
 
-    def put(self, kind: str, value: Any, wrapper: Wrapper | None = None) -> Any:
-        """A value of a state, in this form; without a wrapper nobody else has parts of it."""
+    def put(self, kind: str, value: Any, member: NamedMember | None = None) -> Any:
+        """A value of a state, in this form; without a member nobody else has parts of it."""
         if not isinstance(value, torch.Tensor):
             return value
-        if self.is_cut and wrapper is not None and value.dim() > 0:
-            assert wrapper._unit is not None
-            uses_dtensor = wrapper._device_mesh is not None
-            value = cut_rows(wrapper._unit, kind, value, use_dtensor=uses_dtensor)
-            return value.cpu() if self.on_cpu else value
+        if member is not None and value.dim() > 0:
+            unit, value = member.wrapper._unit, whole(value, member.before)
+            if self.is_cut and unit is not None and unit.transport is not None:
+                uses_dtensor = member.wrapper._device_mesh is not None
+                value = cut_rows(unit, kind, value, use_dtensor=uses_dtensor)
+                return value.cpu() if self.on_cpu else value
         return value.cpu() if self.on_cpu and not value.is_cpu else value.clone()
 
 
@@ -72,13 +75,11 @@ def gather(
     }
     outlines = _outlines_of_all_ranks(local)
     for wrapper, states in local.items():
-        is_sharded = wrapper in outlines
-        if is_sharded:
+        if wrapper in outlines:
             states = _whole(wrapper, units[wrapper], states, outlines[wrapper])
-        cutter = wrapper if is_sharded else None
         for index, found in states.items() if wanted.is_kept else ():
-            for name, part in _named_parts(units[wrapper][index], found):
-                result[name] = {k: wanted.put(k, v, cutter) for k, v in sorted(part.items())}
+            for member, part in _parts(units[wrapper][index], found):
+                result[member.name] = {k: wanted.put(k, v, member) for k, v in sorted(part.items())}
     return result
 
 
@@ -89,7 +90,7 @@ def _outlines_of_all_ranks(
     by_group: dict[dist.ProcessGroup, list[Wrapper]] = {}
     for wrapper in local:
         unit = wrapper._unit
-        if unit is not None and unit.transport is not None and unit.size > 1:
+        if unit is not None and unit.transport is not None:
             by_group.setdefault(unit.transport.group, []).append(wrapper)
     found: dict[Wrapper, list[dict[int, State]]] = {}
     for group, wrappers in by_group.items():
@@ -169,15 +170,15 @@ def _check(member: Entry, outlines: Sequence[State | None], numels: Sequence[int
                 )
 
 
-def _named_parts(member: Entry, state: State) -> list[tuple[str, State]]:
+def _parts(entry: Entry, state: State) -> list[tuple[NamedMember, State]]:
     """The state of each of the user's parameters in one member of a unit."""
-    wrapper = member.wrapper
+    wrapper = entry.wrapper
     assert wrapper is not None
     if wrapper._flat_members is None:
-        return [(member.names[0], state)]
+        return [(entry.members[0], state)]
     flat = {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
     views = {kind: wrapper._flat_members.views(state[kind]) for kind in flat}
     return [
-        (name, {k: views[k][i] if k in flat else value for k, value in state.items()})
-        for i, name in enumerate(member.names)
+        (member, {k: views[k][i] if k in flat else value for k, value in state.items()})
+        for i, member in enumerate(entry.members)
     ]

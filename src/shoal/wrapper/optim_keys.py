@@ -38,6 +38,11 @@ class Entry:
         return self.members[0].wrapper if self.members else None
 
     @property
+    def num_dims(self) -> int:
+        """How many dims it has as a whole; a flat parameter has one."""
+        return len(self.members[0].shape) if len(self.members) == 1 else self.parameter.dim()
+
+    @property
     def index(self) -> int:
         """Which member of the wrapper's unit it is."""
         member = self.members[0]

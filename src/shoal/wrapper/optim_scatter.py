@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal.layout.region import flat_span
+from shoal.wrapper.distributed import local_part
+from shoal.wrapper.names import NamedMember
 from shoal.wrapper.optim_gather import State
 from shoal.wrapper.optim_keys import Entry
 from shoal.wrapper.sharded_values import whole_of
@@ -95,6 +97,7 @@ def scatter(entries: Iterable[Entry], source: Source) -> dict[nn.Parameter, Stat
         if entry.wrapper is None:
             result[entry.parameter] = dict(found[0] or {})
             continue
+        found = [_here(state, member) for state, member in zip(found, entry.members, strict=True)]
         whole = found[0] or {}
         if entry.wrapper._flat_members is not None:
             whole = _flattened(entry, found)
@@ -102,6 +105,18 @@ def scatter(entries: Iterable[Entry], source: Source) -> dict[nn.Parameter, Stat
         if local is not None:
             result[entry.parameter] = local
     return result
+
+
+def _here(state: State | None, member: NamedMember) -> State | None:
+    """A state, of a parameter that may be distributed over other ranks than its wrapper's."""
+    if state is None or member.before is None:
+        return state
+    return {
+        kind: local_part(value, member.before)
+        if isinstance(value, torch.Tensor) and value.dim() > 0
+        else value
+        for kind, value in state.items()
+    }
 
 
 def _local(entry: Entry, whole: State) -> State | None:

@@ -10,23 +10,41 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from shoal.runtime.form import Form
+from shoal.runtime.form import Form, local_grad
+from shoal.wrapper.distributed import Spec, whole
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Where a tensor lies; without elements that is nowhere, but it can be moved and cast."""
+    return tensor.data_ptr() or (tensor.device, tensor.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlainForm(Form):
     """A parameter that is one rank's elements in one dim, or all of them in its own shape."""
 
-    identity: ClassVar[Callable[[torch.Tensor], object]] = torch.Tensor.data_ptr
+    identity: ClassVar[Callable[[torch.Tensor], object]] = _identity
     is_same: ClassVar[Callable[[object, object], bool]] = eq
 
     shape: torch.Size | None
     """The shape of the parameter where every rank has all of it."""
+    before: Spec = None
+    """How the full parameter is distributed over other axes."""
 
     def adopt(self, original: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
         """See `Form.adopt`: the object stays, so that whoever holds it holds the shard."""
+        if self.before is not None:  # a DTensor stays one
+            return nn.Parameter(self.shard(local), requires_grad=original.requires_grad)
         original.data = self.shard(local)
         return original
+
+    def full(self, data: torch.Tensor) -> torch.Tensor:
+        """See `Form.full`."""
+        return whole(data, self.before)
+
+    def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
+        """See `Form.grad_data`."""
+        return grad if self.before is None else local_grad(grad, self.before)
 
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """See `Form.shard`."""
@@ -47,3 +65,9 @@ class PlainForm(Form):
     def follow(self, tensor: torch.Tensor) -> Form:
         """See `Form.follow`."""
         return self
+
+
+def before_of(form: Form) -> Spec:
+    """How a parameter of a wrapper is distributed over other axes."""
+    assert isinstance(form, PlainForm)
+    return form.before

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.runtime.unit import Unit
 
 FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 """The environment variable that asks for full precision in evaluations, if it is 1."""
@@ -16,16 +17,30 @@ FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
     """What the engine does for a wrapper's choice; the root's inputs are cast apart."""
-    if precision.keep_low_precision_grads:
-        raise NotImplementedError(
-            "shoal: MixedPrecision(keep_low_precision_grads=True) is not supported: gradients have "
-            "the dtype of the parameters that the optimizer holds"
-        )
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,
         cast_forward_inputs=precision.cast_forward_inputs,
     )
+
+
+def keep_low_grads(unit: Unit, precision: MixedPrecision) -> None:
+    """Let gradients have the dtype that they were computed in, beside parameters of a wider one.
+
+    Without sharding that is the dtype of the reduction, as torch has it.
+    """
+    is_whole = unit.transport is None
+    dtype = precision.reduce_dtype if is_whole and precision.reduce_dtype else precision.param_dtype
+    if not precision.keep_low_precision_grads or dtype is None:
+        return
+
+    def narrow(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.dtype is not dtype:
+            # Past the check that a gradient has its parameter's dtype.
+            parameter.grad.data = parameter.grad.to(dtype)
+
+    for parameter in unit.sharded_parameters():
+        parameter.register_post_accumulate_grad_hook(narrow)
 
 
 class Buffers:

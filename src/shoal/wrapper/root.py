@@ -54,6 +54,7 @@ def _check_tree(root: Wrapper) -> None:
     for one in wrappers:
         if one._unit is None:
             continue
+        _check_device(one, one._unit.shards.members[0].sharded.device)
         for parameter in one._unit.sharded_parameters():
             if hasattr(parameter, _IN_BACKWARD) and not hasattr(parameter, _STEPS):
                 if not one._use_orig_params:
@@ -62,6 +63,21 @@ def _check_tree(root: Wrapper) -> None:
                     )
                 setattr(parameter, _STEPS, True)  # its wrapper may come to be in another one
                 parameter.register_post_accumulate_grad_hook(_step)
+
+
+def _check_device(wrapper: Wrapper, device: torch.device) -> None:
+    """Refuse parameters that somebody has moved, or forgot to move."""
+    if wrapper.cpu_offload.offload_params:
+        if device.type != "cpu":
+            raise RuntimeError(
+                "An FSDP-managed module with parameter CPU offloading enabled has parameters on "
+                f"{device}. Make sure to not move the module from CPU when offloading parameters."
+            )
+    elif device != wrapper.compute_device:
+        raise RuntimeError(
+            f"An FSDP-managed module unexpectedly has parameters on {device}. Make sure to move "
+            f"the module to {wrapper.compute_device} before training."
+        )
 
 
 def _step(parameter: torch.Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -17,19 +18,31 @@ from shoal.tensor.assembly import init_from_local_shards
 from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor
+from shoal.wrapper.distributed import rows_on_all_axes
 
 
 def cut_rows(unit: Unit, name: str, whole: torch.Tensor, *, use_dtensor: bool) -> torch.Tensor:
     """This rank's rows of a tensor that all ranks have, as a tensor over the ranks of a unit.
 
-    The rows are those of `torch.chunk`, copied. Nothing is communicated.
+    The rows are those of `torch.chunk`, copied. Nothing is communicated, but on a part of a mesh.
     """
+    if use_dtensor:
+        on_all_axes = rows_on_all_axes(whole, unit.mesh_info)
+        if on_all_axes is not None:
+            return on_all_axes
     packing = Even((0,)).pack([ParamSpec.of(name, whole)], unit.size)
     piece = packing.piece(0, unit.rank)
     local = whole[piece.regions[0].slices] if piece.regions else whole.new_empty(piece.shape)
     if use_dtensor:
         return dtensor_form(name, whole, 0, unit.mesh_info).shard(local.clone())
     return as_sharded(unit, packing, local.clone())
+
+
+def empty_rows(unit: Unit, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """Uninitialised rows, as `cut_rows` would give of a whole tensor."""
+    # Expanded, so that no rank needs memory for the whole.
+    whole = torch.empty((), dtype=dtype, device=unit.device).expand(tuple(shape))
+    return cut_rows(unit, name, whole, use_dtensor=False)
 
 
 def as_sharded(unit: Unit, packing: Packing, local: torch.Tensor) -> ShardedTensor:

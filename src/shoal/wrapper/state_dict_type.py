@@ -77,6 +77,7 @@ class StateDictTypes(Wrapper):
         """The kind of state dict that all wrappers in a module give."""
         first: StateDictSettings | None = None
         for wrapper in _choosers(module):
+            wrapper._follow_mesh(wrapper._state_dict_config)
             wrapper._follow_mesh(wrapper._optim_state_dict_config)
             settings = wrapper._settings()
             first = first or settings

@@ -19,9 +19,11 @@ from typing import Any
 
 import torch
 from torch.distributed.fsdp import StateDictType
+from torch.distributed.tensor import DTensor
 
 from shoal.wrapper import flat_parameter
-from shoal.wrapper.names import PREFIX, clean, named_members
+from shoal.wrapper.distributed import local_part, whole
+from shoal.wrapper.names import PREFIX, NamedMember, clean, named_members
 from shoal.wrapper.sharded_values import as_sharded, cut_rows, whole_of
 from shoal.wrapper.state_dict_type import StateDictTypes
 from shoal.wrapper.summon import Summoning, shown_whole
@@ -101,8 +103,8 @@ def _save_members(
     saved: Callable[[str, torch.Tensor], torch.Tensor],
 ) -> None:
     """Replace the views of whole parameters, which go with them; shared ones stay shared."""
-    for names in _member_names(wrapper):
-        keys = [prefix + name for name in names if prefix + name in state_dict]
+    for member in _members(wrapper):
+        keys = [prefix + name for name in member.names if prefix + name in state_dict]
         if keys:
             value = saved(keys[0], state_dict[keys[0]])
             state_dict.update(dict.fromkeys(keys, value))
@@ -124,7 +126,7 @@ def _save_buffers(
 
 def _drop_own(wrapper: StateDicts, state_dict: dict[str, Any], prefix: str) -> None:
     """Another rank saves: leave only what the wrapper does not manage."""
-    names = [name for several in _member_names(wrapper) for name in several]
+    names = [name for member in _members(wrapper) for name in member.names]
     buffers = wrapper.named_buffers(remove_duplicate=False)
     for name in (*names, *(clean(name) for name, _ in buffers), flat_parameter.NAME):
         state_dict.pop(prefix + name, None)
@@ -161,13 +163,13 @@ def _begin_load(
         if flat is not None:
             _check_flat(value, prefix)
             views = flat.views(whole_of(value, wrapper.compute_device))
-            for names, view in zip(_member_names(wrapper), views, strict=True):
-                state_dict.update((prefix + name, view) for name in names)
+            for member, view in zip(_members(wrapper), views, strict=True):
+                state_dict.update((prefix + name, view) for name in member.names)
     else:
-        for names in _member_names(wrapper):
-            for key in (prefix + name for name in names):
+        for member in _members(wrapper):
+            for key in (prefix + name for name in member.names):
                 if key in state_dict:
-                    state_dict[key] = whole_of(state_dict[key], wrapper.compute_device)
+                    state_dict[key] = _loadable(state_dict[key], member)
     _rename(state_dict, prefix, prefix + PREFIX)
     with ExitStack() as stack:
         stack.callback(_clean_all, missing_keys, unexpected_keys, error_msgs)
@@ -195,9 +197,17 @@ def _check_flat(value: object, prefix: str) -> None:
         )
 
 
-def _member_names(wrapper: StateDicts) -> list[tuple[str, ...]]:
-    """The clean names of each parameter that a wrapper shards itself."""
-    return [member.names for member in named_members(wrapper) if member.wrapper is wrapper]
+def _members(wrapper: StateDicts) -> list[NamedMember]:
+    """Each parameter that a wrapper shards itself."""
+    return [member for member in named_members(wrapper) if member.wrapper is wrapper]
+
+
+def _loadable(value: Any, member: NamedMember) -> Any:
+    """A value as the modules can load it: whole on the ranks of the wrapper."""
+    if member.before is not None and isinstance(value, DTensor):
+        return whole(local_part(value, member.before), member.before)
+    value = whole_of(value, member.wrapper.compute_device)
+    return whole(local_part(value, member.before), member.before)
 
 
 def _rename(state_dict: dict[str, Any], old: str, new: str) -> None:

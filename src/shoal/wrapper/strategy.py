@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +45,11 @@ class Placing:
         return None if self.strategy in FREES else False
 
     @property
+    def every_group(self) -> tuple[dist.ProcessGroup, ...]:
+        """Those between hosts, then those inside: through all of them one rank reaches all."""
+        return self.groups[::-1] if isinstance(self.groups, tuple) else (self.groups,)
+
+    @property
     def shard_group(self) -> dist.ProcessGroup:
         """The ranks that share one copy of the parameters; without sharding, all of them."""
         return self.groups[0] if isinstance(self.groups, tuple) else self.groups
@@ -75,6 +81,12 @@ def place(
     else:
         group = groups if groups is not None else _default_group()
         mesh = DeviceMesh.from_group(group, device.type)
+    if group.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
+        warnings.warn(
+            f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
+            stacklevel=4,
+        )
+        strategy = ShardingStrategy.NO_SHARD
     info: DataParallelMeshInfo = (
         DDPMeshInfo(mesh, replicate_mesh_dim=0)
         if strategy is ShardingStrategy.NO_SHARD

@@ -13,11 +13,13 @@ from torch import nn
 
 from shoal import _torch
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
+from shoal.runtime.form import bytes_of
 from shoal.runtime.fsdp_module import UnshardHandle
 from shoal.runtime.phase import Phase
 from shoal.runtime.unit import Unit
 from shoal.wrapper.base import Wrapper, wrappers_below
 from shoal.wrapper.names import PREFIX
+from shoal.wrapper.plain_form import before_of
 
 _STATES = _torch.TrainingState
 _COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
@@ -188,8 +190,11 @@ def _whole(
         return
     parameters = unit.sharded_parameters()
     local = [parameter.data for parameter in parameters]
-    for parameter, tensor in zip(parameters, data, strict=True):
+    for member, parameter, tensor in zip(unit.shards.members, parameters, data, strict=True):
         parameter.data = tensor.cpu() if offload_to_cpu else tensor
+        if before_of(member.form) is not None:
+            shown = nn.Parameter(member.form.full(parameter.data), parameter.requires_grad)
+            member.register(shown)
     flat = wrapper._flat_members
     try:
         with nullcontext() if flat is None else flat.as_parameters(parameters[0]):
@@ -197,7 +202,10 @@ def _whole(
     finally:
         # `load_state_dict(assign=True)` puts others in their places.
         found = [m.places[0][0].get(m.places[0][1]) for m in unit.shards.members]
-        data = [p.data if f is None else f.data for p, f in zip(parameters, found, strict=True)]
+        data = [
+            bytes_of((shard if other is None else other).data)
+            for shard, other in zip(parameters, found, strict=True)
+        ]
         for parameter, tensor in zip(parameters, local, strict=True):
             parameter.data = tensor
         unit.shards.register()

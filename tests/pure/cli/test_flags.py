@@ -28,6 +28,7 @@ def test_the_flags_are_these():
         "--data",
         "--device",
         "--dim",
+        "--engine",
         "--final-lr",
         "--heads",
         "--held-out",

@@ -100,6 +100,7 @@ def test_a_dry_run_prints_the_config_and_writes_nothing(tmp_path, capsys):
         "device": "cpu",
         "precision": "fp32",
         "threads": None,
+        "engine": "fully_shard",
         "activation_checkpointing": False,
     }
     assert not (tmp_path / "runs").exists()

@@ -145,8 +145,10 @@ def test_the_demo_has_the_losses_of_one_process(tmp_path, world_size):
         (4, {}),
         (2, {"accumulate": 2}),
         (2, {"activation_checkpointing": True}),
+        (2, {"engine": "fsdp1-style"}),
+        (4, {"engine": "fsdp1-style", "accumulate": 2, "activation_checkpointing": True}),
     ],
-    ids=["2ranks", "4ranks", "accumulating", "recomputing"],
+    ids=["2ranks", "4ranks", "accumulating", "recomputing", "wrapped", "wrapped_recomputing"],
 )
 def test_losses_and_gradient_norms_are_those_of_one_process(tmp_path, world_size, options):
     config = make_config(tmp_path, **options)
@@ -161,6 +163,15 @@ def test_losses_and_gradient_norms_are_those_of_one_process(tmp_path, world_size
         parts = step["compute_ms"] + step["exposed_ms"] + step["optimizer_ms"]
         assert parts == pytest.approx(step["step_ms"])
         assert min(step["compute_ms"], step["exposed_ms"], step["optimizer_ms"]) > 0
+
+
+@pytest.mark.parametrize(("precision", "rel"), [("fp32", 1e-6), ("bf16", 1e-2)])
+def test_both_engines_have_the_same_losses(tmp_path, precision, rel):
+    losses = []
+    for engine in ("fully_shard", "fsdp1-style"):
+        config = make_config(tmp_path, precision=precision, engine=engine)
+        losses.append([step["loss"] for step in steps_of(start(config, 2))])
+    assert losses[1] == pytest.approx(losses[0], rel=rel)
 
 
 def my_sequences(config: TrainConfig, world: World) -> torch.Tensor:
@@ -213,17 +224,26 @@ def test_gradients_are_those_of_one_process(tmp_path, world_size):
             torch.testing.assert_close(gradients[name], parameter.grad)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_resumed_run_has_the_losses_of_an_unbroken_one(tmp_path, world_size):
-    """Broken off after step 10, resumed on as many ranks and on more."""
-    job = start(make_config(tmp_path), 2)
+@pytest.mark.parametrize(
+    ("world_size", "before", "after"),
+    [
+        (2, "fully_shard", "fully_shard"),
+        (4, "fully_shard", "fully_shard"),
+        (2, "fsdp1-style", "fsdp1-style"),
+        (4, "fsdp1-style", "fully_shard"),
+        (4, "fully_shard", "fsdp1-style"),
+    ],
+)
+def test_a_resumed_run_has_the_losses_of_an_unbroken_one(tmp_path, world_size, before, after):
+    """Broken off after step 10, resumed on as many ranks and on more, by either engine."""
+    job = start(make_config(tmp_path, engine=before), 2)
     unbroken = steps_of(job)
     # As if it had been killed between the checkpoint at step 10 and the end.
     for path in job.folder.checkpoints.glob("step-00000012*"):
         for file in path.iterdir():
             file.unlink()
         path.rmdir()
-    resumed = resumed_job(job.folder.path, {}, more_steps=None)
+    resumed = resumed_job(job.folder.path, {("parallel", "engine"): after}, more_steps=None)
     assert resumed.checkpoint is not None
     assert resumed.checkpoint.name == "step-00000010"
     on_ranks(world_size, run_job, resumed)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness import ranks
+from shoal.errors import RankError
 from shoal.fsdp import FullyShardedDataParallel, ShardingStrategy
+from shoal.runtime import guard
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -96,3 +101,28 @@ def test_a_hook_for_a_model_that_already_ran() -> None:
     model(torch.ones(2, 4)).sum().backward()
     with pytest.raises(AssertionError, match="already ran"):
         model.register_comm_hook(None, print)
+
+
+class Branches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = (FSDP(nn.Linear(4, 4), device_id=CPU) for _ in range(2))
+        self.goes_right = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.right(x) if self.goes_right else self.left(x)
+
+
+@ranks(2, fresh=True)  # a gather that was started ahead waits for the other rank for good
+def test_a_rank_that_goes_elsewhere_later() -> None:
+    """Equal sizes would be mixed in silence: the rank that goes alone is told who is missing."""
+    branches = Branches()
+    model = FSDP(branches, device_id=CPU)
+    model(torch.ones(2, 4))
+    if dist.get_rank() == 1:
+        branches.goes_right = True
+        with (
+            patch.object(guard, "_TIMEOUT", timedelta(seconds=1)),
+            pytest.raises(RankError, match=r"right', and rank 0 did not come there"),
+        ):
+            model(torch.ones(2, 4))

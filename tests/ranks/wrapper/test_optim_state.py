@@ -421,3 +421,57 @@ def test_units_and_parameters_that_were_never_used() -> None:
         check_same(loaded, optimizer.state_dict())
         optimizer.load_state_dict(loaded)
         step(model, optimizer)
+
+
+class Remembering(torch.optim.SGD):
+    """Has a state that is smaller than its parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self.state[parameter]["sums"] = parameter.grad.flatten()[:2].clone()
+        return super().step(closure)
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_states_of_another_size_than_their_parameter(use_orig_params: bool) -> None:
+    """Refused where they would have to be put together; kept where every rank has all."""
+    for strategy in (ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD):
+        options = {"use_orig_params": use_orig_params, "sharding_strategy": strategy}
+        model = FSDP(nn.Linear(40, 3), device_id=CPU, **options)
+        optimizer = Remembering(model.parameters(), lr=0.1)
+        model(torch.ones(2, 40)).sum().backward()
+        optimizer.step()
+        if strategy is ShardingStrategy.FULL_SHARD:
+            with pytest.raises(NotImplementedError, match=r"'sums' of \['weight'.*has 2 elements"):
+                FSDP.optim_state_dict(model, optimizer)
+        elif use_orig_params:
+            saved = FSDP.optim_state_dict(model, optimizer)
+            assert tuple(saved["state"]["weight"]["sums"].shape) == (2,)
+            optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.NO_SHARD])
+def test_adafactor(strategy: ShardingStrategy) -> None:
+    """It factorises matrices, which shards are not."""
+    results = []
+    for wrapper in (FSDP, TorchWrapper):
+        torch.manual_seed(0)
+        model = wrapper(
+            nn.Linear(6, 8), device_id=CPU, use_orig_params=True, sharding_strategy=strategy
+        )
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.1)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+        kind, config = StateDictType.FULL_STATE_DICT, FullOptimStateDictConfig(offload_to_cpu=False)
+        with wrapper.state_dict_type(model, kind, optim_state_dict_config=config):
+            saved = wrapper.optim_state_dict(model, optimizer)["state"]
+        results.append({n: {k: v.clone() for k, v in s.items()} for n, s in saved.items()})
+    assert results[0].keys() == results[1].keys()
+    for name, state in results[1].items():
+        assert results[0][name].keys() == state.keys()
+        for kind, value in state.items():
+            torch.testing.assert_close(results[0][name][kind], value)

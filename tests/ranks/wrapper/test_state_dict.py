@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 import shoal
@@ -278,3 +278,22 @@ def test_full_state_dicts_go_from_engine_to_engine() -> None:
             with torch.no_grad():
                 for parameter in source.parameters() if source is not plain else ():
                     parameter.zero_()
+
+
+@ranks(4)
+def test_a_mesh_without_names() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    model = FullyShardedDataParallel(
+        nn.Linear(6, 8),
+        device_mesh=mesh,
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=torch.device("cpu"),
+    )
+    kind = StateDictType.SHARDED_STATE_DICT
+    FullyShardedDataParallel.set_state_dict_type(model, kind)
+    settings: Any = FullyShardedDataParallel.get_state_dict_type(model)
+    assert settings.state_dict_config._use_dtensor
+    assert settings.optim_state_dict_config._use_dtensor
+    for value in model.state_dict().values():
+        assert value.placements == (Replicate(), Shard(0))
+        assert value.device_mesh == mesh

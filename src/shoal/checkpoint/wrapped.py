@@ -1,0 +1,108 @@
+"""Checkpoints of models in `FullyShardedDataParallel`, the same as those of `fully_shard`.
+
+Its parameters are pieces that do not say which, so its own state dicts are saved, and filled: they
+are copies in rows, by clean names, which the wrapper takes over when all of them are right.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    ShardedOptimStateDictConfig,
+    ShardedStateDictConfig,
+    StateDictType,
+)
+from torch.optim import Optimizer
+
+from shoal.checkpoint.metadata import JSON, Manifest, TensorEntry
+from shoal.checkpoint.optimizer import PREFIX, groups_of
+from shoal.wrapper.fully_sharded import FullyShardedDataParallel
+from shoal.wrapper.names import NamedMember, named_members
+from shoal.wrapper.sharded_values import empty_rows
+
+
+def wrapped_state(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
+    """The optimizer's tensors to save, and the rest as JSON. Collective."""
+    with _in_rows(model):
+        found = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, JSON] = {}
+    for name, state in found.items():
+        for kind, value in state.items():
+            is_tensor = isinstance(value, torch.Tensor)
+            (tensors if is_tensor else values)[f"{PREFIX}{name}/{kind}"] = value
+    return tensors, {"groups": groups_of(model, optimizer), "values": values}
+
+
+def wrapped_weights(model: nn.Module) -> dict[str, Any]:
+    """A copy of the model's state dict, in rows. Collective."""
+    with _in_rows(model):
+        return model.state_dict()
+
+
+def empty_states(model: nn.Module, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """What the optimizer's tensors of a checkpoint can be loaded into."""
+    members = {name: member for member in named_members(model) for name in member.names}
+    device = FullyShardedDataParallel.fsdp_modules(model)[0].compute_device
+    return {
+        key: _empty(key, entry, members.get(_parsed(key)[0]), device)
+        for key, entry in manifest.tensors.items()
+        if key.startswith(PREFIX)
+    }
+
+
+def take_over(
+    model: nn.Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, Any],
+    states: Mapping[str, torch.Tensor],
+    hyper: Mapping[str, Any],
+) -> None:
+    """Let model and optimizer have what was loaded. Collective."""
+    named: dict[str, dict[str, Any]] = defaultdict(dict)
+    for key, value in (*states.items(), *hyper["values"].items()):
+        name, kind = _parsed(key)
+        named[name][kind] = value
+    # The hyper-parameters of now: the saved ones come later, for all kinds of models alike.
+    groups = [
+        {**copy.copy(group), "params": saved["params"]}
+        for group, saved in zip(optimizer.param_groups, hyper["groups"], strict=True)
+    ]
+    loaded = {"state": dict(named), "param_groups": groups}
+    with _in_rows(model):
+        model.load_state_dict(weights)
+        own = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loaded)
+    optimizer.load_state_dict(own)
+
+
+def _in_rows(model: nn.Module) -> AbstractContextManager[None]:
+    return FullyShardedDataParallel.state_dict_type(
+        model,
+        StateDictType.SHARDED_STATE_DICT,
+        ShardedStateDictConfig(),
+        ShardedOptimStateDictConfig(offload_to_cpu=False),
+    )
+
+
+def _parsed(key: str) -> tuple[str, str]:
+    name, _, kind = key.removeprefix(PREFIX).rpartition("/")
+    return name, kind
+
+
+def _empty(
+    key: str, entry: TensorEntry, member: NamedMember | None, device: torch.device
+) -> torch.Tensor:
+    unit = None if member is None else member.wrapper._unit
+    if member is None or unit is None or unit.transport is None or not entry.shape:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    # Of the parameter's shape, which is the only one that it can take: who loads compares.
+    return empty_rows(unit, key, member.shape, entry.dtype)

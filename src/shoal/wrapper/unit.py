@@ -1,0 +1,87 @@
+"""A unit of a wrapper: between forward and backward, users see what optimizers hold."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shoal.runtime.phase import Phase
+from shoal.runtime.reduction import Reduction
+from shoal.runtime.unit import Unit
+
+_COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
+
+
+class WrappedUnit(Unit):
+    """A unit whose parameters and gradients can be looked at, and zeroed, at any moment.
+
+    | | on the modules | `.grad` of what optimizers hold |
+    |---|---|---|
+    | in forward and backward | full parameters | from before |
+    | between them, if still full | what optimizers hold | the same |
+    | after a backward in `no_sync` | the same | the full gradient, which waits |
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._shows_shards = False
+        self._shown: dict[int, torch.Tensor] = {}
+        """Gradients that wait, as they are on the parameters."""
+        self._covered: dict[int, torch.Tensor | None] = {}
+        """The gradients in whose place they are."""
+        super().__init__(*args, **kwargs)
+
+    @property
+    def phase(self) -> Phase:
+        """See `Unit.phase`."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, new: Phase) -> None:
+        Unit.phase.fset(self, new)  # pyright: ignore[reportOptionalCall]
+        if self._shows_shards and new is not Phase.HELD:
+            self._shows_shards = False
+            if new in _COMPUTES:
+                self.register_full()
+
+    def show_shards(self) -> None:
+        """Put what optimizers hold on the modules until the unit computes again."""
+        if self.phase is Phase.HELD and not self.is_kept:
+            self.shards.register()
+            self._shows_shards = True
+
+    def keep_grads(self) -> None:
+        """See `Unit.keep_grads`; in the dtype of compute, and where `zero_grad` finds them."""
+        kept = self._taken_back()
+        for index, grad in self.take_grads().items():
+            kept[index] = kept[index].add_(grad) if index in kept else grad
+        self._kept_grads = kept
+        for index, grad in kept.items():
+            parameter = self.shards.members[index].sharded
+            self._covered[index] = parameter.grad
+            parameter.grad = torch.empty_like(parameter)
+            # Past the check that a gradient has its parameter's shape and dtype.
+            parameter.grad.data = grad
+            self._shown[index] = parameter.grad
+
+    def launch_reduce(self, *args: Any, **kwargs: Any) -> Reduction | None:
+        """See `Unit.launch_reduce`."""
+        self._kept_grads = self._taken_back()
+        return super().launch_reduce(*args, **kwargs)
+
+    def forget_grads(self) -> None:
+        """See `Unit.forget_grads`."""
+        self._taken_back()
+        super().forget_grads()
+
+    def _taken_back(self) -> dict[int, torch.Tensor]:
+        """The gradients that wait, but for those that somebody has taken off the parameters."""
+        kept: dict[int, torch.Tensor] = {}
+        for index, shown in self._shown.items():
+            parameter = self.shards.members[index].sharded
+            if parameter.grad is shown:
+                kept[index] = shown.data
+                parameter.grad = self._covered[index]
+        self._shown.clear()
+        self._covered.clear()
+        return kept
