@@ -220,6 +220,12 @@ def replicates(module: torch.nn.Module) -> bool:
     return registry is not None and "replicate" in registry
 
 
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether torch's `fully_shard`, or one that registers like it, manages a module."""
+    registry = _get_registry(module)
+    return registry is not None and "fully_shard" in registry
+
+
 def register_composable(module: torch.nn.Module, name: str) -> None:
     """Tell torch's composable APIs that one of that name manages a module."""
     if _get_registry(module) is None:
@@ -570,6 +576,11 @@ grad_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad
 """Who is called when a gradient of a parameter is there; None or empty for nobody."""
 
 
+def set_grad_hooks(parameter: Tensor, hooks: OrderedDict[int, Callable[[Tensor], None]]) -> None:
+    """Put another dict where torch keeps those; autograd calls what the base class finds in it."""
+    parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore
+
+
 def has_post_accumulate_hooks(parameter: Tensor) -> bool:
     """Whether somebody is called when a gradient is there."""
     return bool(parameter._post_accumulate_grad_hooks)  # pyright: ignore
@@ -801,3 +812,72 @@ def serve_wrapper(cls: Any) -> None:
     state_dicts._get_module_fsdp_state_if_fully_sharded_module = lambda module: (
         module if isinstance(module, cls) else state_by_torch(module)
     )
+
+
+def allowed_in_graph(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """A function of a tensor that Dynamo does not look into: whoever traces its graph does."""
+
+    def call(tensor: Tensor) -> Any:
+        return function(tensor)
+
+    return cast(Callable[[Tensor], Any], torch.compiler.allow_in_graph(call))
+
+
+def constant_in_graph(function: Callable[[], bool]) -> Callable[[], bool]:
+    """A function that Dynamo calls once while it traces, and takes the result of for granted."""
+    cast(Any, function)._dynamo_marked_constant = True
+    return function
+
+
+def tracing_backend() -> str | None:
+    """The name of the backend that Dynamo traces for, while it does."""
+    convert = sys.modules.get("torch._dynamo.symbolic_convert")
+    if convert is None:
+        return None
+    translator = convert.InstructionTranslator.current_tx()
+    compiler: Any = translator.output.compiler_fn
+    while compiler is not None:
+        name = getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None)
+        inner = getattr(compiler, "_torchdynamo_orig_backend", None)
+        if inner is None or inner is compiler:
+            return name
+        compiler = inner
+    return None
+
+
+def gather_in_graph(shard: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """An all-gather as nodes of a graph."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(shard, size, group.group_name))
+
+
+def reduce_scatter_in_graph(rows: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """A reduce-scatter that adds, as nodes of a graph."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(rows, "sum", size, group.group_name))
+
+
+def all_reduce_in_graph(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """An all-reduce that adds, as nodes of a graph."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, "sum", group.group_name))
+
+
+parameters_replaced = torch.nn.utils.stateless._reparametrize_module
+"""A context in which a module has other tensors for some of its parameters; Dynamo knows it."""
+
+
+@contextmanager
+def computed_again_in_backward() -> Iterator[None]:
+    """Tag the nodes that a trace makes inside, as activation checkpointing does."""
+    from torch.fx import traceback
+    from torch.utils.checkpoint import CheckpointPolicy
+
+    meta = traceback.current_meta
+    before = dict(meta)
+    meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+    try:
+        yield
+    finally:
+        meta.clear()
+        meta.update(before)

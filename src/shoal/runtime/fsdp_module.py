@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from shoal import _torch
 from shoal.errors import UsageError
 from shoal.mesh import FSDPMeshInfo, HSDPMeshInfo
 from shoal.runtime.module_state import ModuleState, context_of, state_of
@@ -48,6 +49,10 @@ class FSDPModule(TorchFSDPModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its hooks and whatever it was compiled to, with full parameters."""
         state: ModuleState = self.__dict__["_shoal_state"]
+        if torch.compiler.is_compiling() and state.is_captured():
+            args, kwargs, tensors = state.enter_graph(self, args, kwargs)  # pyright: ignore[reportArgumentType]
+            with _torch.parameters_replaced(self, tensors):  # pyright: ignore[reportArgumentType]
+                return super().__call__(*args, **kwargs)  # pyright: ignore
         args, kwargs, runs = state.enter(self, args, kwargs)  # pyright: ignore[reportArgumentType]
         try:
             output = super().__call__(*args, **kwargs)  # pyright: ignore

@@ -10,7 +10,7 @@ state-dict pre-hook → shards
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from shoal import _torch
 from shoal.errors import InvariantError
 from shoal.runtime.context import Context
 from shoal.runtime.guard import check_ranks_agree
+from shoal.runtime.in_graph import lower, names_in
 from shoal.runtime.phase import Phase
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.reach import Reach, map_tensors
@@ -59,6 +60,10 @@ class ModuleState:
         """Whether to free after forward; None: all but the root, whose backward comes first."""
         self._to_run: set[nn.Module] = set()
         self._depth = 0
+        self.graph_names: dict[nn.Module, list[tuple[tuple[str, int], ...]]] = {}
+        """For each module the names of its parameters, unit by unit."""
+        self.is_captured = _capture_check(weakref.ref(self))
+        """Whether a graph that is being traced takes the units in; asked while it is traced."""
         for module in modules:
             # Past nn.Module's own bookkeeping, and out of its state.
             vars(module)[_STATE] = self
@@ -121,6 +126,26 @@ class ModuleState:
                 inputs = inputs or Reach.of_call(args, kwargs)
                 runs.append((unit, _begin_pass(context, unit, inputs)))
         return args, kwargs, runs
+
+    def enter_graph(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
+        """Inputs for a module in a graph, and full parameters by their names in it."""
+        policy = self.policy
+        casts = policy.cast_forward_inputs or (self.is_root and self.casts_as_root)
+        if policy.param_dtype is not None and casts:
+            args = tuple(_cast(arg, policy.param_dtype) for arg in args)
+            kwargs = _cast(kwargs, policy.param_dtype)
+        tensors: dict[str, torch.Tensor] = {}
+        for at, unit in enumerate(self.units):
+            in_graph = unit.in_graph
+            # Asked so that it becomes a guard: when shards have moved, the graph is traced again.
+            assert unit.shards.num_changes >= 0
+            assert in_graph is not None
+            fulls = in_graph.gather(in_graph.leaf)
+            for name, index in self.graph_names[module][at]:
+                tensors[name] = fulls[index]
+        return args, kwargs, tensors
 
     @_torch.unwrapped_by_dynamo
     def leave(self, module: nn.Module, runs: Runs, output: Any) -> Any:
@@ -242,6 +267,22 @@ class Boundary:
 def state_of(module: nn.Module) -> ModuleState | None:
     """The state that `fully_shard` gave this very module, if it did."""
     return module.__dict__.get(_STATE)
+
+
+def _capture_check(state_ref: weakref.ref[ModuleState]) -> Callable[[], bool]:
+    def is_captured() -> bool:
+        state = state_ref()
+        if state is None or _torch.tracing_backend() != "shoal":
+            return False
+        context_of(state.modules[0], state)
+        reshards = state.reshard_after_forward
+        for unit in state.units:
+            lower(unit, reshards=not state.is_root if reshards is None else reshards)
+        for module in state.modules:
+            state.graph_names[module] = [names_in(module, unit) for unit in state.units]
+        return True
+
+    return _torch.constant_in_graph(is_captured)
 
 
 def context_of(module: nn.Module, state: ModuleState) -> Context:

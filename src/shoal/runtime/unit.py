@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import nn
@@ -31,6 +31,9 @@ from shoal.runtime.rows import Cuts, Rows
 from shoal.runtime.shards import Member, Shards, Source
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
+
+if TYPE_CHECKING:
+    from shoal.runtime.in_graph import InGraph
 
 _requires_grad = attrgetter("requires_grad")
 
@@ -82,6 +85,8 @@ class Unit:
         packing = layout.pack([source.spec for source in sources], self.size)
         self.shards = Shards(name, sources, packing, self.rank, offload)
         self.post: PostForward | None = None
+        self.in_graph: InGraph | None = None
+        """How graphs gather and reduce it, once one was captured."""
         self.open_passes: set[Pass] = set()
         self.backward_prefetch: list[Unit] | None = None
         """What to gather when its backward begins; None: the unit before it."""
@@ -471,17 +476,20 @@ class Unit:
         for index, grad in self.rows.views(output, cuts):
             if wanted is not None and index not in wanted:
                 continue
-            member = members[index]
-            sharded = member.sharded
-            if member.dtype is not dtype:
-                grad = grad.to(member.dtype)
-            held = sharded.grad
-            if held is None:
-                sharded.grad = member.form.grad(sharded, grad)
-            else:
-                self._accumulate(member, held, grad)
-            if _torch.has_post_accumulate_hooks(sharded):
-                _torch.run_post_accumulate_hooks(sharded)
+            stored = members[index].dtype
+            self.put_grad(index, grad if stored is dtype else grad.to(stored))
+
+    def put_grad(self, index: int, grad: torch.Tensor) -> None:
+        """Put a gradient of this rank's piece on its parameter, or add it to what is there."""
+        member = self.shards.members[index]
+        sharded = member.sharded
+        held = sharded.grad
+        if held is None:
+            sharded.grad = member.form.grad(sharded, grad)
+        else:
+            self._accumulate(member, held, grad)
+        if _torch.has_post_accumulate_hooks(sharded):
+            _torch.run_post_accumulate_hooks(sharded)
 
     def _accumulate(self, member: Member, held: torch.Tensor, grad: torch.Tensor) -> None:
         local = member.form.local_of(held)

@@ -49,6 +49,9 @@ class Placement(ABC):
     local_devices: tuple[torch.device, ...] | None
     """Where each local tensor lies; None where the placement does not say."""
 
+    def __deepcopy__(self, memo: object) -> Self:
+        return self  # a value; and process groups cannot be copied
+
     @property
     def regions(self) -> tuple[Region, ...]:
         """This rank's rectangles of the whole; none where it holds nothing."""

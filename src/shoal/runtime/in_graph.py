@@ -1,0 +1,274 @@
+"""A unit inside a captured graph: one gather and one reduction, as ordinary nodes.
+
+    shard ──(cast)── all-gather ── wait ── views ── full parameters      forward
+    shard's gradient ── wait ── reduce-scatter ── one matrix ── gradients   backward
+
+A graph sees one plain tensor per unit: the shard, as a leaf that shares its memory with the sharded
+parameters. When the leaf gets its gradient, the sharded parameters get theirs, which are views of
+it. What the eager engine does by hooks (when to gather, when to free) is the graph's business.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal import _torch
+from shoal.errors import InvariantError
+from shoal.layout.buffer import shard_views
+from shoal.layout.even import EvenPacking
+from shoal.layout.packing import Packing
+from shoal.runtime.phase import Phase
+from shoal.runtime.policy import Options
+
+if TYPE_CHECKING:
+    from shoal.runtime.unit import Unit
+
+_UNDERSTOOD = frozenset(
+    {"reshards_after_backward", "gathers_in_backward", "prefetches_late", "max_reductions"}
+)
+"""Options that mean nothing in a graph."""
+
+
+class InGraph:
+    """How one unit is gathered and reduced by a graph."""
+
+    def __init__(self, unit: Unit) -> None:
+        _check_can_lower(unit)
+        self._unit = weakref.ref(unit)
+        self.name = unit.name
+        self.stored: Packing = unit.shards.packing
+        self._rank = unit.rank
+        self._buffer = unit.shards.buffer
+        dtype = self.stored.params[0].dtype
+        self.leaf = unit.shards.buffer.detach().view(dtype).requires_grad_()
+        """This rank's shard: the input of graphs."""
+        self.leaf.register_post_accumulate_grad_hook(self._deliver)
+        self.compute_dtype = unit.policy.compute_dtype(dtype)
+        self.reduce_dtype = unit.policy.reduce_dtype or self.compute_dtype
+        self.trained = tuple(bool(p.requires_grad) for p in unit.shards.sharded)
+        self._gather_group = None if unit.transport is None else unit.transport.group
+        self._replicas = None if unit.replicas is None else unit.replicas.group
+        self.size = unit.size
+        self.num_ranks = unit.size * (1 if unit.replicas is None else unit.replicas.size)
+        self.gather: Callable[[Tensor], tuple[Tensor, ...]] = _torch.allowed_in_graph(self._gather)
+        """Full parameters of the leaf; a graph traces through it."""
+        self.reshards = True
+        """Whether backward gathers again, so that full parameters need not be kept for it."""
+
+    def is_current(self, unit: Unit) -> bool:
+        """Whether the unit is still as it was."""
+        trained = tuple(bool(p.requires_grad) for p in unit.shards.sharded)
+        return unit.shards.buffer is self._buffer and trained == self.trained
+
+    def _gather(self, leaf: Tensor) -> tuple[Tensor, ...]:
+        again = _torch.computed_again_in_backward() if self.reshards else nullcontext()
+        with again:
+            fulls = _Gathered.apply(leaf, self)
+        return tuple(
+            full if trains else full.detach()
+            for full, trains in zip(fulls, self.trained, strict=True)
+        )
+
+    def fulls_of(self, shard: Tensor) -> tuple[Tensor, ...]:
+        """Gather, and find the parameters in what was gathered."""
+        shard = shard.to(self.compute_dtype)
+        if self._gather_group is not None and self.size > 1:
+            shard = _torch.gather_in_graph(shard, self.size, self._gather_group)
+        rows = shard.view(self.size, -1)
+        return tuple(_full(self.stored, i, rows) for i in range(len(self.stored.params)))
+
+    def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
+        """Reduce gradients to this rank's shard of them."""
+        zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self.leaf.device)
+        shard = _matrix(self.stored, grads, self.reduce_dtype, zeros).view(-1)
+        if self._gather_group is not None and self.size > 1:
+            shard = _torch.reduce_scatter_in_graph(shard, self.size, self._gather_group)
+        if self._replicas is not None:
+            shard = _torch.all_reduce_in_graph(shard, self._replicas)
+        if self.num_ranks > 1:
+            shard = shard / self.num_ranks
+        return shard.to(self.leaf.dtype)
+
+    def _deliver(self, leaf: Tensor) -> None:
+        """Give the sharded parameters their gradients."""
+        unit, grad = self._unit(), leaf.grad
+        leaf.grad = None
+        if unit is None or grad is None:
+            return
+        if not self.is_current(unit):
+            raise InvariantError(
+                f"parameters of unit {self.name!r} were moved, replaced, frozen or unfrozen since "
+                "the graph was captured that computed these gradients. Call torch._dynamo.reset() "
+                "after such a change, so that the model is captured again."
+            )
+        views = shard_views(self.stored, self._rank, grad.view(-1).view(torch.uint8))
+        for index, view in enumerate(views):
+            if self.trained[index]:
+                unit.put_grad(index, view)
+
+
+class _Gathered(torch.autograd.Function):
+    """A gather whose derivative is a reduction."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, unit: InGraph) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.unit = unit
+        ctx.set_materialize_grads(False)
+        return unit.fulls_of(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+        return ctx.unit.shard_of(grads), None
+
+
+def _full(packing: Packing, index: int, rows: Tensor) -> Tensor:
+    """A parameter in the gathered rows: a view where it lies in one run."""
+    param = packing.params[index]
+    offset = packing.gathered_offset(index)
+    if offset is not None:
+        start = offset // param.dtype.itemsize
+        return rows.view(-1)[start : start + param.numel].view(param.shape)
+    if isinstance(packing, EvenPacking) and packing.dims[index] == 0:
+        piece = packing.piece(index, 0)
+        start = piece.offset_bytes // param.dtype.itemsize
+        chunks = rows[:, start : start + piece.numel].reshape(-1)
+        return chunks[: param.numel].view(param.shape)
+    full = rows.new_empty(param.numel)
+    for stripe in packing.stripes(index):
+        stripe.of_full(full).copy_(stripe.of_rows(rows))
+    return full.view(param.shape)
+
+
+Zeros = Callable[[tuple[int, ...]], Tensor]
+
+
+def _matrix(
+    packing: Packing, grads: tuple[Tensor | None, ...], dtype: torch.dtype, zeros: Zeros
+) -> Tensor:
+    """Gradients laid out as gathered rows; what has none, and what lies between, is zero.
+
+    Put together by one `cat`: writes into a matrix would each become a copy of it in a graph.
+    """
+    num_rows, num_columns = packing.world_size, packing.shard_bytes // _itemsize(packing)
+    runs = _runs(packing)
+    if runs is not None:
+        pieces: list[Tensor] = []
+        end = 0
+        for start, index in runs:
+            if start > end:
+                pieces.append(zeros((start - end,)))
+            grad, numel = grads[index], packing.params[index].numel
+            pieces.append(zeros((numel,)) if grad is None else grad.reshape(-1).to(dtype))
+            end = start + numel
+        if num_rows * num_columns > end:
+            pieces.append(zeros((num_rows * num_columns - end,)))
+        return torch.cat(pieces)
+    if not isinstance(packing, EvenPacking):
+        matrix = zeros((num_rows, num_columns))
+        for index, grad in enumerate(grads):
+            if grad is not None:
+                for stripe in packing.stripes(index):
+                    stripe.of_rows(matrix).copy_(stripe.of_full(grad.reshape(-1)))
+        return matrix
+    parts: list[Tensor] = []
+    end = 0
+    for index in sorted(range(len(grads)), key=lambda i: packing.piece(i, 0).offset_bytes):
+        piece, grad = packing.piece(index, 0), grads[index]
+        start = piece.offset_bytes // _itemsize(packing)
+        if piece.numel == 0:
+            continue
+        if start > end:
+            parts.append(zeros((num_rows, start - end)))
+        shape = (num_rows, piece.numel)
+        if grad is None:
+            parts.append(zeros(shape))
+        else:
+            parts.append(_columns(packing, index, grad.to(dtype).reshape(-1), start, zeros(shape)))
+        end = start + piece.numel
+    if num_columns > end:
+        parts.append(zeros((num_rows, num_columns - end)))
+    return torch.cat(parts, dim=1)
+
+
+def _columns(packing: EvenPacking, index: int, flat: Tensor, start: int, blank: Tensor) -> Tensor:
+    """A gradient as the columns that are its own: each rank's piece in its row."""
+    if packing.dims[index] == 0:
+        missing = blank.numel() - flat.numel()
+        return torch.nn.functional.pad(flat, (0, missing)).view(blank.shape)
+    for stripe in packing.stripes(index):
+        ranks = slice(stripe.first_rank, stripe.first_rank + stripe.num_ranks)
+        at = stripe.shard_offset - start
+        target = blank[ranks, at : at + stripe.num_bands * stripe.numel]
+        target.copy_(stripe.of_full(flat).reshape(stripe.num_ranks, -1))
+    return blank
+
+
+def _itemsize(packing: Packing) -> int:
+    return packing.params[0].dtype.itemsize
+
+
+def _runs(packing: Packing) -> list[tuple[int, int]] | None:
+    """Where parameters begin in the gathered rows, in order; None if some do not lie in one run."""
+    runs: list[tuple[int, int]] = []
+    for index, param in enumerate(packing.params):
+        offset = packing.gathered_offset(index)
+        if offset is None:
+            return None
+        if param.numel:
+            runs.append((offset // param.dtype.itemsize, index))
+    return sorted(runs)
+
+
+def _check_can_lower(unit: Unit) -> None:
+    """Refuse what a graph cannot do, by name."""
+    reasons: list[str] = []
+    dtypes = {param.dtype for param in unit.shards.packing.params}
+    if len(dtypes) > 1:
+        reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
+    if any(not dtype.is_floating_point for dtype in dtypes):
+        reasons.append("parameters that are no floating-point numbers")
+    if unit.shards.extended:
+        reasons.append("parameters with all-gather hooks of their own")
+    if unit.offloads:
+        reasons.append("CPU offload")
+    if unit.post is not None:
+        reasons.append("reshard_after_forward as a number of ranks")
+    default = Options()
+    for field in fields(Options):
+        value = getattr(unit.options, field.name)
+        if field.name not in _UNDERSTOOD and value != getattr(default, field.name):
+            reasons.append(f"the option {field.name}={value}")
+    if reasons:
+        raise NotImplementedError(
+            f"unit {unit.name!r} cannot be captured in a graph with {'; '.join(reasons)}. Compile "
+            "its blocks instead of the whole model (block.forward = torch.compile(block.forward))."
+        )
+
+
+def lower(unit: Unit, *, reshards: bool) -> None:
+    """Let graphs gather a unit; anew when its shards have changed."""
+    known = unit.in_graph
+    if known is None or not known.is_current(unit):
+        known = unit.in_graph = InGraph(unit)
+    known.reshards = reshards
+    if unit.phase is not Phase.SHARDED:
+        unit.reshard()
+
+
+def names_in(module: nn.Module, unit: Unit) -> tuple[tuple[str, int], ...]:
+    """The names under which a module, or one inside it, has parameters of a unit."""
+    prefixes = {id(inner): f"{name}." if name else "" for name, inner in module.named_modules()}
+    return tuple(
+        (f"{prefixes[id(home.module)]}{home.name}", index)
+        for index, member in enumerate(unit.shards.members)
+        for home in member.homes
+        if id(home.module) in prefixes
+    )

@@ -1,0 +1,210 @@
+"""`fully_shard` in a graph of `torch.compile(backend="shoal")`: the eager engine's training."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+from harness import ranks
+from oracle import batches, build, full, loss_of, shard
+from shoal.compile import backend
+from shoal.compile.aot.inner import Task, directly
+from shoal.fsdp import MixedPrecisionPolicy, fully_shard
+from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
+
+LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Block(5), Whole()]
+HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
+def trained(model: Any, *, compiles: bool, num_steps: int = 3, every: int = 1) -> list[Any]:
+    """Losses, gradients and parameters of some steps."""
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="shoal", fullgraph=True) if compiles else model
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    seen: list[Any] = []
+    data = batches(num_steps * every, dist.get_rank(), dist.get_world_size())
+    for index, (_, part) in enumerate(data):
+        torch.manual_seed(index)
+        loss = loss_of(run, part)
+        loss.backward()
+        seen.append(loss.detach())
+        if index % every == every - 1:
+            seen += [full(p.grad) for p in model.parameters() if p.grad is not None]
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*seen, *(full(p.detach()) for p in model.parameters())]
+
+
+def check(make: Any, *, exact: bool = True, **options: Any) -> None:
+    compiled = trained(make(), compiles=True, **options)
+    eager = trained(make(), compiles=False, **options)
+    assert len(compiled) == len(eager)
+    for a, b in zip(compiled, eager, strict=True):
+        if exact:
+            assert torch.equal(a, b)
+        else:
+            torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
+def test_training_is_that_of_the_eager_engine(layout: Layout, world_size: int) -> None:
+    """Bit by bit on two ranks; more are added up in another order."""
+    check(lambda: shard(build(), layout=layout), exact=world_size == 2)
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [Even(), Flat()], ids=repr)
+def test_mixed_precision(layout: Layout) -> None:
+    check(lambda: shard(build(), layout=layout, mp_policy=HALF), exact=False)
+
+
+@ranks(2)
+def test_gradients_add_up() -> None:
+    check(lambda: shard(build()), every=2)
+
+
+@ranks(4)
+def test_on_two_axes() -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    check(lambda: shard(build(), mesh=mesh), exact=False)
+
+
+@ranks(2)
+def test_replicas_only() -> None:
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    check(lambda: shard(build(), mesh=mesh), exact=False)
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [Even(), Flat()], ids=repr)
+def test_frozen_parameters_stay_frozen(layout: Layout) -> None:
+    def make() -> Any:
+        model: Any = build()
+        for parameter in model.blocks[1].parameters():
+            parameter.requires_grad_(False)
+        model.blocks[0].up.weight.requires_grad_(False)
+        return shard(model, layout=layout)
+
+    check(make)
+
+
+class Dropped(nn.Module):
+    """Dropout, BatchNorm and a weight cut along its second dim."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Dropout(0.3))
+            for _ in range(2)
+        )
+        self.head = nn.Linear(6, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x.flatten(0, -2)).view(x.shape)
+        return self.head(x)
+
+
+@ranks(2)
+def test_dropout_and_buffers() -> None:
+    buffers: list[list[torch.Tensor]] = []
+
+    def make() -> Any:
+        torch.manual_seed(0)
+        model: Any = Dropped()
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+        buffers.append(list(model.buffers()))
+        return model
+
+    check(make)
+    for a, b in zip(*buffers, strict=True):
+        assert torch.equal(a, b)
+
+
+@ranks(2)
+def test_another_dim() -> None:
+    def make() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(11, 6), nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 11))
+        return fully_shard(
+            model, shard_placement_fn=lambda p: Shard(p.dim() - 1 if p.dim() > 1 else 0)
+        )
+
+    check(make)
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_one_gather_and_one_reduction_per_unit(reshards: bool) -> None:
+    """Backward gathers again what forward freed; the root's parameters are kept."""
+    model: Any = build()
+    units = [fully_shard(block, reshard_after_forward=reshards) for block in model.blocks]
+    fully_shard(model)
+    torch._dynamo.reset()
+    counts: dict[str, Counter[Any]] = {}
+
+    def counting(task: Task) -> Any:
+        counts[task.role] = Counter(
+            node.target
+            for node in task.module.graph.nodes
+            if "c10d" in str(node.target) and "wait" not in str(node.target)
+        )
+        return directly(task)
+
+    with patch.object(backend, "directly", counting):
+        run = torch.compile(model, backend="shoal", fullgraph=True, options={"cache": False})
+        _, part = next(iter(batches(1, dist.get_rank(), dist.get_world_size())))
+        loss_of(run, part).backward()
+    ops = torch.ops._c10d_functional
+    gather, reduce = ops.all_gather_into_tensor.default, ops.reduce_scatter_tensor.default
+    assert counts["forward"] == {gather: len(units) + 1}
+    again = {gather: len(units)} if reshards else {}
+    assert counts["backward"] == {reduce: len(units) + 1, **again}
+
+
+@ranks(2)
+@pytest.mark.parametrize("checkpoint", ["inside", "outside"])
+def test_recomputation(checkpoint: Any) -> None:
+    check(lambda: shard(build(checkpoint)), exact=False)
+
+
+@ranks(2)
+def test_evaluation_and_eager_steps_in_between() -> None:
+    model: Any = shard(build())
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="shoal", fullgraph=True)
+    for _, part in batches(2, dist.get_rank(), dist.get_world_size()):
+        with torch.no_grad():
+            assert torch.equal(loss_of(run, part), loss_of(model, part))
+        loss_of(run, part).backward()
+        by_graph = [full(p.grad) for p in model.parameters()]
+        model.zero_grad()
+        loss_of(model, part).backward()
+        for a, p in zip(by_graph, model.parameters(), strict=True):
+            assert torch.equal(a, full(p.grad))
+        model.zero_grad()
+
+
+@ranks(2)
+def test_what_a_graph_cannot_do_is_refused_by_name() -> None:
+    model: Any = shard(build())
+    model.set_gradient_divide_factor(3.0)
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="shoal", fullgraph=True)
+    _, part = next(iter(batches(1, dist.get_rank(), dist.get_world_size())))
+    with pytest.raises(Exception, match=r"divide_factor=3\.0"):
+        loss_of(run, part)
