@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from importlib import import_module
 from typing import Any, Literal
 
 import pytest
@@ -20,6 +21,7 @@ from torch import Tensor
 from torch._dynamo.exc import BackendCompilerFailed
 from torch.utils._pytree import tree_leaves
 
+import shoal  # noqa: F401  (gives the backend its name where no entry point did)
 from compile_facts import Stage, differences, stage_of, tensors_of, versions_of
 
 BACKEND = os.environ.get("SHOAL_TEST_BACKEND", "shoal")
@@ -53,11 +55,8 @@ def compiled(
     if through == "compile":
         torch._dynamo.reset()
         return torch.compile(fn, backend=backend, **{"fullgraph": True, **options})
-    if backend == "shoal":
-        from shoal.aot import aot_function, nop
-    else:
-        from functorch.compile import aot_function, nop
-    return aot_function(fn, fw_compiler=nop)
+    door = import_module("shoal.aot" if backend == "shoal" else "functorch.compile")
+    return door.aot_function(fn, fw_compiler=door.nop)
 
 
 def outer_tensors(outputs: Any) -> list[Tensor]:

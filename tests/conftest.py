@@ -1,9 +1,11 @@
-"""What all tests share: the end of the ranks, and plain settings for optional plugins."""
+"""What all tests share: a cache of their own, the end of the ranks, settings for plugins."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,6 +25,18 @@ def pytest_configure(config: pytest.Config) -> None:
 
         settings.register_profile("shoal", deadline=None)
         settings.load_profile("shoal")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_compile_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep what tests compile, in this process and in others, apart from the user's cache."""
+    before = os.environ.get("SHOAL_CACHE_DIR")
+    os.environ["SHOAL_CACHE_DIR"] = str(tmp_path_factory.mktemp("compile-cache"))
+    yield
+    if before is None:
+        del os.environ["SHOAL_CACHE_DIR"]
+    else:
+        os.environ["SHOAL_CACHE_DIR"] = before
 
 
 def pytest_unconfigure() -> None:

@@ -9,8 +9,10 @@ import contextlib
 import functools
 import itertools
 import operator
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +24,9 @@ from torch._guards import compile_context as compile_context
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
 from torch._higher_order_ops import effects
+from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_state
 from torch._prims.rng_prims import run_with_rng_state as run_with_rng_state
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -119,9 +123,36 @@ def value_of(tensor: Tensor) -> Tensor:
     return with_inner(tensor, value_of) if wraps_others(tensor) else tensor
 
 
+def is_custom_view(tensor: Tensor, root: Tensor) -> bool:
+    """Whether a custom autograd function took one of the views that lead from a tensor to this."""
+    if not tensor.requires_grad:
+        return False
+    try:
+        step, end = tensor.grad_fn, root.grad_fn
+    except RuntimeError:  # a view made without autograd, of something written to since
+        return False
+    while step is not None and step is not end:
+        if isinstance(step, torch.autograd.function.BackwardCFunction):
+            return True
+        step = step.next_functions[0][0] if step.next_functions else None
+    return False
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def is_functional(value: object) -> bool:
     """Whether a value is a functional tensor."""
     return isinstance(value, FunctionalTensor)
+
+
+def is_reshaped(tensor: Tensor) -> bool:
+    """Whether the shape or the strides of a functional tensor were changed in place."""
+    return isinstance(tensor, FunctionalTensor) and torch._functionalize_has_metadata_mutation(
+        tensor.elem
+    )
 
 
 @contextlib.contextmanager
@@ -154,6 +185,28 @@ def keep_metadata() -> Iterator[None]:
     """Let nodes carry what the nodes they were traced from carried."""
     with fx_traceback.preserve_node_meta():
         yield
+
+
+@contextlib.contextmanager
+def remember_lines() -> Iterator[None]:
+    """Let autograd remember which line of the program each of its steps comes from."""
+    with torch.autograd.set_detect_anomaly(True, check_nan=False):
+        yield
+
+
+def carry_lines(outputs: Sequence[Tensor]) -> None:
+    """Let what is traced in backward name the lines that forward's steps came from."""
+    pending: list[Any] = [one.grad_fn for one in outputs]
+    seen: set[Any] = set()
+    while pending:
+        step = pending.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        lines = step.metadata.get("traceback_")
+        if lines:
+            step.register_prehook(lambda _, lines=lines: fx_traceback.set_stack_trace(lines))
+        pending += [following for following, _ in step.next_functions]
 
 
 def interpret(module: GraphModule) -> Callable[..., Any]:
@@ -244,7 +297,20 @@ def symbols_in(value: Any) -> list[Any]:
 
 def fake_like(real: Tensor, example: FakeTensor) -> FakeTensor:
     """A tensor without elements that stands for `real` where `example` is used."""
-    return example.fake_mode.from_tensor(real)
+    return example.fake_mode.from_tensor(real, static_shapes=True)
+
+
+INPUT_VALUES = "eager_input_vals"
+"""Under which nodes keep the values that they read, if these must reach them laid out as traced."""
+
+
+def as_fake(mode: FakeTensorMode, value: Any) -> Any:
+    """A value whose tensors have no elements."""
+    return pytree.tree_map_only(
+        Tensor,
+        lambda one: one if is_fake(one) else mode.from_tensor(one, static_shapes=True),
+        value,
+    )
 
 
 def has_storage(tensor: Tensor) -> bool:
@@ -462,3 +528,123 @@ def report_ddp_buckets(number: int) -> None:
     from torch._dynamo.utils import counters
 
     counters["inductor"]["ddp_buckets"] = number
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """What the elements of a tensor take, with hints for symbolic sizes."""
+    numel = 1
+    for size in tensor.shape:
+        numel *= size_hint(size)
+    return numel * tensor.element_size()
+
+
+def graph_breaks() -> list[tuple[str, tuple[str, int | None] | None]]:
+    """Why graphs of Dynamo's ended early, and the lines of the program at which they did."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")  # not there: nothing was compiled
+    found: list[tuple[str, tuple[str, int | None] | None]] = []
+    for one in list(dynamo.graph_break_reasons) if dynamo is not None else ():
+        last = one.user_stack[-1] if one.user_stack else None
+        found.append((one.reason, (last.filename, last.lineno) if last is not None else None))
+    return found
+
+
+def recompiles() -> list[tuple[types.CodeType, str]]:
+    """The functions that Dynamo compiled again, with the guards that failed."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    failures = list(dynamo.guard_failures.items()) if dynamo is not None else []
+    return [(code, str(one)) for code, reasons in failures for one in reasons]
+
+
+def schema_text(op: OpOverload) -> str:
+    """What an operator takes and returns."""
+    return str(op._schema)
+
+
+def dispatch_text(tensor: Tensor) -> str:
+    """What the dispatcher makes of a tensor: device, lazy conjugation, inference and so on."""
+    return str(torch._C._dispatch_keys(tensor))
+
+
+def view_text(tensor: Tensor) -> str:
+    """How a view came to be, as far as autograd allows or forbids writes to it by that."""
+    return str(torch._C._autograd._get_creation_meta(tensor))  # type: ignore[attr-defined]
+
+
+def what_intercepts() -> str | None:
+    """Something that sees or changes every operator, which no key could describe; None if none."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        return f"the mode {type(mode).__name__} is active"
+    functorch: Any = vars(torch._C)["_functorch"]
+    if functorch.peek_interpreter_stack() is not None:
+        return "a functorch transform is active"
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # type: ignore[attr-defined]
+        return "hooks on saved tensors are active"
+    return None
+
+
+def autocast_state(device_types: Iterable[str]) -> list[Any]:
+    """Where autocast is on, and for which dtypes."""
+    state: list[Any] = [torch.is_autocast_cache_enabled()]
+    for kind in sorted(device_types):
+        with contextlib.suppress(RuntimeError):  # a device that has no autocast
+            state.append(
+                [kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))]
+            )
+    return state
+
+
+def backend_flags() -> dict[str, Any]:
+    """The global flags that decide which operators a function is made of."""
+    backends: Any = torch.backends
+    return {
+        "default_dtype": str(torch.get_default_dtype()),
+        "default_device": str(torch.get_default_device()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "matmul": torch.get_float32_matmul_precision(),
+        "mkldnn": backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
+        "cpu": backends.cpu.get_cpu_capability(),
+        "cudnn": [
+            *(backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
+            backends.cudnn.allow_tf32,
+        ],
+        "attention": [
+            *(backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled()),
+            *(backends.cuda.math_sdp_enabled(), backends.cuda.cudnn_sdp_enabled()),
+        ],
+        "attention_fast_path": backends.mha.get_fastpath_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+    }
+
+
+def device_text(device: torch.device) -> str:
+    """What kind of device it is: kernels are chosen by that."""
+    if device.type != "cuda":
+        return str(device)
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device} {properties.name} {properties.major}.{properties.minor}"
+
+
+def inductor_settings() -> str:
+    """Inductor's settings, in short."""
+    from torch._inductor import config
+
+    return config.get_hash().hex()
+
+
+def compiler_versions() -> list[str]:
+    """The versions of what a graph was traced with."""
+    return [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)]
+
+
+def first_line(module: GraphModule) -> str:
+    """File and line of the program at which a graph of Dynamo's begins; empty if nothing tells."""
+    traces = (node.meta.get("stack_trace") for node in module.graph.nodes)
+    trace = next((one for one in traces if one), "")
+    found = re.findall(r'^ *File "(.+)", line (\d+)', trace, re.MULTILINE)
+    return ":".join(found[-1]) if found else ""

@@ -7,7 +7,7 @@ Every sharded engine gets the same units: one per block, and the root with what 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import cast
 
@@ -170,6 +170,18 @@ def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
     return _shard_units(model, run, partial(fully_shard, layout=Flat()), MixedPrecisionPolicy)
 
 
+def _wrap_shoal_graph(model: Transformer, run: Run) -> nn.Module:
+    wrapped = _wrap_shoal_flat(model, replace(run, mode=Mode.EAGER))
+    wrapped.compile(backend="shoal", options={"inner": "inductor"})
+    return wrapped
+
+
+def _shoal_graph_refuses(run: Run) -> str | None:
+    if run.mode is Mode.EAGER:
+        return "sharding in the graph; eager, that is shoal-flat"
+    return _peer_refuses(run)
+
+
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
@@ -221,6 +233,13 @@ ENGINES: dict[str, Engine] = {
             uses_group=True,
             casts=True,
             refuses=_peer_refuses,
+        ),
+        Engine(
+            name="shoal-graph",
+            wrap=_wrap_shoal_graph,
+            uses_group=True,
+            casts=True,
+            refuses=_shoal_graph_refuses,
         ),
         Engine(
             name="shoal-wrapper",

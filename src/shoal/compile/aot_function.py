@@ -13,6 +13,8 @@ from shoal import _torch_compile as adapter
 from shoal.compile.aot.capture import Decompositions
 from shoal.compile.aot.inner import Given, Role
 from shoal.compile.aot.pipeline import Partition, Pipeline
+from shoal.compile.aot.subclasses import flat as inner_tensors
+from shoal.compile.aot.subclasses import kind_of
 from shoal.compile.partition import default_partition
 
 Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
@@ -26,6 +28,7 @@ def _pipeline(
     decompositions: Decompositions | None,
     *,
     dynamic: bool,
+    checks: bool = False,
 ) -> Pipeline:
     return Pipeline(
         inner=Given(
@@ -38,6 +41,7 @@ def _pipeline(
         partition=partition_fn,
         decompositions=decompositions,
         dynamic=dynamic,
+        checks=checks,
     )
 
 
@@ -71,7 +75,7 @@ def aot_function(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         flat, spec = adapter.pytree.tree_flatten((args, kwargs))
-        key = (spec, torch.is_grad_enabled(), *(_key_of(one, dynamic) for one in _paired(flat)))
+        key = (spec, torch.is_grad_enabled(), *_key_of(flat, dynamic))
         entry = known.get(key)
         if entry is None:
             entry = known[key] = _compile(fn, flat, spec, pipeline)
@@ -80,30 +84,24 @@ def aot_function(
     return call
 
 
-def _paired(flat: list[Any]) -> list[tuple[Any, int, int]]:
-    """Values with where they first stand, and where their memory does."""
+def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
+    """What a graph depends on in the values that it is called with."""
     first: dict[int, int] = {}
     memory: dict[int, int] = {}
-    found: list[tuple[Any, int, int]] = []
+    keys: list[Any] = []
     for i, one in enumerate(flat):
-        if isinstance(one, Tensor):
-            at = first.setdefault(id(one), i)
+        if not isinstance(one, Tensor):
+            keys.append((type(one), one))
+            continue
+        at = first.setdefault(id(one), i)
+        keys.append((kind_of(one), one.requires_grad, one.is_leaf, at))
+        for inner in inner_tensors(one, symbols=False):
             shared = i
-            if adapter.has_storage(one):
-                shared = memory.setdefault(one.untyped_storage()._cdata, i)
-            found.append((one, at, shared))
-        else:
-            found.append((one, i, i))
-    return found
-
-
-def _key_of(entry: tuple[Any, int, int], dynamic: bool) -> Any:
-    """What a graph depends on in one value."""
-    one, first, memory = entry
-    if not isinstance(one, Tensor):
-        return (type(one), one)
-    sizes = one.dim() if dynamic else (tuple(one.shape), tuple(one.stride()))
-    return (type(one), one.dtype, one.device, one.requires_grad, one.is_leaf, sizes, first, memory)
+            if adapter.has_storage(inner):
+                shared = memory.setdefault(inner.untyped_storage()._cdata, i)
+            sizes = inner.dim() if dynamic else (tuple(inner.shape), tuple(inner.stride()))
+            keys.append((inner.dtype, inner.device, sizes, shared))
+    return keys
 
 
 def _compile(
@@ -167,7 +165,13 @@ def aot_module_simplified(
     every call.
     """
     pipeline = _pipeline(
-        fw_compiler, bw_compiler, inference_compiler, partition_fn, decompositions, dynamic=dynamic
+        fw_compiler,
+        bw_compiler,
+        inference_compiler,
+        partition_fn,
+        decompositions,
+        dynamic=dynamic,
+        checks=True,
     )
     named = {
         **dict(mod.named_parameters(remove_duplicate=False)),

@@ -13,6 +13,11 @@ from torch.fx import GraphModule
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.inner import Inductor, directly
 from shoal.compile.aot.pipeline import Pipeline
+from shoal.compile.cache.door import lower_cached
+from shoal.compile.observe.dynamo import news
+from shoal.compile.observe.observation import count_calls, observing, say
+from shoal.compile.observe.text import graph_text
+from shoal.compile.observe.topics import Topic
 from shoal.compile.options import Options
 from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
 
@@ -45,7 +50,17 @@ def shoal(
     chosen = Options.of({**_MODES[check_mode(mode)], **(options or {})})
     function, lifted = lift_attributes(module)
     fixed = [*range(len(lifted)), *(len(lifted) + i for i in adapter.fixed_inputs(module))]
-    compiled = pipeline_of(chosen).compile(function, [*lifted, *example_inputs], fixed)
+    args = [*lifted, *example_inputs]
+    pipeline = pipeline_of(chosen)
+    with observing(chosen.logs) as observation:
+        observation.tell(where=adapter.first_line(module), num_nodes_before=count_calls(module))
+        say(Topic.BREAKS, news.text)
+        say(Topic.GRAPHS, lambda: graph_text("from Dynamo", module))
+        if chosen.cache:
+            lowered = lower_cached(pipeline, chosen, module, function, args, fixed)
+        else:
+            lowered = pipeline.lower(function, args, fixed)
+        compiled = pipeline.build(lowered)
     return partial(compiled, *lifted) if lifted else compiled
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from shoal.compile.observe.topics import topics_of
 from shoal.errors import UsageError
 
 InnerName = Literal["direct", "inductor"]
@@ -25,7 +26,13 @@ class Options:
     memory_budget: float = 1.0
     """The share of what is saved for backward that may stay; the rest is computed again."""
 
+    cache: bool = True
+    """Whether what was traced is kept for other processes, and found again."""
+    logs: str = ""
+    """What to log, as `SHOAL_LOGS` says it: topics, separated by commas."""
+
     def __post_init__(self) -> None:
+        topics_of(self.logs)
         for name, allowed in (
             ("inner", get_args(InnerName)),
             ("partition", get_args(PartitionName)),

@@ -126,12 +126,18 @@ INNER = (
     base_and_view_inner,
     view_and_base_inner,
 )
+# A view that cannot be taken is a ValueError on fake tensors, and a RuntimeError on others.
+IMPOSSIBLE = {"ignore": ("*: error",)}
 WRITERS = (first_written, second_written, both_written, written_and_returned, views_returned)
 
 
 @table(
     *(Case(fn=reads, inputs=inputs) for inputs in (*PLAIN, *INNER, duplicate_leaf, leaf_views)),
-    *(Case(fn=fn, inputs=inputs) for fn in WRITERS for inputs in (*PLAIN, *INNER)),
+    *(
+        Case(fn=fn, inputs=inputs, options=IMPOSSIBLE if fn is views_returned else {})
+        for fn in WRITERS
+        for inputs in (*PLAIN, *INNER)
+    ),
     torch_differs={
         "second_written-disjoint_inner-*": "saves a part of the base that the graph overwrites",
         "both_written-*_inner-*": TANGENTS,

@@ -220,3 +220,38 @@ def test_anomaly_mode_names_the_nan() -> None:
             outputs.sum().backward()
 
     compare(program, leaf, backward=backward, scenarios=("train",))
+
+
+class Turning(torch.autograd.Function):
+    """Changes the shape of a saved tensor in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(y)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        ctx.saved_tensors[0].transpose_(0, 1)
+        return grad_outputs[0].clone(), None
+
+
+class Overwriting(torch.autograd.Function):
+    """Writes to the gradient that it gets."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        grad_outputs[0].mul_(2)
+        return grad_outputs[0].clone(), None
+
+
+@pytest.mark.parametrize("function", [Turning, Overwriting])
+def test_what_backward_must_not_change_in_place(function: Any) -> None:
+    """A square tensor, so that transposed elements would fit where they do not belong."""
+    call = compiled(lambda x, y: function.apply(x, y), backend=BACKEND, through="aot")
+    with pytest.raises(AssertionError, match=r"mutated (in|during) the backward"):
+        call(torch.randn(3, 3, requires_grad=True), torch.randn(3, 3))

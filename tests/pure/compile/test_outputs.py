@@ -196,6 +196,60 @@ def pair_views(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return y[0], z[0], x, z, x[1]
 
 
+class Halved(torch.autograd.Function):
+    """Returns its argument as it is, with a backward of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
+        return grad_outputs[0] * 0.5
+
+
+def custom_of_input(x: Tensor) -> Tensor:
+    return Halved.apply(x)
+
+
+def view_of_custom(x: Tensor) -> tuple[Tensor, Tensor]:
+    return Halved.apply(x).t(), x * 2
+
+
+def custom_of_intermediate(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    return Halved.apply(y), y
+
+
+def seen_without_grad(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y = x * 2
+    with torch.no_grad():
+        return x.t(), y.t(), y
+
+
+def copied_without_grad(x: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.no_grad():
+        copy = x.t().reshape(-1)
+    return copy, x * 2
+
+
+def turned_in_place(x: Tensor) -> Tensor:
+    y = x * 2
+    y.t_()
+    return y
+
+
+def views_of_turned(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    y.t_()
+    return y[0], y[1:]
+
+
+def new_leaves(x: Tensor) -> tuple[Tensor, ...]:
+    made = torch.ones(3).requires_grad_()
+    return x.detach().requires_grad_(), made, made.view(3, 1), x * 2
+
+
 def non_contiguous() -> tuple[Tensor]:
     return (torch.randn(6, 4).t().requires_grad_(),)
 
@@ -265,6 +319,47 @@ def test_aliases(case: Case, through: Entry) -> None:
     *(Case(fn=fn, inputs=non_contiguous) for fn in (reshape_copy, contiguous_same, nested)),
 )
 def test_kinds_of_output(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+@table(
+    *(
+        Case(fn=fn, inputs=inputs)
+        for fn in (seen_without_grad, copied_without_grad, turned_in_place, views_of_turned)
+        for inputs in (plain, leaf, inner)
+    ),
+    torch_differs={"*_without_grad-*": "records it", "*turned*": "returns a view"},
+)
+def test_views_that_autograd_does_not_record(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+# Eager forbids writing to what a custom function returned as it is, because its backward would be
+# lost. A graph keeps that backward: what it returns is no view for autograd, but shares the memory.
+CUSTOM = {"scenarios": ("train",), "ignore": ("*: relation *",)}
+
+
+@table(
+    *(
+        Case(fn=fn, inputs=inputs, options=CUSTOM)
+        for fn in (custom_of_input, view_of_custom, custom_of_intermediate)
+        for inputs in (leaf, inner)
+    ),
+    torch_differs={"*": "loses the custom backward, or requires_grad without gradients"},
+)
+def test_backward_of_a_custom_function_is_kept(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+@table(
+    *(
+        # Dynamo refuses to return such leaves.
+        Case(fn=new_leaves, inputs=inputs, entries=("aot",), options={"scenarios": ("train",)})
+        for inputs in (plain, leaf, inner)
+    ),
+    torch_differs={"*": "returns no leaves"},
+)
+def test_new_leaves(case: Case, through: Entry) -> None:
     case.check(through)
 
 

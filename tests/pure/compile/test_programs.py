@@ -12,6 +12,10 @@ from hypothesis import strategies as st
 from compile_compare import BACKEND, Entry, Scenario, backward_all, compare, observe
 from pure.compile.programs import RandomProgram, random_programs
 
+ROUNDING = 1e-5
+"""A graph adds its own gradients up before autograd adds others to them, and reads a strided input
+that it has written to from dense memory: sums are in another order than eager's."""
+
 MULTIPLE = (".split(", ".unbind(")
 """Eager forbids writing to one of several views made at once, a graph need not."""
 
@@ -31,7 +35,15 @@ def check(program: RandomProgram, scenario: Scenario, through: Entry) -> None:
     if BACKEND != "shoal":
         # Torch refuses some programs that eager runs, and may draw again in backward.
         ignore += ("*: error", "*: rng")
-    compare(run, inputs, through=through, scenarios=scenarios, ignore=ignore, may_refuse="")
+    compare(
+        run,
+        inputs,
+        through=through,
+        scenarios=scenarios,
+        ignore=ignore,
+        tolerance=ROUNDING,
+        may_refuse="",
+    )
 
 
 def budget(examples: int) -> Any:

@@ -13,6 +13,7 @@ from shoal import _torch_compile as adapter
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.classify import Before, Classified, Run
 from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.subclasses import Wrapped, wrappings_of
 from shoal.compile.aot.watch import Watch
 
 Function = Callable[..., Sequence[Any]]
@@ -24,6 +25,8 @@ class Analysis:
     """What was learned."""
 
     signature: Signature
+    returned: Wrapped
+    """How what the graph returns wraps other tensors."""
     tangents: list[Tensor]
     """Fake gradients of what the graph returns, laid out as they are to come."""
 
@@ -93,11 +96,22 @@ def analyse(
                 for one in returned_tensors(signature, watched, inputs)
             ]
         with adapter.below_python(mode):
+            values = [one.detach() if isinstance(one, Tensor) else one for one in values]
             tangents = [
-                torch.empty_like(value.detach(), memory_format=torch.preserve_format)
+                _tangent_of(value)
                 for value, has_tangent in zip(values, signature.differentiable, strict=True)
                 if has_tangent
             ]
     finally:
         torch.set_grad_enabled(grad_mode)
-    return Analysis(signature, tangents if signature.trains else [])
+    return Analysis(signature, wrappings_of(values), tangents if signature.trains else [])
+
+
+def _tangent_of(value: Any) -> Tensor:
+    """A gradient as it will most likely come."""
+    if not adapter.wraps_others(value):
+        return torch.empty_like(value, memory_format=torch.preserve_format)
+    tangent: Any = value.clone()
+    if hasattr(tangent, "__coerce_tangent_metadata__"):
+        tangent = tangent.__coerce_tangent_metadata__()
+    return tangent.detach()

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal import _torch_compile as adapter
+from shoal.compile.aot.subclasses import flat
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,10 +91,10 @@ class Arrangement:
 
     def with_memory(self, args: Sequence[Any], written: set[int]) -> Arrangement | None:
         """One in which inputs that share memory with one that is written are one; None if none."""
+        inputs = [args[i] for i in self.sources]
+        _refuse_wrappers(inputs, written)
         groups = [
-            group
-            for group in _sharing([args[i] for i in self.sources])
-            if len(group) > 1 and written.intersection(group)
+            group for group in _sharing(inputs) if len(group) > 1 and written.intersection(group)
         ]
         if not groups:
             return None
@@ -160,9 +162,44 @@ def _sharing(inputs: Sequence[Any]) -> list[list[int]]:
     """Inputs by the memory they lie in."""
     by_storage: dict[int, list[int]] = {}
     for at, one in enumerate(inputs):
-        if isinstance(one, Tensor) and adapter.has_storage(one):
+        is_plain = isinstance(one, Tensor) and not adapter.wraps_others(one)
+        if is_plain and adapter.has_storage(one):
             by_storage.setdefault(one.untyped_storage()._cdata, []).append(at)
     return list(by_storage.values())
+
+
+def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
+    """Refuse writes to memory that wrappers lie in, and something else too."""
+    if not any(adapter.wraps_others(one) for one in inputs):
+        return
+    parts: dict[int, list[tuple[int, Tensor]]] = {}
+    for at, one in enumerate(inputs):
+        for inner in flat(one, symbols=False):
+            if isinstance(inner, Tensor) and adapter.has_storage(inner) and inner.numel():
+                parts.setdefault(inner.untyped_storage()._cdata, []).append((at, inner))
+    for several in parts.values():
+        for (at, one), (other, two) in combinations(several, 2):
+            wrapper = next((i for i in (at, other) if adapter.wraps_others(inputs[i])), None)
+            if wrapper is not None and not written.isdisjoint((at, other)) and _meet(one, two):
+                raise NotImplementedError(
+                    "Encountered aliased inputs that are mutated in the graph, but one of them is "
+                    "a tensor subclass, whose inner tensors share memory with each other or with "
+                    "another argument: this is not supported; got one of type "
+                    f"{type(inputs[wrapper]).__name__}. Clone one of them."
+                )
+
+
+def _meet(one: Tensor, two: Tensor) -> bool:
+    """Whether tensors of one memory may have elements in common."""
+    (first, last), (its_first, its_last) = _extent_of(one), _extent_of(two)
+    return first <= its_last and its_first <= last
+
+
+def _extent_of(tensor: Tensor) -> tuple[Any, Any]:
+    first = tensor.storage_offset()
+    return first, first + sum(
+        (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+    )
 
 
 def memory_of(first: Tensor, members: Sequence[Tensor]) -> Tensor:

@@ -11,15 +11,17 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shoal import _torch_compile as adapter
-from shoal.compile.aot.analyse import (
-    Analysis,
-    Function,
-    functional_inputs,
-    returned_tensors,
-    run_watched,
-)
+from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_watched
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.subclasses import (
+    Wrapped,
+    Wrappings,
+    flat_all,
+    places,
+    rebuild,
+    wrappings_of,
+)
 from shoal.errors import InvariantError
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -35,38 +37,72 @@ class Captured:
 
     module: GraphModule
     num_forward_outputs: int
+    inputs: list[Any]
+    """Fake inputs, as the graph takes them."""
+    tangents: list[Tensor | None]
+    """Fake gradients; None for parts of them that are inputs, which the graph takes once."""
+    wrappings: Wrappings
+
+
+class BackwardMutationError(NotImplementedError, AssertionError):
+    """Backward changes something in place in a way that cannot be carried out.
+
+    An `AssertionError` too, because that is what torch's own runtime raises.
+    """
 
 
 class _Trace:
     """The function that is traced."""
 
-    def __init__(self, function: Function, arrangement: Arrangement, analysis: Analysis) -> None:
+    def __init__(
+        self,
+        function: Function,
+        arrangement: Arrangement,
+        fakes: Sequence[Any],
+        analysis: Analysis,
+        shared: Sequence[int | None],
+    ) -> None:
         self._function = function
         self._arrangement = arrangement
+        self._fakes = fakes
         self._analysis = analysis
+        self._shared = shared
+        self.gradients: Wrapped = ()
         self.clones: list[int] = []
         """The inputs that a copy stood for, because autograd would not let them be written to."""
         self.backward_writes: list[int] = []
+        """Among the inputs of the graph."""
 
     def joint(self, primals: list[Any], tangents: list[Any]) -> list[Any]:
         """Forward, then backward."""
         signature = self._analysis.signature
         with adapter.FunctionalTensorMode():
-            inputs = functional_inputs(primals)
+            inputs = rebuild(primals, self._fakes, adapter.functional)
             entering = self._entering(inputs)
-            watched = run_watched(self._function, self._arrangement, inputs, entering)
+            with adapter.remember_lines():
+                watched = run_watched(self._function, self._arrangement, inputs, entering)
             self._check_same(watched.classified.signature)
             returned = returned_tensors(signature, watched, entering)
-            values = [_value(one) for one in returned]
-            new = [_value(entering[i]) for i in signature.graph_mutations]
-            held = [_value(one) for one in inputs]
+            values = _values(returned)
+            new = _values([entering[i] for i in signature.graph_mutations], symbols=False)
+            held = _values(inputs)
+            reshaped = _reshaped(inputs)
             # What follows is backward; the trace says so, nobody has to guess.
             for node in adapter.traced_nodes():
                 node.meta["phase"] = FORWARD
-            grads = self._grads(inputs, returned, tangents)
-            late = [_value(one) for one in inputs]
+            own = iter(tangents)
+            flat = [next(own) if i is None else primals[i] for i in self._shared]
+            grads = self._grads(inputs, returned, flat)
+            if _reshaped(inputs) != reshaped:
+                raise BackwardMutationError(
+                    "an input that had its metadata mutated in the backward, such as by "
+                    "transpose_, is not supported. Take a view of it instead."
+                )
+            late = _values(inputs)
             self.backward_writes = [
-                i for i, (a, b) in enumerate(zip(held, late, strict=True)) if a is not b
+                i
+                for i, (a, b) in enumerate(zip(held, late, strict=True))
+                if isinstance(a, Tensor) and a is not b
             ]
             changed = [late[i] for i in self.backward_writes]
         return [*values, *watched.classified.symbols, *new, *grads, *changed]
@@ -76,7 +112,7 @@ class _Trace:
         for i, (one, spec) in enumerate(zip(inputs, self._analysis.signature.inputs, strict=True)):
             if spec.requires_grad and (spec.mutation.by_autograd or spec.mutation.is_reshaped):
                 self.clones.append(i)
-                entering.append(one.clone())
+                entering.append(_copy_of(one))
             else:
                 entering.append(one)
         return entering
@@ -97,17 +133,56 @@ class _Trace:
             return []
         outs = [one for one, has in zip(returned, signature.differentiable, strict=True) if has]
         wanted = [i for i, spec in enumerate(signature.inputs) if spec.requires_grad]
-        given = functional_inputs(tangents)
+        given = rebuild(tangents, self._analysis.tangents, adapter.functional, symbols=False)
+        before = _values(given, symbols=False)
+        adapter.carry_lines(outs)
         with adapter.no_autocast():
-            grads = torch.autograd.grad(
-                outs, [inputs[i] for i in wanted], grad_outputs=given, allow_unused=True
+            grads = _differentiate(outs, [inputs[i] for i in wanted], given)
+        after = _values(given, symbols=False)
+        if any(a is not b for a, b in zip(before, after, strict=True)):
+            raise BackwardMutationError(
+                "an input to the backward that was mutated during the backward is not supported: "
+                "a custom backward writes to the gradient that it gets. Clone it first."
             )
         by_input = dict(zip(wanted, grads, strict=True))
-        return [_value(by_input.get(i)) for i in range(len(inputs))]
+        listed = [by_input.get(i) for i in range(len(inputs))]
+        self.gradients = wrappings_of(listed)
+        return _values(listed)
 
 
-def _value(one: Any) -> Any:
-    return adapter.value_of(one) if isinstance(one, Tensor) else one
+def _differentiate(
+    outs: Sequence[Tensor], inputs: Sequence[Tensor], tangents: Sequence[Tensor]
+) -> tuple[Tensor | None, ...]:
+    try:
+        return torch.autograd.grad(outs, inputs, grad_outputs=tangents, allow_unused=True)
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise NotImplementedError(
+            "a function whose backward autograd would refuse, because a tensor that it needs was "
+            f"written to in place, cannot be compiled with its gradients: {error}"
+        ) from error
+
+
+def _copy_of(one: Tensor) -> Tensor:
+    """A copy that lies in memory as the tensor does: what is asked of its strides is the same."""
+    copy = one.clone()
+    if adapter.wraps_others(one) or copy.stride() == one.stride():
+        return copy
+    strided = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
+    return strided.copy_(one)
+
+
+def _reshaped(inputs: Sequence[Any]) -> list[bool]:
+    return [adapter.is_reshaped(one) for one in flat_all(inputs) if isinstance(one, Tensor)]
+
+
+def _values(several: Sequence[Any], *, symbols: bool = True) -> list[Any]:
+    """What functional tensors hold now, as the graph sees it."""
+    return [
+        adapter.value_of(one) if isinstance(one, Tensor) else one
+        for one in flat_all(several, symbols=symbols)
+    ]
 
 
 def capture(
@@ -119,8 +194,13 @@ def capture(
     decompositions: Decompositions | None,
 ) -> Captured:
     """Trace forward and backward into one graph."""
-    trace = _Trace(function, arrangement, analysis)
     signature = analysis.signature
+    inputs = flat_all(fakes)
+    tangents = flat_all(analysis.tangents, symbols=False)
+    known = {id(one): i for i, one in enumerate(inputs)}
+    shared = [known.get(id(one)) for one in tangents]
+    own = [one for one, i in zip(tangents, shared, strict=True) if i is None]
+    trace = _Trace(function, arrangement, fakes, analysis, shared)
     grad_mode = torch.is_grad_enabled()
 
     def joint(primals: list[Any], tangents: list[Any]) -> list[Any]:
@@ -132,39 +212,53 @@ def capture(
     try:
         with adapter.below_python(mode), adapter.keep_rng():
             if signature.trains:
-                args: tuple[Any, ...] = (list(fakes), analysis.tangents)
-                module = adapter.trace(joint, args, decompositions)
+                module = adapter.trace(joint, (inputs, own), decompositions)
             else:
-                module = adapter.trace(forward, tuple(fakes), decompositions)
+                module = adapter.trace(forward, tuple(inputs), decompositions)
     finally:
         torch.set_grad_enabled(grad_mode)
-    return _finish(module, trace, signature)
+    wrappings = Wrappings(
+        inputs=wrappings_of(fakes),
+        returned=analysis.returned,
+        tangents=wrappings_of(analysis.tangents),
+        gradients=trace.gradients,
+    )
+    num_forward = _finish(module, trace, signature, wrappings)
+    listed = [one if i is None else None for one, i in zip(tangents, shared, strict=True)]
+    return Captured(module, num_forward, inputs, listed, wrappings)
 
 
-def _finish(module: GraphModule, trace: _Trace, signature: Signature) -> Captured:
-    """Tag nodes, put writes to inputs in their place, drop what only tracing needed."""
+def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings: Wrappings) -> int:
+    """Tag nodes, put writes to inputs in their place, drop what only tracing needed.
+
+    Returns how many of the graph's results are forward's.
+    """
     graph = module.graph
     nodes = list(graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     output = nodes[-1]
-    num_inputs = len(signature.inputs)
+    inner = places(wrappings.inputs)
+    num_inputs = sum(map(len, inner))
     for node in (*placeholders[num_inputs:], *(n for n in nodes if "phase" not in n.meta)):
         node.meta["phase"] = BACKWARD
+    _check_constants(module)
     primals = placeholders[:num_inputs]
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
-    num_forward = signature.num_returned
-    written = signature.graph_mutations
+    num_forward = sum(map(len, places(wrappings.returned))) + signature.num_symbols
+    written = [at for i in signature.graph_mutations for at in _tensors(wrappings.inputs, i)]
     new = results[num_forward : num_forward + len(written)]
     grads = results[num_forward + len(written) : len(results) - len(trace.backward_writes)]
     changed = results[len(results) - len(trace.backward_writes) :]
     returned = results[:num_forward]
-    _drop_clones(primals, trace.clones, {*returned, *new})
+    clones = [at for i in trace.clones for at in inner[i]]
+    _drop_clones(primals, clones, {*returned, *new})
     boundary = next(
         (n for n in nodes if n.meta["phase"] == BACKWARD and n.op != "placeholder"), output
     )
     for i in signature.returned_mutations:
         # After the graph, but before backward: what backward reads of it has to be kept apart.
-        primals[i].meta["written"] = True
+        for at in inner[i]:
+            primals[at].meta["written"] = True
     for i, value in zip(written, new, strict=True):
         _write(module, primals[i], value, boundary, FORWARD)
     for i, value in zip(trace.backward_writes, changed, strict=True):
@@ -174,7 +268,25 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature) -> Capture
     _drop_dead(module)
     graph.lint()
     module.recompile()
-    return Captured(module, num_forward)
+    return num_forward
+
+
+def _tensors(wrapped: Wrapped, i: int) -> range:
+    """Where the tensors of an input are among the graph's inputs, without its symbols."""
+    place, wrapping = places(wrapped)[i], wrapped[i]
+    return place if wrapping is None else place[: wrapping.num_flat(symbols=False)]
+
+
+def _check_constants(module: GraphModule) -> None:
+    """Refuse fake tensors that came in by another way than the arguments."""
+    for node in module.graph.find_nodes(op="get_attr"):
+        value = adapter.attribute(module, str(node.target))
+        if isinstance(value, adapter.FakeTensor):
+            raise AssertionError(
+                f"Unexpected fake tensor in the graph as {node.target}: the function reads one "
+                f"that is not among its arguments; got {value}. Pass it as an argument, or use a "
+                "real tensor."
+            )
 
 
 def _drop_clones(primals: Sequence[Node], clones: Sequence[int], returned: set[Any]) -> None:
@@ -200,6 +312,8 @@ def _write(module: GraphModule, primal: Node, value: Any, before: Node, phase: s
     with module.graph.inserting_before(before):
         node = module.graph.call_function(torch.ops.aten.copy_.default, (primal, value))
     node.meta.update(val=primal.meta.get("val"), phase=phase)
+    if isinstance(value, Node) and "stack_trace" in value.meta:
+        node.meta["stack_trace"] = value.meta["stack_trace"]
 
 
 def _drop_dead(module: GraphModule) -> None:

@@ -21,6 +21,7 @@ from shoal.compile.aot.signature import (
     Step,
     Symbol,
 )
+from shoal.compile.aot.subclasses import flat
 from shoal.compile.aot.watch import Taken, Watch
 
 
@@ -37,7 +38,7 @@ class Before:
         """None for what is no tensor."""
         if not isinstance(value, Tensor):
             return None
-        return cls(value.requires_grad, value.is_leaf, value._version)
+        return cls(value.requires_grad, value.is_leaf, adapter.version_of(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,12 @@ class Run:
         self._arguments_before = arguments_before
         self._outputs = outputs
         self._argument_of = {id(a): i for i, a in enumerate(arguments) if isinstance(a, Tensor)}
+        self._wrapper_of = {
+            id(inner): i
+            for i, argument in enumerate(arguments)
+            if adapter.wraps_others(argument)
+            for inner in flat(argument, symbols=False)
+        }
         self._symbols: list[Any] = []
         self._bases: list[Tensor] = []
 
@@ -83,12 +90,16 @@ class Run:
                 is_tensor=True,
                 requires_grad=before.requires_grad,
                 is_leaf=before.is_leaf,
+                is_wrapper=adapter.wraps_others(value),
                 mutation=mutation,
             )
-            for before, mutation in zip(self._before, mutations, strict=True)
+            for value, before, mutation in zip(self._inputs, self._before, mutations, strict=True)
         )
         outputs = self._classify_outputs()
-        bases = tuple(Base(requires_grad=base.requires_grad) for base in self._bases)
+        bases = tuple(
+            Base(requires_grad=base.requires_grad, is_view=self._is_made_view(base, ()))
+            for base in self._bases
+        )
         flows = any(one.requires_grad for one in (*outputs, *bases)) or any(
             one.mutation.by_autograd for one in inputs
         )
@@ -112,6 +123,9 @@ class Run:
             if argument is not None:
                 is_seen = write.with_grad and not any(step.is_hidden for step in steps)
                 written[argument] = written.get(argument, False) or is_seen
+            elif id(root) in self._wrapper_of:
+                # Past the wrapper: autograd, which knows the wrapper, does not see it.
+                written.setdefault(self._wrapper_of[id(root)], False)
         return [self._mutation(at, written) for at in range(len(self._inputs))]
 
     def _mutation(self, at: int, written: dict[int, bool]) -> Mutation:
@@ -123,11 +137,21 @@ class Run:
         writes = [member for member in members if member in written]
         gave = any(id(self._arguments[member]) in self._watch.given for member in members)
         versions = [
-            self._arguments[m]._version - b.version
+            adapter.version_of(self._arguments[m]) - b.version - self._num_reshapes(m)
             for m in members
             if (b := self._arguments_before[m]) is not None
         ]
+        if gave and adapter.wraps_others(value):
+            raise NotImplementedError(
+                f"set_ of a tensor subclass is not supported; got an argument of type "
+                f"{type(value).__name__} that was given another tensor's memory"
+            )
         now_requires = value.requires_grad or any(self._arguments[m].requires_grad for m in members)
+        if now_requires and not (before.requires_grad or writes or gave):
+            raise NotImplementedError(
+                "requires_grad_() on an argument, inside a function that is compiled, is not "
+                "supported; call it before the function is called"
+            )
         was_seen = any(written[member] for member in writes) and before.requires_grad
         return Mutation(
             data=bool(writes),
@@ -137,15 +161,17 @@ class Run:
             is_reshaped=any(id(self._arguments[m]) in self._watch.reshaped for m in members),
         )
 
+    def _num_reshapes(self, argument: int) -> int:
+        return len(self._watch.reshaped.get(id(self._arguments[argument]), []))
+
     def _reshapes(self) -> tuple[Reshape, ...]:
-        found: list[Reshape] = []
+        found: dict[int, Reshape] = {}
         for i, argument in enumerate(self._arguments):
-            if isinstance(self._arrangement.places[i], Constant):
-                continue
             taken = self._watch.reshaped.get(id(argument), [])
-            if taken and not any(one.argument == i for one in found):
-                found.append(Reshape(argument=i, steps=self._steps(taken)))
-        return tuple(found)
+            is_constant = isinstance(self._arrangement.places[i], Constant)
+            if taken and not is_constant and id(argument) not in found:
+                found[id(argument)] = Reshape(argument=i, steps=self._steps(taken))
+        return tuple(found.values())
 
     def _classify_outputs(self) -> tuple[Output, ...]:
         seen: dict[int, int] = {}
@@ -166,14 +192,28 @@ class Run:
             seen[id(out)] = k
             root, taken = self._watch.replay(out)
             argument = self._argument_of.get(id(root))
-            if argument is not None:
-                steps = self._steps(taken)
-                outputs[k] = Output(kind=OutputKind.VIEW_OF_INPUT, of=argument, steps=steps)
+            if self._is_new_leaf(out, root, taken):
+                is_view = self._is_made_view(root, taken)
+                outputs[k] = Output(kind=OutputKind.FRESH, is_view=is_view, is_new_leaf=True)
+            elif taken and adapter.is_custom_view(out, root):
+                # The backward of a custom function stands between the two.
+                outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=True, is_view=True)
+            elif argument is not None:
+                outputs[k] = self._view_of_input(out, argument, taken)
             else:
                 views.setdefault(id(root), []).append((k, root, taken))
         for members in views.values():
             self._classify_views(members, seen, outputs)
         return tuple(out for out in outputs if out is not None)
+
+    def _view_of_input(self, out: Tensor, argument: int, taken: Sequence[Taken]) -> Output:
+        places = {id(one): k for k, one in reversed(list(enumerate(self._outputs)))}
+        cut = None if self._watch.reshaped else self._watch.cut_at(out, places)
+        if cut is None:
+            steps = self._steps(taken)
+            return Output(kind=OutputKind.VIEW_OF_INPUT, of=argument, steps=steps)
+        base, steps = places[id(cut[0])], self._steps(cut[1])
+        return Output(kind=OutputKind.VIEW_OF_OUTPUT, of=base, steps=steps)
 
     def _classify_views(
         self,
@@ -188,7 +228,9 @@ class Run:
             k, _, taken = members[0]
             out = self._outputs[k]
             outputs[k] = Output(
-                kind=OutputKind.FRESH, requires_grad=out.requires_grad, is_view=bool(taken)
+                kind=OutputKind.FRESH,
+                requires_grad=out.requires_grad,
+                is_view=self._is_made_view(root, taken),
             )
             return
         if returned is None:
@@ -198,9 +240,24 @@ class Run:
             kind, of = OutputKind.VIEW_OF_OUTPUT, returned
         for k, _, taken in members:
             if k == returned:
-                outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=root.requires_grad)
+                outputs[k] = Output(
+                    kind=OutputKind.FRESH,
+                    requires_grad=root.requires_grad,
+                    is_view=self._is_made_view(root, ()),
+                )
             else:
                 outputs[k] = Output(kind=kind, of=of, steps=self._steps(taken))
+
+    def _is_new_leaf(self, out: Tensor, root: Tensor, taken: Sequence[Taken]) -> bool:
+        """Whether the function let an output require a gradient that no input has to do with."""
+        is_cut = any(step.is_detaching for step in taken)
+        is_apart = not taken or is_cut or not root.requires_grad
+        is_seen = not self._watch.is_unseen(out)
+        return is_seen and is_apart and out.requires_grad and out.is_leaf
+
+    def _is_made_view(self, root: Tensor, taken: Sequence[Taken]) -> bool:
+        """Whether the graph will make a tensor as a view, of whatever."""
+        return bool(taken) or id(root) in self._wrapper_of or id(root) in self._watch.reshaped
 
     def _steps(self, taken: Sequence[Taken]) -> tuple[Step, ...]:
         return tuple(

@@ -13,30 +13,45 @@ from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.frame import Frame, in_mode
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.source import Source
+from shoal.compile.aot.subclass_code import all_apart, all_names, put_together
+from shoal.compile.aot.subclasses import Wrapped, Wrappings
 from shoal.compile.aot.wrappers import WRAPPERS
 
 
 def emit(
-    signature: Signature, arrangement: Arrangement, run: Callable[..., Any], *, boxed: bool
+    signature: Signature,
+    arrangement: Arrangement,
+    run: Callable[..., Any],
+    *,
+    graph: Wrappings | None = None,
+    checks: bool = False,
 ) -> Callable[..., Any]:
     """The function to call instead of the one that was captured.
 
-    `run` takes the graph's inputs: in a list that it empties where it is `boxed`.
+    `run` is an autograd function's, or that of a `graph`, whose inputs come in a list that it
+    empties, and which knows nothing of tensors that wrap others. With `checks`, arguments unlike
+    those that it was compiled for are refused.
     """
     source = Source("call")
-    frame = Frame(signature, arrangement)
+    frame = Frame(signature, arrangement, checks)
     arguments = ", ".join(frame.argument(i) for i in range(len(arrangement.places)))
     source.begin(f"def call({arguments}):")
     for wrapper in WRAPPERS:
         wrapper.before(source, frame)
-    inputs = ", ".join(frame.input(at) for at in range(len(signature.inputs)))
-    given = f"[{inputs}]" if boxed else inputs
+    inputs = [frame.input(at) for at in range(len(signature.inputs))]
     returned = [frame.returned(at) for at in range(signature.num_returned)]
+    given = ", ".join(inputs)
+    wrapped: Wrapped = ()
+    if graph is not None:
+        wrapped = graph.returned
+        given = f"[{', '.join(all_apart(inputs, graph.inputs))}]"
     call = f"{source.name('run', run)}({given})"
-    line = f"{''.join(f'{name}, ' for name in returned)}= {call}" if returned else call
+    names = all_names(returned, wrapped)
+    line = f"{''.join(f'{name}, ' for name in names)}= {call}" if names else call
     # Without anything to differentiate, nothing may be recorded; the graph was traced so.
     records = signature.trains or not any(one.requires_grad for one in signature.inputs)
     in_mode(source, frame, signature.trains or (records and signature.grad_mode), line)
+    put_together(source, returned, wrapped)
     for wrapper in WRAPPERS:
         wrapper.after(source, frame)
     source.line("return results")

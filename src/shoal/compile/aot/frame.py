@@ -19,6 +19,8 @@ class Frame:
 
     signature: Signature
     arrangement: Arrangement
+    checks: bool = False
+    """Whether arguments are compared with those that the function was compiled for."""
 
     def argument(self, i: int) -> str:
         """An argument of the function."""

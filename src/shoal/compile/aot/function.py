@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,14 @@ from shoal import _torch_compile as adapter
 from shoal.compile.aot.graph_code import Boxed
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.source import Source
+from shoal.compile.aot.subclass_code import (
+    all_apart,
+    all_names,
+    names_for,
+    put_together,
+    taken_apart,
+)
+from shoal.compile.aot.subclasses import Wrapped, Wrappings, as_traced
 
 DOUBLE_BACKWARD = (
     "torch.compile with aot_autograd does not currently support double backward: the backward "
@@ -28,8 +36,37 @@ class Graphs:
     backward: Callable[[], Boxed]
     num_saved: int
     """Tensors that forward returns for backward."""
-    tangent_strides: tuple[tuple[int, ...] | None, ...]
-    """How each gradient lies in memory; None where it depends on the sizes."""
+    tangents: Sequence[Tensor | None]
+    """Fake gradients that the backward graph takes; None for parts that it does not take."""
+    dependence: tuple[frozenset[int], ...]
+    """For each gradient that the backward graph returns, the tangents it depends on."""
+    wrappings: Wrappings
+
+    def is_partial(self, numbers: frozenset[int]) -> bool:
+        """Whether a gradient that depends on these tangents may get nothing while others do."""
+        return 0 < len(numbers) < len(self.wrappings.tangents)
+
+    @property
+    def watched(self) -> frozenset[int]:
+        """The tangents of which it matters whether they came."""
+        return frozenset().union(*(one for one in self.dependence if self.is_partial(one)))
+
+    @property
+    def gets_none(self) -> bool:
+        """Whether backward deals itself with gradients that did not come."""
+        return bool(self.watched) or self.wrappings.any
+
+    @property
+    def has_symbols(self) -> bool:
+        """Whether the sizes of gradients differ from call to call."""
+        sizes = (size for one in self.tangents if one is not None for size in one.shape)
+        return any(isinstance(size, torch.SymInt) for size in sizes)
+
+
+def _strides_of(tangent: Tensor) -> tuple[int, ...] | None:
+    """How a gradient is to lie in memory; None where it depends on sizes."""
+    strides = tangent.stride()
+    return None if any(isinstance(one, torch.SymInt) for one in strides) else tuple(strides)
 
 
 def as_laid_out(tangent: Tensor, strides: tuple[int, ...]) -> Tensor:
@@ -44,6 +81,16 @@ def as_laid_out(tangent: Tensor, strides: tuple[int, ...]) -> Tensor:
     return out.copy_(tangent)
 
 
+def zeros(
+    sizes: Sequence[Sequence[int]], kinds: Sequence[tuple[torch.dtype, torch.device] | None]
+) -> list[Tensor | None]:
+    """What a graph takes for a gradient that did not come; None for parts that it does not take."""
+    return [
+        None if kind is None else torch.zeros(size, dtype=kind[0], device=kind[1])
+        for size, kind in zip(sizes, kinds, strict=True)
+    ]
+
+
 def make_function(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
     """`apply` of an autograd function made for these graphs."""
     source = Source("autograd function")
@@ -52,7 +99,8 @@ def make_function(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
     forward = source.compiled("forward")
     backward = forward.__globals__["backward"]
     function = type(
-        "ShoalFunction",
+        # As torch's own runtime calls its function: programs and profiles look for the name.
+        "CompiledFunction",
         (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
@@ -62,21 +110,29 @@ def make_function(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
 def _write_forward(source: Source, signature: Signature, graphs: Graphs) -> None:
     inputs = [f"i{at}" for at in range(len(signature.inputs))]
     returned = [f"r{at}" for at in range(signature.num_returned)]
-    saved = [f"s{at}" for at in range(graphs.num_saved)]
     source.begin(f"def forward(ctx, {', '.join(inputs)}):")
     run = source.name("forward", graphs.forward)
-    targets = "".join(f"{name}, " for name in (*returned, *saved))
-    source.line(f"{targets}*symbols = {run}([{', '.join(inputs)}])")
-    if saved:
-        source.line(f"ctx.save_for_backward({', '.join(saved)})")
-    source.line("ctx.symbols = symbols")
+    wrapped = graphs.wrappings.returned
+    names = all_names(returned, wrapped)
+    given = ", ".join(all_apart(inputs, graphs.wrappings.inputs))
+    source.line(f"results = {run}([{given}])")
+    # Python does not unpack more than 256 names before a starred one.
+    visible, kept = len(names), len(names) + graphs.num_saved
+    if names:
+        source.line(f"{''.join(f'{name}, ' for name in names)}= results[:{visible}]")
+    put_together(source, returned, wrapped)
+    _write_sizes(source, returned, signature, graphs)
+    if graphs.num_saved:
+        source.line(f"ctx.save_for_backward(*results[{visible}:{kept}])")
+    source.line(f"ctx.symbols = results[{kept}:]")
+    views = [signature.outputs[k].is_view for k in signature.fresh]
+    views += [base.is_view for base in signature.bases]
     first = len(signature.returned_mutations)
-    for number, k in enumerate(signature.fresh):
-        if signature.outputs[k].is_view:
+    for at, is_view in enumerate(views, start=first):
+        if is_view and wrapped[at] is None:
             # An output may be written to: a view made in here would refuse that. What `detach`
             # gives is no view for autograd, and a write to it still counts for what was saved.
-            name = returned[first + number]
-            source.line(f"{name} = {name}.detach()")
+            source.line(f"{returned[at]} = {returned[at]}.detach()")
     fixed = [
         name
         for name, is_differentiable, is_tensor in zip(
@@ -103,19 +159,97 @@ def _write_backward(source: Source, signature: Signature, graphs: Graphs) -> Non
     lazy = source.name("backward_of", _Lazy(graphs.backward))
     source.begin(f"def backward(ctx, {', '.join(names)}):")
     wanted = [name for name, has in zip(names, signature.differentiable, strict=False) if has]
-    for name, strides in zip(wanted, graphs.tangent_strides, strict=True):
+    given = _write_tangents(source, wanted, graphs)
+    taken = [one for one in graphs.tangents if one is not None]
+    for name, strides in zip(given, map(_strides_of, taken), strict=True):
         if strides is not None:
             coerce = source.name("as_laid_out", as_laid_out)
             test = f"if {name}.stride() != {strides!r}:"
             source.line(f"{test} {name} = {coerce}({name}, {strides!r})")
         else:
             source.line(f"{name} = {name}.contiguous()")
-    inputs = ", ".join(("*ctx.symbols", "*ctx.saved_tensors", *wanted))
+    inputs = ", ".join(("*ctx.symbols", "*ctx.saved_tensors", *given))
     source.line(f"grads = {lazy}.run([{inputs}])")
+    _write_gradients(source, graphs.wrappings.gradients)
+    _write_omissions(source, graphs)
     is_on = source.name("is_grad_enabled", torch.is_grad_enabled)
     source.line(f"if {is_on}(): grads = {source.name('refuse', _refuse_twice)}(grads)")
     source.line("return tuple(grads)")
     source.end()
+
+
+def _write_sizes(source: Source, names: list[str], signature: Signature, graphs: Graphs) -> None:
+    """Keep the sizes of what gradients may not come for, where they differ from call to call."""
+    if not graphs.gets_none:
+        return
+    source.line("ctx.set_materialize_grads(False)")
+    if not graphs.has_symbols:
+        return
+    sizes: list[str] = []
+    kept = zip(names, graphs.wrappings.returned, signature.differentiable, strict=False)
+    for name, wrapping, has_tangent in kept:
+        if has_tangent:
+            apart = taken_apart(name, wrapping, symbols=False)
+            sizes.append(f"({''.join(f'{one}.shape, ' for one in apart)})")
+    source.line(f"ctx.sizes = ({''.join(f'{one}, ' for one in sizes)})")
+
+
+def _write_tangents(source: Source, names: list[str], graphs: Graphs) -> list[str]:
+    """Fill in gradients that did not come, take wrappers apart; the names of what the graph takes.
+
+    Where `gets_none`, autograd fills in nothing: its zeros would wrap nothing, and would look like
+    gradients that came.
+    """
+    if not graphs.gets_none:
+        return names
+    found: list[str] = []
+    for number, (name, wrapping) in enumerate(zip(names, graphs.wrappings.tangents, strict=True)):
+        parts = names_for(name, wrapping, symbols=False)
+        like = graphs.tangents[len(found) : len(found) + len(parts)]
+        found += parts
+        if number in graphs.watched:
+            source.line(f"n{number} = {name} is None")
+        source.begin(f"if {name} is None:")
+        source.line(f"{', '.join(parts)}, = {_zeros_for(source, number, like, graphs)}")
+        source.end()
+        if graphs.wrappings.any:
+            source.begin("else:")
+            expected = "None" if wrapping is None else source.name("wrapping", wrapping)
+            source.line(f"{name} = {source.name('as_traced', as_traced)}({name}, {expected})")
+            if wrapping is not None:
+                apart = taken_apart(name, wrapping, symbols=False)
+                source.line(f"{', '.join(parts)}, = {', '.join(apart)},")
+            source.end()
+    return [name for name, one in zip(found, graphs.tangents, strict=True) if one is not None]
+
+
+def _zeros_for(source: Source, number: int, like: Sequence[Tensor | None], graphs: Graphs) -> str:
+    kinds = tuple(None if one is None else (one.dtype, one.device) for one in like)
+    sizes = f"ctx.sizes[{number}]"
+    if not graphs.has_symbols:
+        sizes = source.literal(tuple(() if one is None else tuple(one.shape) for one in like))
+    return f"{source.name('zeros', zeros)}({sizes}, {source.name('kinds', kinds)})"
+
+
+def _write_omissions(source: Source, graphs: Graphs) -> None:
+    """Leave out gradients that nothing flowed into, as autograd does."""
+    if not graphs.watched:
+        return
+    source.line("grads = list(grads)")
+    for i, numbers in enumerate(graphs.dependence):
+        if graphs.is_partial(numbers):
+            test = " and ".join(f"n{number}" for number in sorted(numbers))
+            source.line(f"if {test}: grads[{i}] = None")
+
+
+def _write_gradients(source: Source, wrapped: Wrapped) -> None:
+    """Put gradients together that wrap others."""
+    if not any(one is not None for one in wrapped):
+        return
+    names = [f"g{at}" for at in range(len(wrapped))]
+    source.line(f"{', '.join(all_names(names, wrapped))}, = grads")
+    put_together(source, names, wrapped)
+    source.line(f"grads = [{', '.join(names)}]")
 
 
 class _Lazy:

@@ -14,12 +14,16 @@ from shoal import _torch_compile as adapter
 from shoal.compile.aot.analyse import Analysis, Function, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange
 from shoal.compile.aot.capture import Captured, Decompositions, capture
+from shoal.compile.aot.dependence import dependence_of
 from shoal.compile.aot.emit import emit
 from shoal.compile.aot.function import Graphs, make_function
 from shoal.compile.aot.graph_code import Boxed
 from shoal.compile.aot.inner import Inner, Role, Task
-from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.lowered import Lowered, count_saved, outputs_of
 from shoal.compile.aot.subclasses import places
+from shoal.compile.observe.observation import current, observing, resumed, say, stage, tell_lowered
+from shoal.compile.observe.text import graph_text, saved_text, signature_text
+from shoal.compile.observe.topics import Topic
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 
@@ -32,6 +36,8 @@ class Pipeline:
     partition: Partition
     decompositions: Decompositions | None = None
     dynamic: bool = False
+    checks: bool = False
+    """Whether a call checks its arguments, because nobody in front of it does."""
 
     def compile(
         self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
@@ -40,17 +46,29 @@ class Pipeline:
 
         Those in `fixed` stay where they are from call to call, as parameters do.
         """
-        adapter.skip_in_dynamo("shoal.compile.aot")
-        mode = adapter.current_fake_mode(args) or adapter.new_fake_mode(dynamic=self.dynamic)
+        with observing():
+            return self.build(self.lower(function, args, fixed))
+
+    def mode_for(self, args: Sequence[Any]) -> adapter.FakeTensorMode:
+        """The mode that the fake tensors of arguments live in."""
+        return adapter.current_fake_mode(args) or adapter.new_fake_mode(dynamic=self.dynamic)
+
+    def lower(
+        self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
+    ) -> Lowered:
+        """Trace the function, and cut its graph into forward and backward."""
+        mode = self.mode_for(args)
         arrangement = arrange(args)
-        analysis, fakes = self._analyse(function, arrangement, args, mode)
-        written = {i for i, one in enumerate(analysis.signature.inputs) if one.mutation.data}
-        merged = arrangement.with_memory(args, written)
-        if merged is not None:
-            arrangement = merged
+        with stage("analyse"):
             analysis, fakes = self._analyse(function, arrangement, args, mode)
-        captured = capture(function, arrangement, fakes, analysis, mode, self.decompositions)
-        signature = analysis.signature
+            written = {i for i, one in enumerate(analysis.signature.inputs) if one.mutation.data}
+            merged = arrangement.with_memory(args, written)
+            if merged is not None:
+                arrangement = merged
+                analysis, fakes = self._analyse(function, arrangement, args, mode)
+        with stage("capture"):
+            captured = capture(function, arrangement, fakes, analysis, mode, self.decompositions)
+        say(Topic.GRAPHS, lambda: graph_text("captured", captured.module))
         stay = tuple(
             at
             for source, moves, place in zip(
@@ -62,16 +80,65 @@ class Pipeline:
             if source in fixed and not moves
             for at in place
         )
-        if signature.trains:
-            return emit(signature, arrangement, self._training(signature, captured, stay))
-        task = Task(
-            module=captured.module,
+        forward, backward = captured.module, None
+        num_saved = saved_bytes = 0
+        if analysis.signature.trains:
+            with stage("partition"):
+                forward, backward = self._cut(captured)
+            saved = outputs_of(forward)[captured.num_forward_outputs :]
+            num_saved, saved_bytes = count_saved(saved)
+        return Lowered(
+            signature=analysis.signature,
+            arrangement=arrangement,
+            wrappings=captured.wrappings,
+            forward=forward,
+            backward=backward,
             inputs=captured.inputs,
-            role=Role.INFERENCE,
+            tangents=captured.tangents,
             fixed=stay,
             num_visible=captured.num_forward_outputs,
+            num_saved=num_saved,
+            saved_bytes=saved_bytes,
         )
-        return emit(signature, arrangement, self.inner(task), graph=captured.wrappings)
+
+    def build(self, lowered: Lowered) -> Callable[..., Any]:
+        """The function that runs the graphs."""
+        adapter.skip_in_dynamo("shoal.compile.aot")
+        signature, arrangement = lowered.signature, lowered.arrangement
+        tell_lowered(lowered)
+        say(Topic.SIGNATURE, lambda: signature_text(signature, arrangement))
+        say(Topic.GRAPHS, lambda: graph_text("forward", lowered.forward))
+        task = Task(
+            module=lowered.forward,
+            inputs=lowered.inputs,
+            role=Role.INFERENCE if lowered.backward is None else Role.FORWARD,
+            fixed=lowered.fixed,
+            num_visible=lowered.num_visible,
+        )
+        if lowered.backward is None:
+            with stage("compile"):
+                run = self.inner(task)
+            return emit(signature, arrangement, run, graph=lowered.wrappings, checks=self.checks)
+        backward = lowered.backward
+        say(Topic.GRAPHS, lambda: graph_text("backward", backward))
+        say(Topic.PARTITION, lambda: saved_text(lowered))
+        with stage("compile"), adapter.reported_strides() as strides:
+            run = self.inner(task)
+        saved, laid = lowered.saved, (strides or [])[lowered.num_visible :]
+        graphs = Graphs(
+            forward=run,
+            backward=_Later(
+                self.inner,
+                backward,
+                {node.name: one for node, one in zip(saved, laid, strict=False)},
+                num_fixed=len(saved),
+            ),
+            num_saved=lowered.num_saved,
+            tangents=lowered.tangents,
+            dependence=dependence_of(backward.graph, lowered.tangents, lowered.wrappings),
+            wrappings=lowered.wrappings,
+        )
+        return emit(signature, arrangement, make_function(signature, graphs), checks=self.checks)
 
     def _analyse(
         self,
@@ -93,42 +160,13 @@ class Pipeline:
         takes = inspect.signature(self.partition).parameters
         return {"mutated_inputs": written} if written and "mutated_inputs" in takes else {}
 
-    def _training(
-        self, signature: Signature, captured: Captured, fixed: tuple[int, ...]
-    ) -> Callable[..., Any]:
-        num_visible = captured.num_forward_outputs
-        forward, backward = self.partition(
+    def _cut(self, captured: Captured) -> tuple[GraphModule, GraphModule]:
+        return self.partition(
             captured.module,
-            [*captured.inputs, *captured.tangents],
-            num_fwd_outputs=num_visible,
+            [*captured.inputs, *(one for one in captured.tangents if one is not None)],
+            num_fwd_outputs=captured.num_forward_outputs,
             **self._written_later(captured.module),
         )
-        saved = _outputs_of(forward)[num_visible:]
-        task = Task(
-            module=forward,
-            inputs=captured.inputs,
-            role=Role.FORWARD,
-            fixed=fixed,
-            num_visible=num_visible,
-        )
-        with adapter.reported_strides() as strides:
-            run = self.inner(task)
-        graphs = Graphs(
-            forward=run,
-            backward=_Later(
-                self.inner,
-                backward,
-                {
-                    n.name: laid
-                    for n, laid in zip(saved, (strides or [])[num_visible:], strict=False)
-                },
-                num_fixed=len(saved),
-            ),
-            num_saved=sum(isinstance(node.meta.get("val"), Tensor) for node in saved),
-            tangents=captured.tangents,
-            wrappings=captured.wrappings,
-        )
-        return make_function(signature, graphs)
 
 
 class _Later:
@@ -142,6 +180,7 @@ class _Later:
         self._strides = strides
         self._num_fixed = num_fixed
         self._context = adapter.TracingContext.try_get()
+        self._observation = current()
 
     def __call__(self) -> Boxed:
         fakes = [self._fake(n) for n in self._module.graph.nodes if n.op == "placeholder"]
@@ -151,8 +190,9 @@ class _Later:
             role=Role.BACKWARD,
             fixed=tuple(range(self._num_fixed)),
         )
-        with adapter.tracing(self._context):
-            return self._inner(task)
+        with resumed(self._observation), stage("compile backward"):
+            with adapter.tracing(self._context):
+                return self._inner(task)
 
     def _fake(self, node: Node) -> Any:
         """What was saved, as the compiler of forward has laid it out."""
@@ -162,7 +202,3 @@ class _Later:
         with value.fake_mode:  # type: ignore[attr-defined]
             laid = node.meta["val"] = value.as_strided(value.shape, strides)
         return laid
-
-
-def _outputs_of(module: GraphModule) -> list[Any]:
-    return list(next(iter(reversed(module.graph.nodes))).args[0])

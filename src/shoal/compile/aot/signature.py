@@ -52,16 +52,7 @@ class Mutation:
     is_set: bool = False
     """Whether it was given another tensor's memory."""
     num_versions: int = 0
-    """By how much its version counter went up."""
-
-    @property
-    def is_in_graph(self) -> bool:
-        """Whether the graph itself can write the new elements.
-
-        It writes like any operator, so that what was written past the version counter is not its.
-        """
-        is_plain = not (self.by_autograd or self.is_reshaped or self.is_set)
-        return self.data and is_plain and self.num_versions > 0
+    """By how much its version counter went up, but for changes of shape or strides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +62,20 @@ class Input:
     is_tensor: bool
     requires_grad: bool = False
     is_leaf: bool = True
+    is_wrapper: bool = False
+    """Whether it wraps other tensors: graphs see those, and write to them."""
     mutation: Mutation = Mutation()
+
+    @property
+    def is_written_in_graph(self) -> bool:
+        """Whether the graph itself can write the new elements.
+
+        It writes like any operator, so that what was written past the version counter is not its;
+        that of a wrapper is apart from those of the tensors in it.
+        """
+        what = self.mutation
+        is_plain = not (what.by_autograd or what.is_reshaped or what.is_set)
+        return what.data and is_plain and (self.is_wrapper or what.num_versions > 0)
 
 
 class OutputKind(StrEnum):
@@ -104,6 +108,8 @@ class Output:
     value: Any = None
     """The constant."""
     is_tensor: bool = True
+    is_new_leaf: bool = False
+    """Whether the function made it a leaf that requires a gradient: nothing flows through it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +117,8 @@ class Base:
     """A tensor that outputs are views of, returned by the graph though not by the function."""
 
     requires_grad: bool
+    is_view: bool = False
+    """Whether it is a view of something that nobody else sees."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,13 +156,13 @@ class Signature:
         return tuple(
             i
             for i, one in enumerate(self.inputs)
-            if (one.mutation.data or one.mutation.is_set) and not one.mutation.is_in_graph
+            if (one.mutation.data or one.mutation.is_set) and not one.is_written_in_graph
         )
 
     @property
     def graph_mutations(self) -> tuple[int, ...]:
         """The inputs that the graph itself writes to."""
-        return tuple(i for i, one in enumerate(self.inputs) if one.mutation.is_in_graph)
+        return tuple(i for i, one in enumerate(self.inputs) if one.is_written_in_graph)
 
     @property
     def fresh(self) -> tuple[int, ...]:

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal.compile.observe.observation import say
+from shoal.compile.observe.topics import Topic
+
 _FOLDER = str(Path(__file__).parent)
 
 
@@ -68,6 +71,7 @@ class Source:
     def compiled(self, name: str) -> Callable[..., Any]:
         """Run the source, and return the function of that name."""
         text = self.text
+        say(Topic.CODE, lambda: f"{self._title}\n{text}")
         # In this folder, so that Dynamo, which skips the folder, does not trace what it holds.
         file = f"{_FOLDER}/<{self._title} {abs(hash(text)):x}>"
         # So that tracebacks and debuggers show the lines.

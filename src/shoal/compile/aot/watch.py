@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,9 +24,14 @@ class Taken:
     with_grad: bool
 
     @property
+    def is_detaching(self) -> bool:
+        """Whether it is one for the very purpose of not being seen."""
+        return self.op is torch.ops.aten.detach.default
+
+    @property
     def is_hidden(self) -> bool:
         """Whether autograd does not see what is done to the view."""
-        return not self.with_grad or self.op is torch.ops.aten.detach.default
+        return not self.with_grad or self.is_detaching
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +57,8 @@ class Watch(adapter.TorchDispatchMode):
         """Changes of shape and strides in place, by tensor."""
         self.given: set[int] = set()
         """The tensors that were given other memory."""
+        # Weakly, because functionalisation takes a tensor that somebody else holds for a view.
+        self._unseen: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def declare(self, tensors: Sequence[object]) -> None:
         """Let chains of views end at these tensors, wherever they come from."""
@@ -68,6 +76,9 @@ class Watch(adapter.TorchDispatchMode):
         if adapter.has_effects(func):
             return adapter.run_as_it_is(func, args, kwargs)
         result = func(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            made = (one for one in adapter.pytree.tree_leaves(result) if isinstance(one, Tensor))
+            self._unseen.update((id(one), one) for one in made)
         schema = getattr(func, "_schema", None)
         if schema is not None:
             self._note(func, schema, args, kwargs, result)
@@ -114,6 +125,10 @@ class Watch(adapter.TorchDispatchMode):
             else:
                 self.writes.append(Write(tensor, with_grad))
 
+    def is_unseen(self, tensor: Tensor) -> bool:
+        """Whether it was made without autograd: it says of gradients what it was made of does."""
+        return self._unseen.get(id(tensor)) is tensor
+
     def chain(self, tensor: Tensor) -> tuple[Tensor, list[Taken]]:
         """What a tensor is a view of in the end, and the views on the way to it."""
         steps: list[Taken] = []
@@ -125,6 +140,21 @@ class Watch(adapter.TorchDispatchMode):
         steps.reverse()
         self._is_moved = is_moved or (bool(steps) and id(tensor) in self.reshaped)
         return tensor, steps
+
+    def cut_at(self, tensor: Tensor, ids: Container[int]) -> tuple[Tensor, list[Taken]] | None:
+        """The first of some tensors on the way from the root that was detached there.
+
+        With the views after it. Autograd takes it for what they are views of. None if none is.
+        """
+        found, steps = None, list[Taken]()
+        later = tensor
+        while id(later) not in self._roots and id(later) in self._views:
+            earlier, step = self._views[id(later)]
+            if later is not tensor and step.is_detaching and id(later) in ids:
+                found = (later, steps[::-1])
+            steps.append(step)
+            later = earlier
+        return found
 
     def replay(self, tensor: Tensor) -> tuple[Tensor, list[Taken]]:
         """Like `chain`, with views that can be taken of the root as it is in the end."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.compile.aot.arrange import memory_of
+from shoal.compile.aot.arrange import Constant, Itself, memory_of
 from shoal.compile.aot.frame import Frame, call_of, in_mode
 from shoal.compile.aot.signature import OutputKind, Step
 from shoal.compile.aot.source import Source
@@ -18,6 +18,32 @@ class Wrapper:
 
     def after(self, source: Source, frame: Frame) -> None:
         """What happens to arguments and results."""
+
+
+class Assumptions(Wrapper):
+    """Arguments are like those that the function was compiled for."""
+
+    def before(self, source: Source, frame: Frame) -> None:
+        """Refuse another argument where one came twice, and gradients where none were wanted."""
+        if not frame.checks:
+            return
+        inputs, arrangement = frame.signature.inputs, frame.arrangement
+        for i, place in enumerate(arrangement.places):
+            if isinstance(place, Constant):
+                continue
+            name, first = frame.argument(i), arrangement.sources[place.input]
+            if isinstance(place, Itself) and first != i:
+                expected = f"be a duplicate of input {first}"
+                self._refuse(source, i, f"{name} is not {frame.argument(first)}", expected)
+            elif inputs[place.input].is_tensor and not inputs[place.input].requires_grad:
+                self._refuse(source, i, f"{name}.requires_grad", "not require grad")
+
+    def _refuse(self, source: Source, i: int, test: str, expected: str) -> None:
+        message = (
+            f"the graph was compiled under the assumption that input {i} would {expected}, but at "
+            "runtime this was not the case. Compile it again for such arguments."
+        )
+        source.line(f"if {test}: raise AssertionError({message!r})")
 
 
 class Memory(Wrapper):
@@ -55,8 +81,10 @@ class Mutations(Wrapper):
             in_mode(source, frame, mutation.by_autograd, f"{target}.copy_({value})")
             self._count(source, target, mutation.num_versions - 1)
         for at in signature.graph_mutations:
-            mutation = signature.inputs[at].mutation
-            self._count(source, frame.input(at), mutation.num_versions - 1)
+            # A graph writes to what a wrapper holds: nothing is counted for the wrapper itself.
+            counted = 0 if signature.inputs[at].is_wrapper else 1
+            times = signature.inputs[at].mutation.num_versions - counted
+            self._count(source, frame.input(at), times)
 
     def _set(self, source: Source, frame: Frame, at: int, value: str) -> None:
         in_mode(source, frame, False, f"{frame.input(at)}.set_({value})")
@@ -87,6 +115,8 @@ class Outputs(Wrapper):
         for k, out in enumerate(outputs):
             if out.kind is OutputKind.FRESH:
                 names[k] = fresh[k]
+                if out.is_new_leaf:
+                    source.line(f"{names[k]}.requires_grad_()")
         for k, out in enumerate(outputs):
             match out.kind:
                 case OutputKind.CONSTANT:
@@ -95,13 +125,14 @@ class Outputs(Wrapper):
                     names[k] = frame.argument(out.of)
                 case OutputKind.VIEW_OF_INPUT:
                     names[k] = self._view(source, frame, f"v{k}", frame.argument(out.of), out.steps)
-                case OutputKind.VIEW_OF_OUTPUT:
-                    names[k] = self._view(source, frame, f"v{k}", names[out.of], out.steps)
                 case OutputKind.VIEW_OF_BASE:
                     base = frame.returned(frame.first_base + out.of)
                     names[k] = self._view(source, frame, f"v{k}", base, out.steps)
                 case _:
                     pass
+        for k, out in enumerate(outputs):
+            if out.kind is OutputKind.VIEW_OF_OUTPUT:
+                names[k] = self._view(source, frame, f"v{k}", names[out.of], out.steps)
         for k, out in enumerate(outputs):
             if out.kind is OutputKind.SAME:
                 names[k] = names[out.of]
@@ -128,5 +159,5 @@ class GradMode(Wrapper):
             source.line(f"{source.name('set_grad', torch.set_grad_enabled)}({after})")
 
 
-WRAPPERS: tuple[Wrapper, ...] = (Memory(), Mutations(), Outputs(), GradMode())
+WRAPPERS: tuple[Wrapper, ...] = (Assumptions(), Memory(), Mutations(), Outputs(), GradMode())
 """The order in which they are written, before and after alike: views are of what was written."""

@@ -1,0 +1,56 @@
+"""A function as graphs that an inner compiler takes, with all that the code around them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from shoal import _torch_compile as adapter
+from shoal.compile.aot.arrange import Arrangement
+from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.subclasses import Wrappings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lowered:
+    """What tracing leaves behind: from here on nobody needs the function itself."""
+
+    signature: Signature
+    arrangement: Arrangement
+    wrappings: Wrappings
+    forward: GraphModule
+    backward: GraphModule | None = None
+    """None where nothing is differentiated."""
+    inputs: Sequence[Any]
+    """Fake inputs, as the forward graph takes them."""
+    tangents: Sequence[Any] = ()
+    """Fake gradients that the backward graph takes."""
+    fixed: tuple[int, ...] = ()
+    """Inputs of the forward graph that stay where they are from call to call."""
+    num_visible: int
+    """How many of forward's first outputs are not saved for backward."""
+    num_saved: int = 0
+    """Tensors that forward returns for backward."""
+    saved_bytes: int = 0
+    """What these take, those among them included that live on anyway."""
+
+    @property
+    def saved(self) -> list[Any]:
+        """What forward returns for backward: tensors, then symbols."""
+        return outputs_of(self.forward)[self.num_visible :]
+
+
+def outputs_of(module: GraphModule) -> list[Any]:
+    """What a graph returns."""
+    return list(next(iter(reversed(module.graph.nodes))).args[0])
+
+
+def count_saved(saved: Sequence[Any]) -> tuple[int, int]:
+    """Of what forward returns for backward: how many tensors, and their bytes."""
+    values = [one.meta.get("val") for one in saved if isinstance(one, Node)]
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    return len(tensors), sum(map(adapter.num_bytes, tensors))

@@ -1,0 +1,72 @@
+"""Lines of generated functions that take wrappers apart, or make them of what a graph returned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shoal.compile.aot.source import Source
+from shoal.compile.aot.subclasses import Fixed, Wrapped, Wrapping
+
+
+def taken_apart(name: str, wrapping: Wrapping | None, *, symbols: bool = True) -> list[str]:
+    """Expressions for what a graph sees of a value."""
+    if wrapping is None:
+        return [name]
+    found: list[str] = []
+    for attribute, inner in wrapping.inner:
+        if not isinstance(inner, Fixed):
+            found += taken_apart(f"{name}.{attribute}", inner, symbols=symbols)
+    if symbols:
+        found += [f"{name}.size({d})" for d, one in enumerate(wrapping.shape) if one is None]
+        found += [f"{name}.stride({d})" for d, one in enumerate(wrapping.strides) if one is None]
+    return found
+
+
+def all_apart(names: Sequence[str], wrapped: Wrapped) -> list[str]:
+    """Expressions for what a graph sees of several values."""
+    return [one for name, how in zip(names, wrapped, strict=True) for one in taken_apart(name, how)]
+
+
+def names_for(name: str, wrapping: Wrapping | None, *, symbols: bool = True) -> list[str]:
+    """Names for what a graph returns for a value."""
+    if wrapping is None:
+        return [name]
+    return [f"{name}_{number}" for number in range(wrapping.num_flat(symbols=symbols))]
+
+
+def all_names(names: Sequence[str], wrapped: Wrapped) -> list[str]:
+    """Names for what a graph returns for several values; those beyond `wrapped` are plain."""
+    padded = (*wrapped, *(None for _ in names[len(wrapped) :]))
+    return [one for name, how in zip(names, padded, strict=True) for one in names_for(name, how)]
+
+
+def put_together(source: Source, names: Sequence[str], wrapped: Wrapped) -> None:
+    """Write the lines that make wrappers of what a graph returned."""
+    for name, wrapping in zip(names, wrapped, strict=False):
+        if wrapping is not None:
+            source.line(f"{name} = {_wrapper(source, iter(names_for(name, wrapping)), wrapping)}")
+
+
+def _wrapper(source: Source, names: Iterator[str], wrapping: Wrapping) -> str:
+    items: list[str] = []
+    for attribute, inner in wrapping.inner:
+        if isinstance(inner, Fixed):
+            value = source.literal(inner.value)
+        else:
+            value = next(names) if inner is None else _wrapper(source, names, inner)
+        items.append(f"{attribute!r}: {value}")
+    make = source.name("unflatten", wrapping.kind.__tensor_unflatten__)
+    context = wrapping.context
+    context = "None" if context is None else source.name("context", context)
+    shape = _sizes(source, names, wrapping.shape, torch.Size)
+    strides = _sizes(source, names, wrapping.strides, tuple)
+    return f"{make}({{{', '.join(items)}}}, {context}, {shape}, {strides})"
+
+
+def _sizes(source: Source, names: Iterator[str], sizes: Sequence[int | None], kind: type) -> str:
+    if None not in sizes:
+        return source.name("sizes", kind(sizes))
+    listed = "".join(f"{next(names) if one is None else one}, " for one in sizes)
+    return f"{source.name('size', kind)}(({listed}))"

@@ -1,0 +1,89 @@
+"""Tracing by way of the cache: found there, or done and kept there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch.fx import GraphModule
+
+from shoal.compile import environment
+from shoal.compile.aot.lowered import Lowered
+from shoal.compile.aot.pipeline import Pipeline
+from shoal.compile.cache.entry import entry_from_json, entry_to_json
+from shoal.compile.cache.errors import DamagedError, NotExactError
+from shoal.compile.cache.key import key_of
+from shoal.compile.cache.store import Store
+from shoal.compile.observe.observation import current, say, stage
+from shoal.compile.observe.record import CacheUse
+from shoal.compile.observe.topics import Topic
+from shoal.compile.options import Options
+
+
+def lower_cached(
+    pipeline: Pipeline,
+    options: Options,
+    module: GraphModule,
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    fixed: Collection[int],
+) -> Lowered:
+    """What `pipeline.lower` gives for `function`, which is that of Dynamo's graph `module`."""
+    store = Store(folder=environment.cache_folder())
+    try:
+        with stage("key"):
+            key = key_of(module, args, fixed, options)
+    except NotExactError as error:
+        _tell(CacheUse.REFUSED, f"not cached: {error}")
+        return pipeline.lower(function, args, fixed)
+    with stage("read"):
+        found = _read(store, key, pipeline, options, args)
+    if found is not None:
+        _tell(CacheUse.HIT, f"found {key[:16]} in {store.folder}")
+        return found
+    lowered = pipeline.lower(function, args, fixed)
+    with stage("write"):
+        _write(store, key, lowered)
+    return lowered
+
+
+def _read(
+    store: Store, key: str, pipeline: Pipeline, options: Options, args: Sequence[Any]
+) -> Lowered | None:
+    try:
+        content = store.read(key)
+        if content is None:
+            return None
+        mode = pipeline.mode_for(args)
+        return entry_from_json(content, args, mode, with_values=options.inner == "inductor")
+    except DamagedError as error:
+        # Wrong or not: it is traced again, and written anew.
+        why = str(error)
+        say(Topic.CACHE, lambda: f"{key[:16]} is there but cannot be used: {why}")
+        store.remove(key)
+        return None
+
+
+def _write(store: Store, key: str, lowered: Lowered) -> None:
+    try:
+        content = entry_to_json(lowered)
+    except NotExactError as error:
+        _tell(CacheUse.REFUSED, f"not cached: {error}")
+        return
+    try:
+        store.write(key, content)
+    except OSError as error:
+        # A full or read-only disk: the program runs all the same.
+        _tell(CacheUse.REFUSED, f"not cached: {store.folder} cannot be written to: {error}")
+        return
+    _tell(CacheUse.STORED, f"stored {key[:16]} in {store.folder}")
+
+
+def _tell(use: CacheUse, note: str) -> None:
+    observation = current()
+    if observation is not None:
+        is_refused = use is CacheUse.REFUSED
+        observation.tell(
+            cache=use, cache_note=note.removeprefix("not cached: ") if is_refused else ""
+        )
+        observation.say(Topic.CACHE, lambda: note)

@@ -1,0 +1,128 @@
+"""What tracing leaves behind, as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shoal import _torch_compile as adapter
+from shoal.compile.aot.arrange import Arrangement
+from shoal.compile.aot.lowered import Lowered, outputs_of
+from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.subclasses import Wrappings
+from shoal.compile.cache import values
+from shoal.compile.cache.data import from_json, to_json
+from shoal.compile.cache.errors import DamagedError, NotExactError
+from shoal.compile.cache.graphs import graph_from_json, graph_to_json
+from shoal.compile.cache.propagate import propagate
+from shoal.compile.cache.values import Json
+
+_NUMBERS = ("num_visible", "num_saved", "saved_bytes")
+
+
+def entry_to_json(lowered: Lowered) -> Json:
+    """All of it; refused if anything could not be read back exactly."""
+    if lowered.wrappings.any:
+        raise NotExactError("it deals with a tensor subclass that wraps others")
+    saved = lowered.saved if lowered.backward is not None else []
+    if len(saved) != lowered.num_saved:
+        raise NotExactError("it saves something for backward that is no tensor")
+    return {
+        "signature": to_json(lowered.signature, Signature),
+        "arrangement": to_json(lowered.arrangement, Arrangement),
+        "forward": graph_to_json(lowered.forward),
+        "backward": None if lowered.backward is None else graph_to_json(lowered.backward),
+        "tangents": [_tensor_to_json(one) for one in lowered.tangents],
+        "returned": [_tensor_to_json(_value(one)) for one in outputs_of(lowered.forward)],
+        "fixed": list(lowered.fixed),
+        **{name: getattr(lowered, name) for name in _NUMBERS},
+    }
+
+
+def entry_from_json(
+    json: Json, args: Sequence[Any], mode: adapter.FakeTensorMode, *, with_values: bool
+) -> Lowered:
+    """What tracing a function of these arguments has left behind.
+
+    Its nodes get their fake values if asked for: generated code does not need them, Inductor does.
+    """
+    expected = {"signature", "arrangement", "forward", "backward", "tangents", "returned", "fixed"}
+    if type(json) is not dict or json.keys() != expected | {*_NUMBERS}:
+        raise DamagedError("expected the parts of a compilation")
+    signature = from_json(json["signature"], Signature)
+    arrangement = from_json(json["arrangement"], Arrangement)
+    forward = graph_from_json(json["forward"])
+    backward = None if json["backward"] is None else graph_from_json(json["backward"])
+    fixed = from_json(json["fixed"], tuple[int, ...])
+    numbers = {name: from_json(json[name], int) for name in _NUMBERS}
+    with mode:
+        tangents = [_tensor_from_json(one) for one in json["tangents"]]
+    inputs: list[Any] = []
+    if with_values:
+        inputs = _inputs(arrangement, args, mode)
+        propagate(forward, inputs, mode)
+        _check_returned(forward, json["returned"])
+        if backward is not None:
+            saved = outputs_of(forward)[numbers["num_visible"] :]
+            propagate(backward, [*map(_value, saved), *tangents], mode)
+    return Lowered(
+        signature=signature,
+        arrangement=arrangement,
+        wrappings=_no_wrappings(signature, len(tangents)),
+        forward=forward,
+        backward=backward,
+        inputs=inputs,
+        tangents=tangents,
+        fixed=fixed,
+        **numbers,
+    )
+
+
+def _inputs(
+    arrangement: Arrangement, args: Sequence[Any], mode: adapter.FakeTensorMode
+) -> list[Any]:
+    return [
+        adapter.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
+        for one in arrangement.inputs(args)
+    ]
+
+
+def _no_wrappings(signature: Signature, num_tangents: int) -> Wrappings:
+    return Wrappings(
+        inputs=(None,) * len(signature.inputs),
+        returned=(None,) * (signature.num_returned - signature.num_symbols),
+        tangents=(None,) * num_tangents,
+        gradients=(None,) * (len(signature.inputs) if signature.trains else 0),
+    )
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else node
+
+
+def _tensor_to_json(value: Any) -> Json:
+    if not isinstance(value, Tensor):
+        return values.encode(value)
+    sizes = [list(value.shape), list(value.stride())]
+    return values.encode({"sizes": sizes, "dtype": value.dtype, "device": value.device})
+
+
+def _tensor_from_json(json: Json) -> Tensor:
+    try:
+        described = values.decode(json)
+        shape, strides = described["sizes"]
+        return torch.empty_strided(
+            shape, strides, dtype=described["dtype"], device=described["device"]
+        )
+    except (TypeError, KeyError, ValueError, RuntimeError) as error:
+        raise DamagedError(f"{json!r} describes no tensor") from error
+
+
+def _check_returned(forward: fx.GraphModule, expected: Json) -> None:
+    """Refuse a graph whose results are others than they were when it was traced."""
+    found = [_tensor_to_json(_value(one)) for one in outputs_of(forward)]
+    if found != expected:
+        raise DamagedError(f"the graph returns {found}, not {expected} as when it was traced")

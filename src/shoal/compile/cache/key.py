@@ -1,0 +1,73 @@
+"""The key of a compilation: equal only for those whose results are the same."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import sys
+from collections.abc import Collection, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from shoal import _torch_compile as adapter
+from shoal.compile.cache.errors import NotExactError
+from shoal.compile.cache.graph_key import graph_key
+from shoal.compile.cache.input_key import inputs_key
+from shoal.compile.cache.values import Json
+from shoal.compile.options import Options
+from shoal.version import __version__
+
+NEUTRAL = frozenset({"cache", "logs"})
+"""Options that change no result."""
+
+
+def key_of(
+    module: fx.GraphModule, args: Sequence[Any], fixed: Collection[int], options: Options
+) -> str:
+    """The key of a graph of Dynamo's; refused if something cannot be described exactly."""
+    intercepts = adapter.what_intercepts()
+    if intercepts is not None:
+        raise NotExactError(intercepts)
+    described = {
+        "versions": versions(),
+        "options": {k: v for k, v in asdict(options).items() if k not in NEUTRAL},
+        "state": state_key(args, options),
+        "fixed": sorted(fixed),
+        "inputs": inputs_key(args),
+        "graph": graph_key(module),
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def state_key(args: Sequence[Any], options: Options) -> Json:
+    """The state of the process that tracing reads."""
+    kinds = {"cpu", *(arg.device.type for arg in args if isinstance(arg, Tensor))}
+    grouped = dist.is_available() and dist.is_initialized()
+    return {
+        "grad": torch.is_grad_enabled(),
+        "autocast": adapter.autocast_state(kinds),
+        "flags": adapter.backend_flags(),
+        "inductor": adapter.inductor_settings() if options.inner == "inductor" else None,
+        # Whatever a program made of its rank is a constant of the graph; better safe.
+        "rank": [dist.get_rank(), dist.get_world_size()] if grouped else None,
+    }
+
+
+@functools.cache
+def versions() -> list[str]:
+    """What a graph is traced by: torch, Python, and the compiler itself, by its source."""
+    package = Path(__file__).parents[2]
+    digest = hashlib.sha256()
+    try:
+        for file in sorted([package / "_torch_compile.py", *(package / "compile").rglob("*.py")]):
+            digest.update(file.name.encode() + file.read_bytes())
+    except OSError as error:
+        raise NotExactError(f"the compiler's own source cannot be read: {error}") from error
+    python = f"{sys.implementation.name} {sys.version}"
+    return [__version__, digest.hexdigest(), python, *adapter.compiler_versions()]

@@ -1,0 +1,33 @@
+"""The fake values of a graph's nodes, found by running it on fake inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shoal import _torch_compile as adapter
+
+
+def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: adapter.FakeTensorMode) -> None:
+    """Give each node the value that it had when it was traced, without its elements."""
+    given = iter(inputs)
+
+    def value(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    with adapter.below_python(mode), torch.no_grad(), adapter.keep_rng():
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                one = next(given)
+                node.meta["val"] = one.detach() if isinstance(one, Tensor) else one
+            elif node.op == "output":
+                node.meta["val"] = fx.map_arg(node.args[0], value)
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+                if adapter.INPUT_VALUES in node.meta:
+                    node.meta[adapter.INPUT_VALUES] = (args, kwargs)
+                # Of a generator's state, operators give the real one.
+                node.meta["val"] = adapter.as_fake(mode, node.target(*args, **kwargs))

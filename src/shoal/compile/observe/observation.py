@@ -1,0 +1,145 @@
+"""The compilation that runs now, and those that ran: stages time themselves and tell here."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch.fx import GraphModule
+
+from shoal.compile import environment
+from shoal.compile.aot.lowered import Lowered
+from shoal.compile.observe import logs
+from shoal.compile.observe.record import CacheUse, CompileRecord
+from shoal.compile.observe.topics import Topic, topics_of
+from shoal.compile.partition.ops import Kind, is_wait, kind
+
+MOST_RECORDS = 1000
+"""Older ones are forgotten."""
+
+
+class Observation:
+    """Collects what is told of one compilation."""
+
+    def __init__(self, number: int, topics: frozenset[Topic]) -> None:
+        self._number = number
+        self._topics = topics
+        self._facts: dict[str, Any] = {}
+        self._seconds: dict[str, float] = {}
+
+    def tell(self, **facts: Any) -> None:
+        """Keep fields of the record."""
+        self._facts.update(facts)
+
+    def spent(self, stage: str, seconds: float) -> None:
+        """Add to a stage's time."""
+        self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
+
+    def say(self, topic: Topic, text: Callable[[], str]) -> None:
+        """Log what `text` gives, which is asked only if somebody wants to know."""
+        if topic in self._topics:
+            logs.write(topic, f"graph {self._number}: {text()}")
+
+    def record(self) -> CompileRecord | None:
+        """What is known by now; None before the graphs are there."""
+        if "num_inputs" not in self._facts:
+            return None
+        return CompileRecord(number=self._number, seconds=self._seconds, **self._facts)
+
+
+_current: ContextVar[Observation | None] = ContextVar("shoal_observation", default=None)
+_numbers = itertools.count()
+_kept: deque[Observation] = deque(maxlen=MOST_RECORDS)
+
+
+@contextmanager
+def observing(topics: str = "") -> Iterator[Observation]:
+    """Observe the compilation that runs inside; topics besides those of the environment."""
+    chosen = topics_of(environment.log_topics()) | topics_of(topics)
+    made = Observation(next(_numbers), chosen)
+    made.tell(where="", num_nodes_before=0, cache=CacheUse.OFF)
+    _kept.append(made)
+    with resumed(made):
+        yield made
+
+
+@contextmanager
+def resumed(observation: Observation | None) -> Iterator[None]:
+    """Go on observing for what was left for later."""
+    token = _current.set(observation)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> Observation | None:
+    """The observation of the compilation that runs now."""
+    return _current.get()
+
+
+@contextmanager
+def stage(name: str) -> Iterator[None]:
+    """Time a stage of the compilation that runs now."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        observation = _current.get()
+        if observation is not None:
+            observation.spent(name, time.perf_counter() - start)
+
+
+def say(topic: Topic, text: Callable[[], str]) -> None:
+    """Log about the compilation that runs now."""
+    observation = _current.get()
+    if observation is not None:
+        observation.say(topic, text)
+
+
+def tell_lowered(lowered: Lowered) -> None:
+    """Keep what the graphs of the compilation that runs now are."""
+    observation = _current.get()
+    if observation is None:
+        return
+    signature = lowered.signature
+    backward = lowered.backward
+    observation.tell(
+        num_inputs=len(signature.inputs),
+        num_outputs=len(signature.outputs),
+        num_mutated=sum(one.mutation.data or one.mutation.is_set for one in signature.inputs),
+        num_bases=len(signature.bases),
+        trains=signature.trains,
+        num_saved=lowered.num_saved,
+        saved_bytes=lowered.saved_bytes,
+        num_nodes_forward=count_calls(lowered.forward),
+        num_nodes_backward=0 if backward is None else count_calls(backward),
+        num_collectives=_count_collectives(lowered.forward)
+        + (0 if backward is None else _count_collectives(backward)),
+    )
+
+
+def count_calls(module: GraphModule) -> int:
+    """The nodes of a graph that do something."""
+    return sum(node.op.startswith("call_") for node in module.graph.nodes)
+
+
+def _count_collectives(module: GraphModule) -> int:
+    calls = (node for node in module.graph.nodes if node.op == "call_function")
+    return sum(kind(node) is Kind.COLLECTIVE and not is_wait(node) for node in calls)
+
+
+def records() -> list[CompileRecord]:
+    """The latest compilations of this process, oldest first."""
+    found = (observation.record() for observation in list(_kept))
+    return [record for record in found if record is not None]
+
+
+def forget() -> None:
+    """Drop all records."""
+    _kept.clear()

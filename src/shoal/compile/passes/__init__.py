@@ -1,0 +1,44 @@
+"""Passes over captured graphs with collectives in them.
+
+In: a graph with functional collectives as nodes, and metadata (`val`) on each node.
+Out: the same graph with fewer collectives, started earlier and waited for later.
+"""
+
+from shoal.compile.passes.bucket import Limits
+from shoal.compile.passes.bucket_all_gather import bucket_all_gathers
+from shoal.compile.passes.bucket_all_reduce import bucket_all_reduces
+from shoal.compile.passes.bucket_reduce_scatter import bucket_reduce_scatters
+from shoal.compile.passes.comm_block import (
+    CommBlock,
+    CommKey,
+    get_all_comm_blocks,
+    get_comm_block,
+)
+from shoal.compile.passes.contract import Fact, Pass
+from shoal.compile.passes.metadata import check_graph
+from shoal.compile.passes.pipeline import Pipeline, Report
+from shoal.compile.passes.schedule import delay_waits, overlap
+from shoal.compile.passes.standard import replicated, sharded
+from shoal.compile.passes.traffic import Traffic, count_traffic
+
+__all__ = [
+    "CommBlock",
+    "CommKey",
+    "Fact",
+    "Limits",
+    "Pass",
+    "Pipeline",
+    "Report",
+    "Traffic",
+    "bucket_all_gathers",
+    "bucket_all_reduces",
+    "bucket_reduce_scatters",
+    "check_graph",
+    "count_traffic",
+    "delay_waits",
+    "get_all_comm_blocks",
+    "get_comm_block",
+    "overlap",
+    "replicated",
+    "sharded",
+]

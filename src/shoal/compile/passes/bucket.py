@@ -1,0 +1,165 @@
+"""Which collectives become one.
+
+Buckets hold collectives of equal keys, in the order of the graph, up to a size. Between two members
+there is no path, not even one through another bucket: then all members can start together, and
+all of them can end together, without anything that waits for itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from shoal.compile.passes.collectives import sent_nodes
+from shoal.compile.passes.comm_block import CommBlock
+from shoal.compile.passes.dependencies import Dependencies
+from shoal.errors import UsageError
+
+MB = 1024**2
+FIRST_BUCKET_BYTES = MB
+"""The first bucket is small, as DDP's is, so that communication starts early."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How large buckets become."""
+
+    num_bytes: int
+    first_bytes: int | None = None
+    """Of the first bucket of each key."""
+    overshoot: bool = False
+    """Whether a bucket is full once it reaches its size, as DDP's are, or must stay within it."""
+
+    def __post_init__(self) -> None:
+        for name, size in (("num_bytes", self.num_bytes), ("first_bytes", self.first_bytes)):
+            if size is not None and size <= 0:
+                raise UsageError(f"expected a bucket size above 0, got {name}={size}")
+
+    def of_bucket(self, number: int) -> int:
+        """The size of a key's bucket, counted from 0."""
+        small = self.num_bytes if self.first_bytes is None else self.first_bytes
+        return small if number == 0 else self.num_bytes
+
+    @classmethod
+    def of_ddp(cls, bucket_size_mb: float) -> Limits:
+        """A small first bucket, and others that are full once they reach a size."""
+        if bucket_size_mb <= 0:
+            raise UsageError(f"expected a bucket size above 0 MB, got {bucket_size_mb}")
+        size = max(1, int(bucket_size_mb * MB))
+        return cls(num_bytes=size, first_bytes=FIRST_BUCKET_BYTES, overshoot=True)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Member:
+    """A collective that may go into a bucket."""
+
+    block: CommBlock
+    key: Hashable
+    """Members of one bucket have equal keys."""
+    absorbed: tuple[fx.Node, ...] = ()
+    """Nodes before the collective that the bucket does for all of its members."""
+
+    def __post_init__(self) -> None:
+        if len(self.sources) != len(self.block.wait_nodes):
+            raise UsageError(
+                f"expected a source for each of {len(self.block.wait_nodes)} waits of "
+                f"{self.block.comm_node.name}, got {len(self.sources)}"
+            )
+
+    @property
+    def sources(self) -> tuple[fx.Node, ...]:
+        """What goes into the bucket for each wait of the block.
+
+        Read from the graph, where the results of other buckets take the place of what was there.
+        """
+        if not self.absorbed:
+            return sent_nodes(self.block.comm_node)
+        return tuple(node.all_input_nodes[0] for node in self.absorbed)
+
+    @property
+    def departure(self) -> tuple[fx.Node, ...]:
+        """The nodes that a new collective takes the place of."""
+        return (*self.absorbed, self.block.comm_node)
+
+    @property
+    def arrival(self) -> tuple[fx.Node, ...]:
+        """The nodes that new results take the place of."""
+        start = self.block.node_list.index(self.block.wait_nodes[-1]) + 1
+        return self.block.node_list[1:start]
+
+
+Bucket = tuple[Member, ...]
+"""Members that become one collective."""
+
+
+def decide_buckets(
+    dependencies: Dependencies, members: Sequence[Member], limits: Limits
+) -> list[Bucket]:
+    """Put each member into a bucket of its key."""
+    paths = _Paths(dependencies, members)
+    buckets: list[list[int]] = []
+    latest: dict[Hashable, list[int]] = {}
+    count: dict[Hashable, int] = {}
+    for i, member in enumerate(members):
+        bucket = latest.get(member.key)
+        if bucket is not None:
+            size = sum(members[j].block.num_bytes for j in bucket)
+            limit = limits.of_bucket(count[member.key] - 1)
+            full = size >= limit if limits.overshoot else size + member.block.num_bytes > limit
+            if full or paths.between(bucket[0], i):
+                bucket = None
+        if bucket is None:
+            bucket = latest[member.key] = []
+            buckets.append(bucket)
+            count[member.key] = count.get(member.key, 0) + 1
+        else:
+            paths.join(bucket[0], i)
+        bucket.append(i)
+    return [tuple(members[i] for i in bucket) for bucket in buckets]
+
+
+class _Paths:
+    """Which members come before which, as buckets become one node.
+
+    A set of members is an integer with a bit for each.
+    """
+
+    def __init__(self, dependencies: Dependencies, members: Sequence[Member]) -> None:
+        owner: dict[fx.Node, int] = {}
+        for i, member in enumerate(members):
+            owner.update(dict.fromkeys((*member.departure, *member.arrival), 1 << i))
+        reached: dict[fx.Node, int] = {}
+        self.before = [0] * len(members)
+        for node in dependencies.nodes:
+            bits = 0
+            for one in dependencies.before[node]:
+                bits |= reached[one]
+            own = owner.get(node, 0)
+            if own:
+                self.before[own.bit_length() - 1] |= bits & ~own
+            reached[node] = bits | own
+        self._close()
+        self.together = [1 << i for i in range(len(members))]
+
+    def _close(self) -> None:
+        """Count what comes before a member's later nodes as before all that follows it."""
+        for i, bits in enumerate(self.before):
+            for j, other in enumerate(self.before):
+                if other >> i & 1:
+                    self.before[j] = other | bits
+
+    def between(self, i: int, j: int) -> bool:
+        """Whether there is a path between the buckets of two members."""
+        return bool(self.before[i] & self.together[j] or self.before[j] & self.together[i])
+
+    def join(self, i: int, j: int) -> None:
+        """Make the buckets of two members one."""
+        joined = self.together[i] | self.together[j]
+        before = self.before[i] | self.before[j]
+        for one, bits in enumerate(self.before):
+            if joined >> one & 1:
+                self.together[one], self.before[one] = joined, before
+            elif bits & joined:
+                self.before[one] = bits | before | joined

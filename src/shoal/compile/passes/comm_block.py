@@ -1,0 +1,189 @@
+"""A collective with all that belongs to it: `CommBlock`.
+
+input ─► comm_node ─► (getitem ─►) wait ─► views of the result ─► who uses it
+         └─────────────── node_list ──────────────────┘
+                                             └ outputs: the last of it that others read
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shoal import _torch_compile
+from shoal.compile.partition.ops import Kind, flat, kind, value
+from shoal.compile.passes.collectives import (
+    GROUP,
+    REDUCE_OP,
+    CommKind,
+    collective,
+    first_given,
+    is_wait,
+    sent_nodes,
+)
+from shoal.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommKey:
+    """What two collectives must have in common to become one."""
+
+    kind: CommKind
+    group: tuple[Any, ...]
+    reduce_op: str | None
+    dtype: torch.dtype | None
+    """None where the tensors of one coalesced collective differ."""
+    device: torch.device | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class CommBlock:
+    """A collective, its waits, and the views of its results."""
+
+    comm_node: fx.Node
+    inputs: tuple[fx.Node, ...]
+    wait_nodes: tuple[fx.Node, ...]
+    """One for each result that is used, in the order of the results."""
+    node_list: tuple[fx.Node, ...]
+    """Collective, items, waits, views: each after what it reads."""
+    outputs: tuple[fx.Node, ...]
+    shape: torch.Size | list[torch.Size]
+    """Of what is sent: a list where the collective takes a list."""
+    key: CommKey
+    num_bytes: int
+    """What one rank holds while it runs: the larger of what it gives and what it gets."""
+
+    def __post_init__(self) -> None:
+        if not self.wait_nodes or not all(map(is_wait, self.wait_nodes)):
+            raise UsageError(
+                f"expected the waits of {self.comm_node.name}, got {self.wait_nodes}: a block is "
+                "a collective whose results are all waited for"
+            )
+
+
+def get_comm_block(comm_node: fx.Node) -> CommBlock | None:
+    """The block around a collective's node; None if its results are not waited for one by one."""
+    op = collective(comm_node)
+    if op is None or not op.awaited:
+        return None
+    arrival = _arrival(comm_node, coalesced=op.coalesced)
+    inputs = sent_nodes(comm_node)
+    if arrival is None or not inputs:
+        return None
+    items, waits = arrival
+    views, outputs = _views(waits)
+    return CommBlock(
+        comm_node=comm_node,
+        inputs=inputs,
+        wait_nodes=waits,
+        node_list=(comm_node, *items, *waits, *views),
+        outputs=outputs,
+        shape=_shape(inputs, coalesced=op.coalesced),
+        key=comm_key(comm_node),
+        num_bytes=comm_bytes(comm_node),
+    )
+
+
+def get_all_comm_blocks(
+    graph: fx.Graph,
+    comm_ops: Collection[Any] | None = None,
+    comm_filter: Callable[[CommBlock], bool] | None = None,
+) -> list[CommBlock]:
+    """The blocks of a graph in its order: of some operators or of all, if they pass a filter."""
+    blocks = []
+    for node in graph.nodes:
+        chosen = collective(node) is not None and (comm_ops is None or node.target in comm_ops)
+        block = get_comm_block(node) if chosen else None
+        if block is not None and (comm_filter is None or comm_filter(block)):
+            blocks.append(block)
+    return blocks
+
+
+def comm_key(comm_node: fx.Node) -> CommKey:
+    """What a collective must share with others to become one with them."""
+    op = collective(comm_node)
+    assert op is not None
+    tensors = list(tensors_of(sent_nodes(comm_node)))
+    dtypes = {tensor.dtype for tensor in tensors}
+    return CommKey(
+        kind=op.kind,
+        group=tuple(first_given(comm_node, GROUP)),
+        reduce_op=next(iter(map(str, first_given(comm_node, REDUCE_OP))), None),
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        device=tensors[0].device if tensors else None,
+    )
+
+
+def comm_bytes(comm_node: fx.Node) -> int:
+    """The larger of what a rank gives and what it gets; symbolic sizes by what they were."""
+    given = sum(map(tensor_bytes, tensors_of(sent_nodes(comm_node))))
+    return max(given, sum(map(tensor_bytes, tensors_of([comm_node]))))
+
+
+def tensor_bytes(tensor: Tensor) -> int:
+    """The bytes of a tensor's elements."""
+    return _torch_compile.size_hint(tensor.numel()) * tensor.dtype.itemsize
+
+
+def tensors_of(nodes: Iterable[fx.Node]) -> Iterator[Tensor]:
+    """The tensors that some nodes give, without their elements."""
+    for node in nodes:
+        for one in flat(value(node)):
+            if isinstance(one, Tensor):
+                yield one
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node only looks at a result in another way, or picks one of several."""
+    return node.op == "call_function" and kind(node) in (Kind.VIEW, Kind.ITEM)
+
+
+def _arrival(
+    comm_node: fx.Node, *, coalesced: bool
+) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]] | None:
+    """The items and the waits of a collective, in the order of its results."""
+    users = list(comm_node.users)
+    if not coalesced:
+        return ((), tuple(users)) if len(users) == 1 and is_wait(users[0]) else None
+    if not users or any(user.target is not operator.getitem for user in users):
+        return None
+    items = sorted(users, key=_place)
+    waits = [user for item in items for user in item.users]
+    once = len(set(map(_place, items))) == len(items) == len(waits)
+    return (tuple(items), tuple(waits)) if once and all(map(is_wait, waits)) else None
+
+
+def _place(item: fx.Node) -> int:
+    """Which of several results an item is."""
+    place: Any = item.args[1]
+    return place
+
+
+def _views(waits: Iterable[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
+    """The views of some results, and the last of them that others read."""
+    views: list[fx.Node] = []
+    outputs: dict[fx.Node, None] = {}
+    pending = list(waits)
+    for node in pending:  # grows
+        for user in node.users:
+            if not is_view(user):
+                outputs[node] = None
+            elif user not in views:
+                views.append(user)
+                pending.append(user)
+    return tuple(views), tuple(outputs)
+
+
+def _shape(inputs: tuple[fx.Node, ...], *, coalesced: bool) -> torch.Size | list[torch.Size]:
+    shapes = [tensor.shape for tensor in tensors_of(inputs)]
+    if not shapes:
+        raise UsageError(
+            f"expected what {inputs[0].name} gives in its metadata ('val'), got none: trace the "
+            "graph with make_fx or a compiler"
+        )
+    return shapes if coalesced else shapes[0]

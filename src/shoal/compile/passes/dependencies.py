@@ -1,0 +1,176 @@
+"""What must run before each node of a graph.
+
+Values are not all: a node that writes into memory comes after those that read the old bytes and
+before those that read the new ones, even where no value goes from one to the other. A
+collective uses what it was given until its wait, so the wait counts as a reader of the inputs and
+as the writer of the results. Random numbers and effects stay in their order.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shoal import _torch_compile
+from shoal.compile.partition.ops import VIEWS, flat, op_name, value
+from shoal.compile.passes.collectives import collective, is_wait, sent_nodes
+
+Memory = frozenset[Hashable]
+"""Which pieces of memory a value may lie in."""
+NOWHERE: Memory = frozenset()
+
+
+class Dependencies:
+    """For each node the ones that must run before it, by value, memory and effect."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.nodes: list[fx.Node] = list(graph.nodes)
+        self.index = {node: i for i, node in enumerate(self.nodes)}
+        self._memory: dict[fx.Node, list[Memory]] = {}
+        for node in self.nodes:
+            self._memory[node] = self._results(node)
+        self.before: dict[fx.Node, set[fx.Node]] = {}
+        self._connect()
+
+    def memory(self, *nodes: fx.Node) -> Memory:
+        """Where the values of some nodes may lie."""
+        return NOWHERE.union(*(one for node in nodes for one in self._memory[node]))
+
+    def reads(self, node: fx.Node) -> Memory:
+        """The memory whose elements a node uses."""
+        if is_wait(node):
+            return self.memory(*node.all_input_nodes, *_sent_before(node))
+        return self.memory(*node.all_input_nodes)
+
+    def writes(self, node: fx.Node) -> Memory:
+        """The memory whose elements a node changes."""
+        if node.op != "call_function":
+            return NOWHERE
+        if is_wait(node) or _is_opaque(node) or op_name(node).startswith("c10d::"):
+            return self.memory(*node.all_input_nodes)
+        written = [
+            one
+            for argument, given in _torch_compile.schema_arguments(node)
+            if argument.alias_info is not None and argument.alias_info.is_write
+            for one in flat(given)
+            if isinstance(one, fx.Node)
+        ]
+        return self.memory(*written)
+
+    def _connect(self) -> None:
+        writes = {node: self.writes(node) for node in self.nodes}
+        written = NOWHERE.union(*writes.values())
+        writer: dict[Hashable, fx.Node] = {}
+        readers: dict[Hashable, list[fx.Node]] = defaultdict(list)
+        effect: fx.Node | None = None
+        for node in self.nodes:
+            before = set(node.all_input_nodes)
+            for piece in self.reads(node) & written:
+                before.add(writer.get(piece, node))
+                readers[piece].append(node)
+            for piece in writes[node]:
+                before.update((writer.get(piece, node), *readers.pop(piece, ())))
+                writer[piece] = node
+            if has_effect(node):
+                before.add(node if effect is None else effect)
+                effect = node
+            self.before[node] = before - {node}
+
+    def _results(self, node: fx.Node) -> list[Memory]:
+        """Where each of a node's results may lie."""
+        if node.op in ("placeholder", "get_attr"):
+            return [frozenset({_outside(node)})]
+        if node.op == "output":
+            return []
+        tensors = [one for one in flat(value(node)) if isinstance(one, Tensor)]
+        if not tensors and "val" in node.meta:
+            return []  # numbers, or nothing
+        if node.target is operator.getitem:
+            return [self._item(node)]
+        several = isinstance(value(node), list | tuple)
+        fresh: list[Memory] = [
+            frozenset({(node, i)}) for i in range(len(tensors) if several else 1)
+        ]
+        shared = self.memory(*_shared_inputs(node))
+        if _is_opaque(node):
+            return [one | shared for one in fresh]
+        return [shared] * len(fresh) if shared else fresh
+
+    def _item(self, node: fx.Node) -> Memory:
+        source: Any
+        source, place = node.args
+        known = self._memory[source]
+        if isinstance(place, int) and isinstance(value(source), list | tuple) and known:
+            return known[place]
+        return self.memory(source)
+
+
+def has_effect(node: fx.Node) -> bool:
+    """Whether a node must keep its place among others that do something besides their result."""
+    if node.op in ("call_module", "call_method"):
+        return True
+    if node.op != "call_function" or node.target is operator.getitem or is_wait(node):
+        return False
+    op = node.target
+    if not isinstance(op, _torch_compile.OpOverload):
+        return _is_opaque(node)
+    return (
+        torch.Tag.nondeterministic_seeded in op.tags
+        or _torch_compile.has_effects(op)
+        or op.namespace == "c10d"
+        or not _torch_compile.declared_returns(op)
+    )
+
+
+def _is_opaque(node: fx.Node) -> bool:
+    """Whether a node calls what has no schema: it may do anything to its tensors."""
+    if node.op != "call_function" or node.target is operator.getitem:
+        return node.op in ("call_module", "call_method")
+    if isinstance(node.target, _torch_compile.OpOverload):
+        return False
+    read = (one for given in node.all_input_nodes for one in flat(value(given)))
+    return any(isinstance(one, Tensor) for one in read)
+
+
+def _outside(node: fx.Node) -> Hashable:
+    """The memory of an input: two inputs may be views of the same."""
+    if node.op == "get_attr":
+        return "attribute", node.target
+    held = value(node)
+    storage = _torch_compile.storage_key(held) if isinstance(held, Tensor) else None
+    return node if storage is None else ("storage", storage)
+
+
+def _shared_inputs(node: fx.Node) -> Iterable[fx.Node]:
+    """The nodes in whose memory the results of another may lie."""
+    if _is_opaque(node):
+        return node.all_input_nodes
+    op = node.target
+    if not isinstance(op, _torch_compile.OpOverload):
+        return ()
+    if is_wait(node) or op_name(node) in VIEWS:
+        return node.all_input_nodes[:1]
+    if all(one.alias_info is None for one in _torch_compile.declared_returns(op)):
+        return ()
+    return [
+        one
+        for argument, given in _torch_compile.schema_arguments(node)
+        if argument.alias_info is not None
+        for one in flat(given)
+        if isinstance(one, fx.Node)
+    ]
+
+
+def _sent_before(wait: fx.Node) -> tuple[fx.Node, ...]:
+    """What the collective was given that a wait belongs to."""
+    source = wait.args[0]
+    if isinstance(source, fx.Node) and source.target is operator.getitem:
+        source = source.args[0]
+    if not isinstance(source, fx.Node) or collective(source) is None:
+        return ()
+    return sent_nodes(source)

@@ -1,0 +1,113 @@
+"""New nodes for a graph, with metadata from the start."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shoal.compile.partition.ops import value
+from shoal.compile.passes.metadata import compute_metadata
+
+aten = torch.ops.aten
+
+
+def call_function(
+    graph: fx.Graph,
+    target: Callable[..., Any],
+    args: tuple[Any, ...] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+) -> fx.Node:
+    """A new call where the graph inserts now, that says what it gives."""
+    if not callable(target):
+        raise TypeError(f"expected an operator or a function to call, got {target!r}")
+    node = graph.call_function(target, args, None if kwargs is None else dict(kwargs))
+    compute_metadata(node)
+    return node
+
+
+def call_again(graph: fx.Graph, node: fx.Node, first: Any, target: Any = None) -> fx.Node:
+    """The call of another node with another first argument, or of another operator with it."""
+    chosen: Any = target if target is not None else node.target
+    if node.args:
+        new = call_function(graph, chosen, (first, *node.args[1:]), node.kwargs)
+    else:
+        name = next(iter(node.kwargs))
+        new = call_function(graph, chosen, (), {**node.kwargs, name: first})
+    new.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
+    return new
+
+
+def move_block_after(block: Iterable[fx.Node], target_node: fx.Node) -> None:
+    """Put nodes right after another one, in the order given."""
+    for node in block:
+        target_node.append(node)
+        target_node = node
+
+
+def move_block_before(block: Iterable[fx.Node], target_node: fx.Node) -> None:
+    """Put nodes right before another one, in the order given."""
+    for node in block:
+        target_node.prepend(node)
+
+
+def sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
+    """The sizes of a node's tensor: integers, and nodes for those that are symbolic."""
+    return [
+        size if isinstance(size, int) else call_function(graph, aten.sym_size.int, (node, dim))
+        for dim, size in enumerate(value(node).shape)
+    ]
+
+
+def times(graph: fx.Graph, size: Any, factor: Any) -> Any:
+    """The product of two sizes, each an integer or a node."""
+    if isinstance(size, int) and isinstance(factor, int):
+        return size * factor
+    return call_function(graph, operator.mul, (size, factor))
+
+
+def share(graph: fx.Graph, size: Any, ranks: int) -> Any:
+    """What each of some ranks gets of a size, which is an integer or a node."""
+    if isinstance(size, int):
+        return size // ranks
+    return call_function(graph, operator.floordiv, (size, ranks))
+
+
+def flatten(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
+    """The elements of a tensor in one row, in the order in which `like` has them in memory."""
+    dims = _dims_in_memory(value(like))
+    if dims is not None:
+        node = call_function(graph, aten.permute.default, (node, dims))
+    return call_function(graph, aten.flatten.using_ints, (node,))
+
+
+def unflatten(graph: fx.Graph, row: fx.Node, shape: list[Any], like: fx.Node) -> fx.Node:
+    """A row as a tensor of a shape, with the strides of `like`."""
+    dims = _dims_in_memory(value(like))
+    if dims is None:
+        return call_function(graph, aten.reshape.default, (row, shape))
+    row = call_function(graph, aten.reshape.default, (row, [shape[dim] for dim in dims]))
+    back = [dims.index(dim) for dim in range(len(dims))]
+    return call_function(graph, aten.permute.default, (row, back))
+
+
+def split(graph: fx.Graph, node: fx.Node, lengths: list[Any], dim: int = 0) -> list[fx.Node]:
+    """The pieces of a tensor, of some lengths."""
+    pieces = call_function(graph, aten.split_with_sizes.default, (node, lengths, dim))
+    return [call_function(graph, operator.getitem, (pieces, i)) for i in range(len(lengths))]
+
+
+def _dims_in_memory(tensor: Tensor) -> list[int] | None:
+    """The dimensions of a dense tensor from slow to fast; None where that is their order anyway.
+
+    A transposed gradient keeps its strides this way, and is put in a row without a copy.
+    """
+    if not all(isinstance(one, int) for one in (*tensor.shape, *tensor.stride())):
+        return None
+    if tensor.is_contiguous():
+        return None
+    dims = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return dims if tensor.permute(dims).is_contiguous() else None

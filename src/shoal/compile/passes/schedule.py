@@ -1,0 +1,252 @@
+"""When collectives start, and when they are waited for.
+
+One walk over a graph in its order. What computes keeps its order; around it
+
+- a collective starts as soon as what it sends is there, and the bytes in flight stay within a
+  bound: those whose results are needed first go first;
+- at its own place a reduction starts in any case. If there is no room by then, the oldest ones in
+  flight are waited for. A gather is held back until there is room, or somebody needs it;
+- a wait, with views of its result and cheap work on it alone, stands right before the first node
+  that needs it.
+
+So early is a choice, and on time is not: the bound holds, and nothing waits for room for ever.
+What a collective alone reads, and is cheap, moves with it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shoal.compile.partition.ops import Kind, kind
+from shoal.compile.passes.collectives import CommKind
+from shoal.compile.passes.comm_block import (
+    CommBlock,
+    get_all_comm_blocks,
+)
+from shoal.compile.passes.dependencies import Dependencies
+from shoal.compile.passes.order import put_in_order
+from shoal.errors import UsageError
+
+CHEAP = (Kind.VIEW, Kind.ITEM, Kind.CHEAP, Kind.SIZE)
+"""What is cheap enough to move with a collective: to be done early, or put off."""
+
+
+def delay_waits(graph: fx.Graph, kinds: Collection[CommKind] = tuple(CommKind)) -> None:
+    """Move the waits of collectives of some kinds to where their results are first needed."""
+    blocks = [block for block in get_all_comm_blocks(graph) if block.key.kind in kinds]
+    if blocks:
+        put_in_order(graph, schedule(Dependencies(graph), blocks, early=False))
+    graph.lint()
+
+
+def overlap(graph: fx.Graph, max_in_flight_bytes: int | None = None) -> None:
+    """Start collectives early and wait late, with a bound on what is on its way at a time."""
+    if max_in_flight_bytes is not None and max_in_flight_bytes <= 0:
+        raise UsageError(f"expected a bound above 0 bytes, got {max_in_flight_bytes}")
+    blocks = get_all_comm_blocks(graph)
+    if blocks:
+        order = schedule(Dependencies(graph), blocks, early=True, bound=max_in_flight_bytes)
+        put_in_order(graph, order)
+    graph.lint()
+
+
+def schedule(
+    dependencies: Dependencies,
+    blocks: Iterable[CommBlock],
+    *,
+    early: bool,
+    bound: int | None = None,
+) -> list[fx.Node]:
+    """The nodes of a graph in the order in which they should run."""
+    return _Walk(dependencies, list(blocks), early=early, bound=bound).run()
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Launch:
+    """A collective on its way from 'not ready' to 'waited for'."""
+
+    block: CommBlock
+    nodes: list[fx.Node]
+    """What prepares the collective and serves nothing else, and the collective."""
+    need: int
+    """The place of the first node that needs a result."""
+    missing: int = 0
+    """How many nodes from elsewhere must still run."""
+    unfinished: set[fx.Node] = field(default_factory=set)
+    """The waits that have not run."""
+
+
+class _Walk:
+    """The state of one walk over a graph."""
+
+    def __init__(
+        self, dependencies: Dependencies, blocks: list[CommBlock], *, early: bool, bound: int | None
+    ) -> None:
+        self.before, self.index = dependencies.before, dependencies.index
+        self.nodes = dependencies.nodes
+        self.early, self.bound = early, bound
+        self.order: list[fx.Node] = []
+        self.done: set[fx.Node] = set()
+        self.lazy = self._lazy(blocks)
+        self.need = self._needs()
+        self.launches = [self._launch(block, early=early) for block in blocks]
+        self.launch_of = {node: one for one in self.launches for node in one.nodes}
+        self.wait_of = {wait: one for one in self.launches for wait in one.block.wait_nodes}
+        self.in_flight: deque[_Launch] = deque()
+        self.in_flight_bytes = 0
+        self.pressing: set[_Launch] = set()
+        self.ready: list[tuple[int, int, _Launch]] = []
+        self.waiting: dict[fx.Node, list[_Launch]] = {}
+        if early:
+            self._watch()
+
+    def run(self) -> list[fx.Node]:
+        """Walk once over the graph."""
+        self._finish(node for node in self.nodes if node.op == "placeholder")  # stay in front
+        for node in self.nodes:
+            if node in self.done or node.op == "output":
+                continue
+            self._start_early()
+            launch = self.launch_of.get(node)
+            if launch is None and node not in self.lazy:
+                self._emit(node)
+            elif launch is not None and node is launch.block.comm_node and self._is_due(launch):
+                self._finish(launch.nodes)
+        self._finish(self.nodes[:-1])
+        self._finish(self.nodes)
+        return self.order
+
+    def _lazy(self, blocks: list[CommBlock]) -> set[fx.Node]:
+        """What is put off: items, waits, and cheap work on nothing but results."""
+        lazy = {node for block in blocks for node in block.node_list} - {
+            block.comm_node for block in blocks
+        }
+        for node in self.nodes:
+            alone = bool(node.all_input_nodes) and lazy.issuperset(node.all_input_nodes)
+            if alone and node.op == "call_function" and kind(node) in CHEAP:
+                lazy.add(node)
+        return lazy
+
+    def _needs(self) -> dict[fx.Node, int]:
+        """For what is put off, the place of the first node that needs it."""
+        needs: dict[fx.Node, int] = {}
+        for node in reversed(self.nodes):
+            if node in self.lazy:
+                places = (needs.get(user, self.index[user]) for user in node.users)
+                needs[node] = min(places, default=len(self.nodes))
+        return needs
+
+    def _launch(self, block: CommBlock, *, early: bool) -> _Launch:
+        nodes = self._preparation(block.comm_node) if early else []
+        return _Launch(
+            block=block,
+            nodes=[*nodes, block.comm_node],
+            need=min(self.need[wait] for wait in block.wait_nodes),
+            unfinished=set(block.wait_nodes),
+        )
+
+    def _preparation(self, comm_node: fx.Node) -> list[fx.Node]:
+        """The cheap nodes before a collective that serve nothing else, in order."""
+        found = {comm_node}
+        pending = [comm_node]
+        while pending:
+            for node in self.before[pending.pop()] - found - self.lazy:
+                own = node.op == "call_function" and all(user in found for user in node.users)
+                if own and kind(node) in CHEAP:
+                    found.add(node)
+                    pending.append(node)
+        return sorted(found - {comm_node}, key=self.index.__getitem__)
+
+    def _watch(self) -> None:
+        """Note what each collective still needs."""
+        for launch in self.launches:
+            needed = {one for node in launch.nodes for one in self.before[node]}
+            needed -= set(launch.nodes)
+            launch.missing = len(needed)
+            for one in needed:
+                self.waiting.setdefault(one, []).append(launch)
+            if not needed:
+                self._is_ready(launch)
+
+    def _emit(self, node: fx.Node) -> None:
+        """Run a node after the waits that it needs, and after what their end makes room for."""
+        self._finish(self.before[node])
+        self._start_early()
+        self._append(node)
+
+    def _finish(self, nodes: Iterable[fx.Node]) -> None:
+        """Run those of some nodes that were put off, and what they need, in their order."""
+        needed: set[fx.Node] = set()
+        pending = [node for node in nodes if node not in self.done]
+        while pending:
+            node = pending.pop()
+            if node not in needed:
+                needed.add(node)
+                pending += [one for one in self.before[node] if one not in self.done]
+        for node in sorted(needed, key=self.index.__getitem__):
+            self._append(node)
+
+    def _append(self, node: fx.Node) -> None:
+        launch = self.launch_of.get(node)
+        starts = launch is not None and node is launch.block.comm_node
+        if launch is not None and starts:
+            self._make_room(launch)
+        if node in self.done:  # by now: it was needed to make room
+            return
+        self.order.append(node)
+        self.done.add(node)
+        if launch is not None and starts:
+            self.in_flight.append(launch)
+            self.in_flight_bytes += launch.block.num_bytes
+        launch = self.wait_of.get(node)
+        if launch is not None:
+            launch.unfinished.discard(node)
+            if not launch.unfinished:
+                self.in_flight.remove(launch)
+                self.in_flight_bytes -= launch.block.num_bytes
+        for one in self.waiting.pop(node, ()):
+            one.missing -= 1
+            if not one.missing:
+                self._is_ready(one)
+
+    def _make_room(self, launch: _Launch) -> None:
+        """Wait for the oldest collectives in flight until another one fits."""
+        if launch in self.pressing:
+            return  # one in flight needs it to end: this is on the way to room already
+        self.pressing.add(launch)
+        while self.in_flight and not self._fits(launch):
+            self._finish(self.in_flight[0].block.wait_nodes)
+
+    def _is_ready(self, launch: _Launch) -> None:
+        heapq.heappush(self.ready, (launch.need, self.index[launch.block.comm_node], launch))
+
+    def _is_due(self, launch: _Launch) -> bool:
+        """Whether a collective whose place has come must start, with or without room.
+
+        Held back, a gather costs nothing: its result is larger than what it reads. A reduction
+        would keep the larger side alive. Without a bound all that is ready has started.
+        """
+        return (
+            launch.missing > 0 or not self.early or launch.block.key.kind is not CommKind.ALL_GATHER
+        )
+
+    def _start_early(self) -> None:
+        """Start what is ready, as long as there is room."""
+        while self.ready:
+            launch = self.ready[0][2]
+            started = launch.block.comm_node in self.done
+            if not started and not self._fits(launch):
+                return
+            heapq.heappop(self.ready)
+            if not started:
+                self._finish(launch.nodes)
+
+    def _fits(self, launch: _Launch) -> bool:
+        if self.bound is None or not self.in_flight:
+            return True
+        return self.in_flight_bytes + launch.block.num_bytes <= self.bound

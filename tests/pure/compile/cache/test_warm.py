@@ -1,0 +1,225 @@
+"""What comes out of the cache runs as eager does, and nothing is traced for it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, assume, given, note, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from compile_compare import BACKEND, Given, Scenario, backward_all, compare, leaf, observe
+from pure.compile.programs import RandomProgram, random_programs
+from shoal.compile.aot import pipeline
+from shoal.compile.observe import CompileRecord, forget, records
+from shoal.compile.observe.record import CacheUse
+
+pytestmark = pytest.mark.skipif(BACKEND != "shoal", reason="tests the cache of our own backend")
+
+MULTIPLE = (".split(", ".unbind(")
+
+
+def traced_never(*args: Any, **kwargs: Any) -> Any:
+    raise AssertionError("what is in the cache was traced")
+
+
+def compare_twice(run: Callable[..., Any], inputs: Callable[[], Any], **options: Any) -> None:
+    """Compare with eager cold and warm; the second time without the stages that trace."""
+    forget()
+    compare(run, inputs, **options)
+    cold = records()
+    assert cold, "nothing was compiled"
+    assert all(one.cache in (CacheUse.STORED, CacheUse.HIT) for one in cold), cold
+    forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(pipeline, "analyse", traced_never)
+        patch.setattr(pipeline, "capture", traced_never)
+        compare(run, inputs, **options)
+    warm = records()
+    assert [plain(one) for one in warm] == [plain(one) for one in cold]
+    assert all(one.cache is CacheUse.HIT and "capture" not in one.seconds for one in warm)
+
+
+def plain(record: CompileRecord) -> dict[str, Any]:
+    """What a record says of the graphs."""
+    names = [name for name in CompileRecord.__slots__ if name.startswith(("num_", "saved", "tra"))]
+    return {name: getattr(record, name) for name in names}
+
+
+@settings(
+    max_examples=40,
+    suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
+    phases=[Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink],
+    report_multiple_bugs=False,
+)
+@given(program=random_programs(), scenario=st.sampled_from(["train", "edit", "infer"]))
+def test_random_programs(program: RandomProgram, scenario: Scenario) -> None:
+    run, inputs = program.load()
+    edits = scenario == "edit" and not any(call in program.source for call in MULTIPLE)
+    scenarios: tuple[Scenario, ...] = ("train", "edit") if edits else ("train",)
+    if scenario == "infer":
+        scenarios = ("infer",)
+    seen = observe(run, inputs, scenario=scenarios[0], steps=1, backward=backward_all)
+    assume(seen[-1].error is None)
+    note(program.source)
+    ignore = ("*: relation (out*",) if any(c in program.source for c in MULTIPLE) else ()
+    compare_or_skip(run, inputs, scenarios=scenarios, ignore=ignore)
+
+
+def compare_or_skip(run: Callable[..., Any], inputs: Callable[[], Any], **options: Any) -> None:
+    """Leave out programs that leave no graph, or that without a cache are refused or differ."""
+    forget()
+    try:
+        compare(run, inputs, options={"cache": False}, **options)
+    except AssertionError:
+        assume(False)
+    assume(bool(records()))
+    compare_twice(run, inputs, **options)
+
+
+class Block(nn.Module):
+    def __init__(self, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.norm = nn.BatchNorm1d(8)
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.second(F.dropout(F.gelu(self.first(x)), 0.3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        x = checkpoint(self.inner, x, use_reentrant=False) if self.checkpointed else self.inner(x)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.first(x)
+        return y.float().sum(dim=-1) * torch.inf - torch.inf
+
+
+def module_inputs(**options: Any) -> Callable[[], Given]:
+    def make() -> Given:
+        model = Block(**options)
+        return Given(args=(model, torch.randn(4, 8)), watched=dict(model.named_parameters()))
+
+    return make
+
+
+def call(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_a_module_with_buffers_dropout_autocast_and_checkpoint(checkpointed: bool) -> None:
+    compare_twice(call, module_inputs(checkpointed=checkpointed), scenarios=("train", "infer"))
+
+
+def test_several_calls_and_grad_modes() -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            y = x * 2
+        return y.view(-1), (x * y).t()
+
+    compare_twice(program, leaf, steps=3)
+
+
+@pytest.mark.parametrize("option", [{"partition": "default"}, {"memory_budget": 0.0}])
+def test_options_have_entries_of_their_own(option: dict[str, Any]) -> None:
+    def program(x: Tensor) -> Tensor:
+        return (x.sin().cos() @ x.t().exp()).tanh()
+
+    compare_twice(program, leaf)
+    forget()
+    compare(program, leaf, options=option)
+    assert [one.cache for one in records()] == [CacheUse.STORED] * len(records())
+    compare_twice(program, leaf, options=option)
+
+
+def test_without_cache_nothing_is_read_or_written(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE_DIR", str(tmp_path / "none"))
+    forget()
+    compare(torch.sin, leaf, options={"cache": False})
+    assert {one.cache for one in records()} == {CacheUse.OFF}
+    assert not (tmp_path / "none").exists()
+
+
+SCRIPT = """
+import sys, torch
+from shoal.compile.aot import pipeline
+from shoal.compile.observe import records
+if sys.argv[1] == "warm":
+    def never(*args, **kwargs): raise AssertionError("traced")
+    pipeline.analyse = pipeline.capture = never
+def program(x, y):
+    x.mul_(2)
+    z = torch.nn.functional.dropout(x[1:] * y.sum(), 0.5)
+    return z, z.view(-1), x, (y * float("inf")).relu()
+torch.manual_seed(0)
+x, y = torch.randn(4, 6), torch.randn(3, requires_grad=True)
+out = torch.compile(program, backend="shoal", fullgraph=True)(x, y)
+(out[0].sum() + out[3].nan_to_num(1).sum()).backward()
+print(*(one.cache for one in records()), file=sys.stderr)
+print([one.tolist() for one in (*out, x, y.grad)], torch.get_rng_state().sum().item())
+"""
+
+
+def test_another_process_finds_it(tmp_path) -> None:
+    source = Path(__file__).parents[4] / "src"
+    env = {**os.environ, "PYTHONPATH": str(source), "SHOAL_CACHE_DIR": str(tmp_path)}
+    seen = []
+    for how, use in (("cold", "stored"), ("warm", "hit")):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import shoal\n{SCRIPT}", how],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr.split() == [use]
+        seen.append(done.stdout)
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_inductor_gets_the_graphs_of_the_cache() -> None:
+    def program(x: Tensor, w: Tensor) -> Tensor:
+        y = F.dropout(x @ w, 0.5).relu()
+        return checkpoint(lambda z: F.dropout(z.sin(), 0.5) * 2, y, use_reentrant=False)
+
+    def inputs() -> tuple[Tensor, Tensor]:
+        return torch.randn(4, 6, requires_grad=True), torch.randn(6, 5, requires_grad=True)
+
+    options = {"inner": "inductor"}
+    compare_twice(program, inputs, scenarios=("train",), options=options, tolerance=1e-5)
+
+
+def test_a_damaged_file_is_traced_again(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("SHOAL_CACHE_DIR", str(tmp_path))
+    for damage in (b"", b"{}\n[]", b"not ours"):
+        forget()
+        compare(torch.sin, leaf, scenarios=("train",))
+        (file,) = tmp_path.iterdir()
+        file.write_bytes(damage)
+        forget()
+        compare(torch.sin, leaf, scenarios=("train",))
+        assert [one.cache for one in records()] == [CacheUse.STORED]
+        assert file.read_bytes() != damage
+
+
+def test_a_folder_that_cannot_be_written_to_stops_nobody(tmp_path, monkeypatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("SHOAL_CACHE_DIR", str(tmp_path / "file" / "folder"))
+    forget()
+    compare(torch.sin, leaf, scenarios=("train",))
+    (record,) = records()
+    assert record.cache is CacheUse.REFUSED
+    assert "cannot be written to" in record.cache_note
