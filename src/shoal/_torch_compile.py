@@ -13,9 +13,10 @@ import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import CompileContext as CompileContext
@@ -35,6 +36,7 @@ from torch._subclasses.fake_tensor import is_fake
 from torch._subclasses.functional_tensor import FunctionalTensor as FunctionalTensor
 from torch._subclasses.functional_tensor import FunctionalTensorMode as FunctionalTensorMode
 from torch._subclasses.functional_tensor import disable_functional_mode
+from torch.distributed import distributed_c10d as c10d
 from torch.fx import GraphModule
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental import symbolic_shapes
@@ -648,3 +650,8 @@ def first_line(module: GraphModule) -> str:
     trace = next((one for one in traces if one), "")
     found = re.findall(r'^ *File "(.+)", line (\d+)', trace, re.MULTILINE)
     return ":".join(found[-1]) if found else ""
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that a collective in a graph names."""
+    return c10d._resolve_process_group(cast(Any, name))

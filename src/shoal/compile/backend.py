@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shoal import _torch_compile as adapter
+from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.aot.inner import Inductor, directly
 from shoal.compile.aot.pipeline import Pipeline
 from shoal.compile.cache.door import lower_cached
@@ -60,6 +61,7 @@ def shoal(
             lowered = lower_cached(pipeline, chosen, module, function, args, fixed)
         else:
             lowered = pipeline.lower(function, args, fixed)
+        check_ranks_agree(lowered)
         compiled = pipeline.build(lowered)
     return partial(compiled, *lifted) if lifted else compiled
 

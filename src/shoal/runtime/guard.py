@@ -82,6 +82,21 @@ def check_tensors_agree(group: dist.ProcessGroup, tensors: Mapping[str, torch.Te
         )
 
 
+def check_collectives_agree(group: dist.ProcessGroup, sequence: Sequence[str]) -> None:
+    """Raise on every rank if the ranks of a group are about to issue different collectives."""
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    if len(ranks) > 1 and not getattr(group, "others_are_imagined", False):
+        _compare(
+            ranks,
+            [
+                {"collective": f"{number}, {text}", "parameters": {}}
+                for number, text in enumerate(sequence)
+            ],
+            "{} and {} have captured graphs with different collectives",
+            "Every rank must compile the same model for inputs of the same kind, and as often.",
+        )
+
+
 def _is_imagined(unit: Unit) -> bool:
     """Whether the other ranks exist only in a model of the network."""
     transport = unit.transport or unit.replicas
@@ -116,20 +131,18 @@ def _awaited(
         store.wait([key], _TIMEOUT)
     except dist.DistStoreError as error:
         raise RankError(
-            f"rank {dist.get_rank()} is at unit {mine[0]['unit']!r}, and rank {other} did not come "
-            f"there within {_TIMEOUT}. {advice}"
+            f"rank {dist.get_rank()} is at {_place(mine)}, and rank {other} did not come there "
+            f"within {_TIMEOUT}. {advice}"
         ) from error
     return store.get(key)
 
 
 def _difference(mine: list[dict[str, object]], theirs: list[dict[str, object]]) -> str | None:
     """The first thing in which two ranks differ."""
-    if len(mine) != len(theirs):
-        return f"{len(mine)} units and {len(theirs)}"
-    for a, b in zip(mine, theirs, strict=True):
-        for what in ("unit", "layout"):
-            if a[what] != b[what]:
-                return f"{what} {a[what]} and {b[what]}"
+    for a, b in zip(mine, theirs, strict=False):
+        for what in a:
+            if what != "parameters" and a[what] != b.get(what):
+                return f"{what} {a[what]} and {b.get(what)}"
         ours, others = a["parameters"], b["parameters"]
         assert isinstance(ours, dict)
         assert isinstance(others, dict)
@@ -139,4 +152,13 @@ def _difference(mine: list[dict[str, object]], theirs: list[dict[str, object]]) 
                     f"parameter {name!r} of unit {a['unit']!r} is {ours.get(name, 'missing')} and "
                     f"{others.get(name, 'missing')}"
                 )
+    if len(mine) != len(theirs):
+        extra = (mine if len(mine) > len(theirs) else theirs)[min(len(mine), len(theirs))]
+        return f"there are {len(mine)} and {len(theirs)}, the first too many is {_place([extra])}"
     return None
+
+
+def _place(described: list[dict[str, object]]) -> str:
+    """Where a rank is, by the first thing that it names."""
+    what, name = next(iter(described[0].items())) if described else ("nothing", "")
+    return f"{what} {name!r}"

@@ -208,3 +208,24 @@ def test_what_a_graph_cannot_do_is_refused_by_name() -> None:
     _, part = next(iter(batches(1, dist.get_rank(), dist.get_world_size())))
     with pytest.raises(Exception, match=r"divide_factor=3\.0"):
         loss_of(run, part)
+
+
+@ranks(2)
+def test_ranks_that_capture_different_collectives_are_named() -> None:
+    """Rank 1 computes with one layer less: it would wait in a gather that rank 0 does not issue."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    is_odd = dist.get_rank() == 1
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        for layer in model[:2] if is_odd else model:
+            x = layer(x)
+        return x.sum()
+
+    model(torch.ones(2, 4)).sum().backward()  # one root for all
+    torch._dynamo.reset()
+    with pytest.raises(Exception, match="rank 0 and rank 1 have captured graphs with different"):
+        torch.compile(step, backend="shoal", fullgraph=True)(torch.ones(2, 4))
