@@ -15,6 +15,7 @@ from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.aot.inner import Inductor, directly
 from shoal.compile.aot.pipeline import Pipeline
 from shoal.compile.cache.door import lower_cached
+from shoal.compile.communication import schedule_collectives
 from shoal.compile.observe.dynamo import news
 from shoal.compile.observe.observation import count_calls, observing, say
 from shoal.compile.observe.text import graph_text
@@ -61,6 +62,7 @@ def shoal(
             lowered = lower_cached(pipeline, chosen, module, function, args, fixed)
         else:
             lowered = pipeline.lower(function, args, fixed)
+        schedule_collectives(lowered, chosen)
         check_ranks_agree(lowered)
         compiled = pipeline.build(lowered)
     return partial(compiled, *lifted) if lifted else compiled

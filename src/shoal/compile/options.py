@@ -25,7 +25,10 @@ class Options:
     """What backward gets: the fewest bytes, or everything that it reads."""
     memory_budget: float = 1.0
     """The share of what is saved for backward that may stay; the rest is computed again."""
-
+    bucket_mb: float = 25.0
+    """Up to which size collectives of one kind become one."""
+    in_flight_mb: float | None = None
+    """How much may be on its way at a time; None: twice the largest collective."""
     cache: bool = True
     """Whether what was traced is kept for other processes, and found again."""
     logs: str = ""
@@ -47,6 +50,12 @@ class Options:
                 "option 'cudagraphs' of the shoal backend needs inner='inductor', which records "
                 f"them; got inner={self.inner!r}"
             )
+        for name in ("bucket_mb", "in_flight_mb"):
+            size = getattr(self, name)
+            if size is not None and size <= 0:
+                raise UsageError(
+                    f"option {name!r} of the shoal backend must be above 0; got {size}"
+                )
         if not 0 <= self.memory_budget <= 1:
             raise UsageError(
                 "option 'memory_budget' of the shoal backend must be from 0 to 1; got "

@@ -149,8 +149,9 @@ def test_another_dim() -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("reshards", [True, False])
-def test_one_gather_and_one_reduction_per_unit(reshards: bool) -> None:
-    """Backward gathers again what forward freed; the root's parameters are kept."""
+@pytest.mark.parametrize("bucket_mb", [1e-6, 25])
+def test_one_gather_and_one_reduction_per_unit(reshards: bool, bucket_mb: float) -> None:
+    """Backward gathers again what forward freed; the root's are kept. Small ones become one."""
     model: Any = build()
     units = [fully_shard(block, reshard_after_forward=reshards) for block in model.blocks]
     fully_shard(model)
@@ -166,14 +167,16 @@ def test_one_gather_and_one_reduction_per_unit(reshards: bool) -> None:
         return directly(task)
 
     with patch.object(backend, "directly", counting):
-        run = torch.compile(model, backend="shoal", fullgraph=True, options={"cache": False})
+        options = {"cache": False, "bucket_mb": bucket_mb}
+        run = torch.compile(model, backend="shoal", fullgraph=True, options=options)
         _, part = next(iter(batches(1, dist.get_rank(), dist.get_world_size())))
         loss_of(run, part).backward()
     ops = torch.ops._c10d_functional
     gather, reduce = ops.all_gather_into_tensor.default, ops.reduce_scatter_tensor.default
-    assert counts["forward"] == {gather: len(units) + 1}
-    again = {gather: len(units)} if reshards else {}
-    assert counts["backward"] == {reduce: len(units) + 1, **again}
+    num_gathers, num_again = (len(units) + 1, len(units)) if bucket_mb < 1 else (1, 1)
+    assert counts["forward"] == {gather: num_gathers}
+    assert counts["backward"][gather] == (num_again if reshards else 0)
+    assert counts["backward"][reduce] == num_gathers
 
 
 @ranks(2)

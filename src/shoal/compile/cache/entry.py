@@ -19,6 +19,7 @@ from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.compile.cache.graphs import graph_from_json, graph_to_json
 from shoal.compile.cache.propagate import propagate
 from shoal.compile.cache.values import Json
+from shoal.compile.partition.ops import Kind, kind
 
 _NUMBERS = ("num_visible", "num_saved", "saved_bytes")
 
@@ -47,7 +48,8 @@ def entry_from_json(
 ) -> Lowered:
     """What tracing a function of these arguments has left behind.
 
-    Its nodes get their fake values if asked for: generated code does not need them, Inductor does.
+    Its nodes get their fake values if asked for: generated code does not need them, Inductor does;
+    and so does whoever compares or moves collectives.
     """
     expected = {"signature", "arrangement", "forward", "backward", "tangents", "returned", "fixed"}
     if type(json) is not dict or json.keys() != expected | {*_NUMBERS}:
@@ -61,7 +63,7 @@ def entry_from_json(
     with mode:
         tangents = [_tensor_from_json(one) for one in json["tangents"]]
     inputs: list[Any] = []
-    if with_values:
+    if with_values or any(map(communicates, (forward, backward))):
         inputs = _inputs(arrangement, args, mode)
         propagate(forward, inputs, mode)
         _check_returned(forward, json["returned"])
@@ -79,6 +81,12 @@ def entry_from_json(
         fixed=fixed,
         **numbers,
     )
+
+
+def communicates(module: fx.GraphModule | None) -> bool:
+    """Whether a graph has a collective in it."""
+    nodes = module.graph.nodes if module is not None else ()
+    return any(kind(node) is Kind.COLLECTIVE for node in nodes if node.op == "call_function")
 
 
 def _inputs(

@@ -18,6 +18,8 @@ class Topic(StrEnum):
     """The generated functions."""
     PARTITION = "partition"
     """What forward saves for backward."""
+    COLLECTIVES = "collectives"
+    """What became of communication, pass by pass."""
     CACHE = "cache"
     """What was found, stored, or cannot be stored, and why."""
     BREAKS = "breaks"
