@@ -24,14 +24,21 @@ COMMANDS = {
     "train": "train a transformer on text, sharded over ranks",
     "bench": "measure shoal against plain, DDP, FSDP1 and FSDP2",
     "report": "draw the report of a run folder again",
+    "checkpoint": "inspect, verify, export, import or reshard a checkpoint",
+    "explain": "run a script, then tell what the compiler made of it",
 }
+
+RUNS_ANOTHER = "explain"
+"""The command that hands its flags on to a script."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a `shoal` command line and return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
-    traceback_wanted = environment.traceback_wanted() or "--traceback" in words
-    words = [word for word in words if word != "--traceback"]
+    traceback_wanted = environment.traceback_wanted()
+    if words[:1] != [RUNS_ANOTHER]:
+        traceback_wanted = traceback_wanted or "--traceback" in words
+        words = [word for word in words if word != "--traceback"]
     try:
         return _dispatch(words)
     except ShoalError as error:
@@ -72,7 +79,7 @@ def _usage() -> str:
         "",
         "Sharded training on PyTorch, where a step is a plan.",
         "",
-        *(f"  {name:<8} {text}" for name, text in COMMANDS.items()),
+        *(f"  {name:<10} {text}" for name, text in COMMANDS.items()),
         "",
         "  --version    print the version",
         "  --traceback  show where an error came from (also: SHOAL_TRACEBACK=1)",

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional_collectives
 from hypothesis import HealthCheck, Phase, assume, given, note, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -21,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 from compile_compare import BACKEND, Given, Scenario, backward_all, compare, leaf, observe
 from pure.compile.programs import RandomProgram, random_programs
 from shoal.compile.aot import pipeline
+from shoal.compile.aot.lowered import Lowered
+from shoal.compile.aot.pipeline import Pipeline
 from shoal.compile.observe import CompileRecord, forget, records
 from shoal.compile.observe.record import CacheUse
 
@@ -154,6 +158,8 @@ def test_without_cache_nothing_is_read_or_written(tmp_path, monkeypatch) -> None
 SCRIPT = """
 import sys, torch
 from shoal.compile.aot import pipeline
+from shoal.compile.aot.lowered import Lowered
+from shoal.compile.aot.pipeline import Pipeline
 from shoal.compile.observe import records
 if sys.argv[1] == "warm":
     def never(*args, **kwargs): raise AssertionError("traced")
@@ -223,3 +229,43 @@ def test_a_folder_that_cannot_be_written_to_stops_nobody(tmp_path, monkeypatch) 
     (record,) = records()
     assert record.cache is CacheUse.REFUSED
     assert "cannot be written to" in record.cache_note
+
+
+class Wrong(torch.autograd.Function):
+    """A square with a derivative that is not its own, so that a lost one shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 5 * grad * x
+
+
+def test_a_derivative_of_the_programs_own() -> None:
+    compare_twice(lambda x: Wrong.apply(x).sin(), leaf)
+
+
+def test_collectives(monkeypatch) -> None:
+    def program(x: Tensor) -> Tensor:
+        return functional_collectives.all_reduce(x * 2, "sum", dist.group.WORLD).sin()
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        seen: list[list[Any]] = []
+
+        def build(self: Pipeline, lowered: Lowered) -> Any:
+            nodes = (*lowered.forward.graph.nodes, *lowered.backward.graph.nodes)
+            seen.append([str(node.meta["val"]) for node in nodes])
+            return plain_build(self, lowered)
+
+        plain_build = Pipeline.build
+        monkeypatch.setattr(Pipeline, "build", build)
+        compare_twice(program, leaf, scenarios=("train",))
+        assert records()[0].num_collectives == 2
+        assert seen[0] == seen[1], "ranks compare what they send, wherever it comes from"
+    finally:
+        dist.destroy_process_group()

@@ -114,7 +114,7 @@ def test_topics() -> None:
     assert topics_of("") == frozenset()
     assert topics_of("all") == frozenset(Topic)
     assert topics_of("graphs, code") == {Topic.GRAPHS, Topic.CODE}
-    with pytest.raises(UsageError, match="signature, graphs, code, partition, cache, breaks, all"):
+    with pytest.raises(UsageError, match=r"signature, graphs, code, .*, all, separated by commas"):
         topics_of("grahps")
 
 

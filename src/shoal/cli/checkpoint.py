@@ -1,0 +1,145 @@
+"""`shoal checkpoint`: look at a checkpoint, check it, or write it anew in another form."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+from rich.table import Table
+
+from shoal.checkpoint import (
+    export_weights,
+    import_dcp,
+    import_weights,
+    read_manifest,
+    reshard,
+    verify,
+)
+from shoal.checkpoint.dcp_import import METADATA
+from shoal.checkpoint.metadata import Manifest
+from shoal.cli.flags import Parser
+
+_DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what the words after `shoal checkpoint` say."""
+    options = _parser().parse(argv)
+    action: Callable[[Namespace], None] = options.action
+    action(options)
+    return 0
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="shoal checkpoint",
+        description="Work on a checkpoint in one process; nothing is ever overwritten.",
+    )
+    actions = parser.add_subparsers(required=True, metavar="ACTION", parser_class=Parser)
+
+    def add(name: str, action: Callable[[Namespace], None], text: str) -> Parser:
+        added = actions.add_parser(name, help=text, description=text)
+        added.set_defaults(action=action)
+        added.add_argument("checkpoint", type=Path, metavar="CHECKPOINT")
+        return added
+
+    inspecting = add("inspect", _inspect, "List what a checkpoint holds, without reading its data.")
+    inspecting.add_argument("--json", action="store_true", help="print JSON")
+    add("verify", _verify, "Compare every byte with its checksum.")
+    exporting = add("export", _export, "Write the weights as Hugging Face keeps them.")
+    exporting.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist yet")
+    exporting.add_argument("--dtype", choices=sorted(_DTYPES), help="convert the weights")
+    importing = add("import", _import, "Make a checkpoint of Hugging Face's or DCP's files.")
+    importing.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist yet")
+    cutting = add("reshard", _reshard, "Write a checkpoint anew, cut for a number of ranks.")
+    cutting.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist yet")
+    cutting.add_argument("--ranks", type=int, required=True, metavar="N")
+    return parser
+
+
+def _inspect(options: Namespace) -> None:
+    manifest = read_manifest(options.checkpoint)
+    if options.json:
+        print(json.dumps(_summary(manifest), indent=2))
+        return
+    table = Table("tensor", "dtype", "shape", "regions", "layout", box=None)
+    for name, entry in manifest.tensors.items():
+        shape = "×".join(map(str, entry.shape)) or "–"
+        dtype = str(entry.dtype).removeprefix("torch.")
+        table.add_row(name, dtype, shape, str(len(entry.regions)), entry.layout)
+    console = Console(highlight=False)
+    console.print(table)
+    console.print(
+        f"{len(manifest.tensors)} tensors, {manifest.num_bytes:,} bytes, "
+        f"{len(manifest.files)} files of {manifest.world_size} ranks"
+    )
+    if "training" in manifest.extra:
+        console.print(f"training: {json.dumps(manifest.extra['training'])}", markup=False)
+
+
+def _summary(manifest: Manifest) -> dict[str, object]:
+    tensors = {
+        name: {
+            "shape": list(entry.shape),
+            "dtype": str(entry.dtype).removeprefix("torch."),
+            "layout": entry.layout,
+            "files": sorted({stored.file for stored in entry.regions}),
+        }
+        for name, entry in manifest.tensors.items()
+    }
+    return {
+        "world_size": manifest.world_size,
+        "bytes": manifest.num_bytes,
+        "tensors": tensors,
+        "extra": manifest.extra,
+    }
+
+
+def _verify(options: Namespace) -> None:
+    total = read_manifest(options.checkpoint).num_bytes
+    with _progress("verify", total) as advance:
+        manifest = verify(options.checkpoint, advance)
+    print(f"{options.checkpoint}: {len(manifest.tensors)} tensors are as they were saved")
+
+
+def _export(options: Namespace) -> None:
+    tensors = read_manifest(options.checkpoint).tensors
+    total = sum(e.num_bytes for name, e in tensors.items() if name.startswith("model/"))
+    dtype = None if options.dtype is None else _DTYPES[options.dtype]
+    with _progress("export", total) as advance:
+        export_weights(options.checkpoint, options.folder, dtype=dtype, progress=advance)
+    print(options.folder)
+
+
+def _import(options: Namespace) -> None:
+    is_dcp = (options.checkpoint / METADATA).is_file()
+    with _progress("import", None) as advance:
+        if is_dcp:
+            import_dcp(options.checkpoint, options.folder, progress=advance)
+        else:
+            import_weights(options.checkpoint, options.folder, advance)
+    print(options.folder)
+
+
+def _reshard(options: Namespace) -> None:
+    total = read_manifest(options.checkpoint).num_bytes
+    with _progress("reshard", total) as advance:
+        reshard(options.checkpoint, options.folder, options.ranks, advance)
+    print(options.folder)
+
+
+@contextmanager
+def _progress(title: str, total: int | None) -> Iterator[Callable[[int], object]]:
+    """Draw a bar while a command runs, on a terminal only."""
+    console = Console(stderr=True)
+    columns = ("{task.description}", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with bar:
+        task = bar.add_task(title, total=total)
+        yield lambda num_bytes: bar.advance(task, num_bytes)
