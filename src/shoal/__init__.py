@@ -11,6 +11,7 @@ from shoal import _register
 from shoal.version import __version__
 
 if TYPE_CHECKING:
+    from shoal.ddp.replicate import replicate
     from shoal.runtime.fsdp_module import (
         FSDPModule,
         UnshardHandle,
@@ -33,6 +34,7 @@ __all__ = [
     "full_parameters",
     "fully_shard",
     "register_fsdp_forward_method",
+    "replicate",
     "share_comm_ctx",
 ]
 
@@ -46,6 +48,7 @@ _MODULES = {
     "full_parameters": "shoal.runtime.full_parameters",
     "fully_shard": "shoal.runtime.fully_shard",
     "register_fsdp_forward_method": "shoal.runtime.fsdp_module",
+    "replicate": "shoal.ddp.replicate",
     "share_comm_ctx": "shoal.runtime.fsdp_module",
 }
 

@@ -576,6 +576,10 @@ grad_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad
 """Who is called when a gradient of a parameter is there; None or empty for nobody."""
 
 
+Future: type = torch._C.Future
+"""What c10d's works and `then` give; `torch.futures.Future` is a class below it."""
+
+
 def set_grad_hooks(parameter: Tensor, hooks: OrderedDict[int, Callable[[Tensor], None]]) -> None:
     """Put another dict where torch keeps those; autograd calls what the base class finds in it."""
     parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore

@@ -21,6 +21,7 @@ LAYERS = (
     "tensor",
     "runtime",
     "wrapper",
+    "ddp",
     "compile",
     "checkpoint",
     "rehearse",

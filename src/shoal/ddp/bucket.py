@@ -1,0 +1,179 @@
+"""Gradients that travel together: one flat tensor, with a view for each of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ReduceOp
+
+from shoal import _torch
+from shoal.comm.pending import Pending, Prepared
+from shoal.comm.transport import Transport
+from shoal.ddp.comm_hook import GradBucket
+
+Named: TypeAlias = tuple[str, nn.Parameter]
+
+Start: TypeAlias = Callable[[GradBucket, Tensor, str], Pending]
+"""What a communication hook does in the place of the all-reduce."""
+
+
+class Bucket:
+    """Some parameters' gradients, from the first that is ready until all are averaged.
+
+    The memory stays from step to step, so that the all-reduce is checked once.
+    """
+
+    __slots__ = (
+        "_average",
+        "_divisor",
+        "_face",
+        "_index_of_device",
+        "_names",
+        "_pairs",
+        "_pending",
+        "_streams",
+        "flat",
+        "is_launched",
+        "members",
+        "missing",
+        "reason",
+        "views",
+    )
+
+    def __init__(
+        self,
+        place: tuple[int, int],
+        members: tuple[int, ...],
+        named: Sequence[Named],
+        transport: Transport,
+    ) -> None:
+        index, num_buckets = place
+        parameters = [parameter for _, parameter in named]
+        first = parameters[0]
+        self.members = members
+        """Numbers of its parameters."""
+        self.missing = len(members)
+        """How many of its gradients are not ready yet in this backward."""
+        self.is_launched = False
+        numels = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device)
+        pieces = self.flat.split(numels)
+        self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
+        self._names = [name for name, _ in named]
+        self._pairs = list(zip(parameters, self.views, strict=True))
+        self._pending: Pending | None = None
+        self.reason = f"all-reduce of bucket {index} ({named[0][0]} to {named[-1][0]})"
+        self._divisor, self._average = _averaging(transport, self.flat, self.reason)
+        is_last = index == num_buckets - 1
+        self._face = (index, is_last, parameters)
+        is_cuda = first.device.type == "cuda"
+        self._streams: set[torch.cuda.Stream] | None = set() if is_cuda else None
+        self._index_of_device = first.device.index or 0
+
+    def note_stream(self) -> None:
+        """A gradient was made on the current stream, which is not always the same one."""
+        if self._streams is not None:
+            self._streams.add(_torch.stream_in_use(self._index_of_device).stream)
+
+    def launch(self, hook: Start | None) -> None:
+        """Copy the gradients here, and start to average them."""
+        self.is_launched = True
+        with torch.no_grad():
+            self._fill()
+            if hook is not None:
+                index, is_last, parameters = self._face
+                face = GradBucket(
+                    index=index,
+                    is_last=is_last,
+                    buffer=self.flat,
+                    gradients=self.views,
+                    parameters=parameters,
+                )
+                self._pending = hook(face, self.flat, self.reason)
+            elif self._average is not None:
+                if self._divisor != 1:
+                    self.flat.div_(self._divisor)
+                self._pending = self._average.launch()
+
+    def _fill(self) -> None:
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for (parameter, view), name in zip(self._pairs, self._names, strict=True):
+            grad = parameter.grad
+            if grad is view:
+                continue  # autograd has added to it right here
+            if grad is None:
+                view.zero_()
+                continue
+            if grad.layout is not torch.strided:
+                raise NotImplementedError(
+                    f"shoal: the gradient of {name!r} is sparse ({grad.layout}), which replicate "
+                    "does not average; use sparse=False, or leave the parameter to ignored_params"
+                )
+            sources.append(grad)
+            targets.append(view)
+        self._order_streams(sources)
+        if sources:
+            _torch.foreach_copy(targets, sources)
+
+    def _order_streams(self, sources: Sequence[Tensor]) -> None:
+        """Read gradients after whoever made them; keep their memory until they are read."""
+        if not self._streams:
+            return
+        current = _torch.stream_in_use(self._index_of_device).stream
+        others = self._streams - {current}
+        self._streams.clear()
+        for stream in others:
+            current.wait_stream(stream)
+        if others:
+            for source in sources:
+                source.record_stream(current)
+
+    def wait(self) -> None:
+        """Make the averages readable here."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+
+    def deliver(self, *, as_views: bool, skipped: frozenset[int]) -> None:
+        """Put the averages on the parameters, but for those that no rank has used."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for index, (parameter, view) in zip(self.members, self._pairs, strict=True):
+            if index in skipped:
+                continue
+            grad = parameter.grad
+            if grad is view:
+                continue
+            if as_views:
+                parameter.grad = view
+            elif grad is None:
+                parameter.grad = view.clone()
+            else:
+                sources.append(view)
+                targets.append(grad)
+        if sources:
+            with torch.no_grad():
+                _torch.foreach_copy(targets, sources)
+
+    def forget(self) -> None:
+        """Be ready for another backward; a collective that is still in flight is waited for."""
+        if self._streams is not None:
+            self._streams.clear()
+        self.is_launched = False
+        self.wait()
+
+
+def _averaging(transport: Transport, flat: Tensor, reason: str) -> tuple[int, Prepared | None]:
+    """By what to divide before an all-reduce, and that all-reduce; None if there is none.
+
+    Dividing first keeps 16-bit sums in range; NCCL does it on its way.
+    """
+    if transport.size == 1 or not flat.numel():
+        return 1, None
+    if flat.device.type == "cpu":
+        return transport.size, transport.prepare_all_reduce(flat, ReduceOp.SUM, reason=reason)
+    return 1, transport.prepare_all_reduce(flat, ReduceOp.AVG, reason=reason)

@@ -1,0 +1,281 @@
+"""Averages gradients while backward runs.
+
+    gradient is accumulated   → its bucket counts down
+    bucket is complete        → copied, all-reduced; in the order of buckets, the same on all ranks
+    end of backward           → the rest is launched, all is waited for and put on the parameters
+
+Averaging twice does no harm: the mean of what all ranks share is itself. So every backward averages
+all that was accumulated, however many there are, and whatever was accumulated without.
+
+Buckets are first one for each dtype and device. The first backward records in which order
+gradients come, and the buckets of the next step follow the order of rank 0.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from shoal import _torch
+from shoal.comm.pending import Pending
+from shoal.comm.transport import Transport
+from shoal.ddp.assignment import Item, assign
+from shoal.ddp.bucket import Bucket, Named
+from shoal.ddp.comm_hook import GradBucket, Hook, run_hook
+from shoal.ddp.listeners import Listeners, listen
+from shoal.ddp.options import Options
+from shoal.ddp.reached import reached
+from shoal.ddp.usage import Usage
+from shoal.errors import InvariantError, UsageError
+from shoal.runtime.reach import Reach
+
+
+class Reducer:
+    """The gradients of one replicated module."""
+
+    def __init__(self, named: Sequence[Named], transport: Transport, options: Options) -> None:
+        self._named = tuple(named)
+        self._transport = transport
+        self._options = options
+        self._hook: Callable[[GradBucket, Tensor, str], Pending] | None = None
+        self.averages = True
+        """Whether gradients are averaged; without, they stay this rank's own."""
+        self._device = self._named[0][1].device
+        self._numbers: dict[Tensor, int] = {p: i for i, (_, p) in enumerate(self._named)}
+        self._items = [Item(num_bytes=p.nbytes, key=(p.dtype, p.device)) for _, p in self._named]
+        can_miss = options.find_unused_parameters or options.static_graph
+        self._usage = Usage(len(named), self._device, transport) if can_miss else None
+        self._times = [1] * len(named)
+        """How often a backward comes to each parameter."""
+        self._left = list(self._times)
+        """How often it still has to, in this backward."""
+        self._counts = options.static_graph
+        """Whether this backward counts that, before it launches anything."""
+        self._order: list[int] | None = [] if options.records_order else None
+        """In which gradients come, while that is recorded."""
+        self._recorded: list[int] | None = None
+        self._reached: set[int] | None = None
+        """What forwards have shown since the last backward; None for nothing certain."""
+        self._unused: set[int] = set()
+        self._end: weakref.ref[Callable[[], None]] | None = None
+        self._build(assign(self._items, range(len(named)), [sys.maxsize]))
+        self._waiting: set[Listeners] = set()
+        self._listeners = [
+            listen(parameter, _marker(self, number), self._waiting)
+            for number, (_, parameter) in enumerate(self._named)
+        ]
+
+    def _build(self, assigned: Sequence[tuple[int, ...]]) -> None:
+        self._buckets = [
+            Bucket(
+                (index, len(assigned)), members, [self._named[i] for i in members], self._transport
+            )
+            for index, members in enumerate(assigned)
+        ]
+        self._bucket_of = [self._buckets[0]] * len(self._named)
+        for bucket in self._buckets:
+            for number in bucket.members:
+                self._bucket_of[number] = bucket
+        self._forget()
+
+    def average_by(self, state: object, hook: Hook) -> None:
+        """Let a communication hook average the buckets."""
+        if not callable(hook):
+            raise UsageError(f"a communication hook must be callable, got {hook!r}")
+        if self._hook is not None:
+            raise InvariantError(
+                "register_comm_hook was called before on this module; a hook stays, so compose "
+                "both into one function"
+            )
+        self._hook = lambda bucket, flat, reason: run_hook(hook, state, bucket, flat, reason)
+
+    def before_forward(self) -> None:
+        """Clear away a backward that was broken off; take the recorded order over. Collective."""
+        if self._end is not None:
+            self._forget()
+        if self._recorded is not None:
+            order = _agreed(self._recorded, len(self._named), self._device, self._transport)
+            self._recorded = None
+            self._build(assign(self._items, order, self._options.limits_bytes))
+
+    def after_forward(self, output: object) -> None:
+        """Be told when backward begins, and what it will come to."""
+        reach = Reach.of(output)
+        for tensor in reach.differentiable:
+            _torch.hook_gradient(tensor, self._on_backward)
+        if self._options.find_unused_parameters and not self._options.static_graph:
+            # An output that cannot be looked into may lead anywhere.
+            found = None if reach.is_opaque else reached(reach.differentiable, self._numbers)
+            if found is not None:
+                self._reached = found | (self._reached or set())
+
+    def _on_backward(self, _: Tensor) -> None:
+        # Through an output, since a reentrant checkpoint's backward inside this one ends early.
+        if self.averages and not self._is_running():
+            self._begin()
+
+    def _is_running(self) -> bool:
+        return self._end is not None and self._end() is not None
+
+    def _begin(self) -> None:
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "shoal: backward(create_graph=True) through a replicated module is not supported: "
+                "averages cannot be differentiated; take it in no_sync(), or with autograd.grad"
+            )
+        if self._end is not None:  # broken off before it ended
+            self._forget()
+
+        def end() -> None:
+            try:
+                self._finish()
+            finally:
+                self._forget()
+
+        self._end = weakref.ref(end)
+        _torch.call_after_backward(end)
+        if self._reached is not None:
+            self._unused = set(range(len(self._named))) - self._reached
+            self._reached = None
+            for number in self._unused:
+                self._left[number] = 0
+                self._bucket_of[number].missing -= 1
+            self._launch_complete()
+
+    def mark(self, number: int) -> None:
+        """A gradient was accumulated."""
+        if self._usage is not None:
+            self._usage.note(number)
+        if not self.averages:
+            return
+        if self._end is None or self._end() is None:
+            self._begin()
+        if self._order is not None:
+            self._order.append(number)
+        left = self._left[number] = self._left[number] - 1
+        if self._counts:
+            return
+        if left:
+            if left < 0:
+                self._mark_again(number)
+            return
+        bucket = self._bucket_of[number]
+        bucket.note_stream()
+        bucket.missing -= 1
+        if not bucket.missing:
+            self._launch_complete()
+
+    def _mark_again(self, number: int) -> None:
+        """More often than expected: no harm, as long as the bucket has not been copied."""
+        self._unused.discard(number)
+        bucket = self._bucket_of[number]
+        bucket.note_stream()
+        if not bucket.is_launched:
+            return
+        name = self._named[number][0]
+        raise InvariantError(
+            f"backward came to parameter {name!r} after its gradient was sent to the other ranks. "
+            "Either a checkpoint with use_reentrant=True recomputes a module that is used more "
+            "than once: use use_reentrant=False, or static_graph=True if every step is alike. Or, "
+            "with find_unused_parameters=True, the loss comes from something that forward did "
+            "not return: return it."
+        )
+
+    def _launch_complete(self) -> None:
+        buckets = self._buckets
+        while self._next < len(buckets) and not buckets[self._next].missing:
+            self._launch_next()
+
+    def _launch_next(self) -> None:
+        if self._hook is not None and self._next and self._device.type == "cpu":
+            # gloo calls what follows a future on its few threads. Hooks that communicate there
+            # (PowerSGD) would come in another order on each rank, and occupy all threads.
+            self._buckets[self._next - 1].wait()
+        self._buckets[self._next].launch(self._hook)
+        self._next += 1
+
+    def _finish(self) -> None:
+        """Backward is over: launch the rest, wait, hand out."""
+        while self._next < len(self._buckets):
+            self._launch_next()  # also what is not complete: the other ranks wait for it
+        if self._usage is not None and not self._usage.is_settled:
+            self._usage.launch()
+        for bucket in self._buckets:
+            bucket.wait()
+        unused = frozenset() if self._usage is None else self._usage.unused_everywhere()
+        for bucket in self._buckets:
+            bucket.deliver(as_views=self._options.gradient_as_bucket_view, skipped=unused)
+        if self._waiting:
+            self._tell(unused)
+        if self._order is not None:
+            # On every rank, also on one that complains: the next forward agrees on the order.
+            self._order, self._recorded = None, list(self._order)
+        if self._counts:
+            assert self._usage is not None
+            self._usage.settle()
+            self._times = [-left for left in self._left]
+            self._counts = False
+        elif self._usage is None or self._usage.is_settled:
+            missed = [number for number, left in enumerate(self._left) if left > 0]
+            if missed:
+                raise InvariantError(self._complaint(missed))
+
+    def _tell(self, unused: frozenset[int]) -> None:
+        """Call the hooks that have waited for averages."""
+        for number, listeners in enumerate(self._listeners):
+            if listeners in self._waiting and number not in unused:
+                listeners.call(self._named[number][1])
+
+    def _complaint(self, missed: Sequence[int]) -> str:
+        names = ", ".join(repr(self._named[number][0]) for number in missed)
+        return (
+            f"backward on rank {self._transport.rank} did not come to {len(missed)} of "
+            f"{len(self._named)} parameters: {names}. Their gradients were averaged as zero. "
+            "If the loss does not depend on them in every step, on every rank, call "
+            "replicate(module, find_unused_parameters=True); if it never does, freeze them "
+            "(requires_grad_(False)) before replicate, or pass them as ignored_params."
+        )
+
+    def _forget(self) -> None:
+        """Be ready for another backward."""
+        self._end = None
+        self._next = 0
+        self._reached = None
+        self._unused.clear()
+        times = [0] * len(self._times) if self._counts else self._times
+        self._left = list(times)
+        for bucket in self._buckets:
+            bucket.missing = sum(1 for number in bucket.members if self._times[number])
+            bucket.forget()
+        if self._order is not None:
+            self._order.clear()
+
+
+def _marker(reducer: Reducer, number: int) -> Callable[[Tensor], None]:
+    # Weak: a hook that keeps its parameter alive is nothing that garbage collection can see.
+    reference = weakref.ref(reducer)
+
+    def mark(_: Tensor) -> None:
+        alive = reference()
+        if alive is not None:
+            alive.mark(number)
+
+    return mark
+
+
+def _agreed(
+    order: Sequence[int], num_parameters: int, device: torch.device, transport: Transport
+) -> list[int]:
+    """The order of the first rank, by when each number came last; those that never came at the end.
+
+    Collective.
+    """
+    last = list(dict.fromkeys(reversed(order)))
+    last.reverse()
+    last.extend(set(range(num_parameters)).difference(last))
+    numbers = torch.tensor(last, dtype=torch.int64, device=device)
+    return transport.broadcast(numbers, 0, reason="order of gradients").wait().tolist()

@@ -1,0 +1,212 @@
+"""The entry point: `replicate(module)` keeps a module's copies on all ranks the same, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from shoal import _torch
+from shoal.comm.transport import Transport
+from shoal.ddp.broadcast import broadcast
+from shoal.ddp.bucket import Named
+from shoal.ddp.options import Options
+from shoal.ddp.reducer import Reducer
+from shoal.ddp.replicated import Replica, ReplicatedModule
+from shoal.errors import MeshError, ShardedTwiceError, UsageError
+from shoal.runtime.guard import check_tensors_agree
+from shoal.runtime.module_state import state_of
+from shoal.wrapper.base import wrappers_below
+
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def replicate(
+    module: Module,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    bucket_cap_mb: float = 25.0,
+    first_bucket_mb: float = 1.0,
+    broadcast_buffers: bool = True,
+    find_unused_parameters: bool = False,
+    gradient_as_bucket_view: bool = False,
+    static_graph: bool = False,
+    mixed_precision: object = None,
+    ignored_modules: Iterable[nn.Module] = (),
+    ignored_params: Iterable[nn.Parameter] = (),
+) -> Module:
+    """Give all ranks rank 0's parameters and buffers, and average gradients in every backward.
+
+    The ranks are those of a 1-D mesh or of a process group, by default all. Parameters stay plain
+    tensors under their own names; the module is changed in place and returned. Collective.
+
+    Gradients travel in buckets of about `bucket_cap_mb`, the first one smaller, each as soon as it
+    is complete. `gradient_as_bucket_view` makes `.grad` a view of a bucket: one copy less, but its
+    memory is written again in the next backward. `find_unused_parameters` allows backwards that do
+    not come to all parameters, `static_graph` says that all steps come to the same ones, as often
+    as the first one. Frozen parameters, and what is ignored, are left alone in backward.
+    """
+    options = Options(
+        bucket_cap_mb=bucket_cap_mb,
+        first_bucket_mb=first_bucket_mb,
+        broadcast_buffers=broadcast_buffers,
+        find_unused_parameters=find_unused_parameters,
+        gradient_as_bucket_view=gradient_as_bucket_view,
+        static_graph=static_graph,
+    )
+    if mixed_precision is not None:
+        raise NotImplementedError(
+            "shoal: replicate(mixed_precision=...) is not supported; use torch.autocast, or "
+            "fully_shard with a mp_policy on a mesh that replicates"
+        )
+    _check_unmanaged(module)
+    transport = Transport(_group_of(device_mesh, process_group))
+    modules = _managed(module, set(ignored_modules))
+    ignored = set(ignored_params)
+    named = [(n, p) for n, p in _parameters(modules) if p not in ignored]
+    trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
+    _check(module, modules, named, trained)
+    buffers = [
+        (one, name) for _, one in modules for name, b in one._buffers.items() if b is not None
+    ]
+    described = {n if p.requires_grad else f"{n} (frozen)": p.detach() for n, p in named}
+    check_tensors_agree(transport.group, described)
+    replica = Replica(Reducer(trained, transport, options), transport, options, buffers)
+    broadcast([parameter for _, parameter in named], transport, reason="parameters of rank 0")
+    replica.broadcast_buffers()
+    replica.attach(module)
+    _torch.register_composable(module, "replicate")
+    _swap_class(module)
+    return module
+
+
+def _check_unmanaged(module: nn.Module) -> None:
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"replicate takes a module, got a {type(module).__name__}")
+    if wrappers_below(module):
+        raise ShardedTwiceError(
+            f"FullyShardedDataParallel manages this {type(module).__name__} or a module in it, so "
+            "it cannot be replicated; use ShardingStrategy.HYBRID_SHARD, or NO_SHARD"
+        )
+    if state_of(module) is not None or _torch.is_fully_sharded(module):
+        raise ShardedTwiceError(
+            f"fully_shard manages this {type(module).__name__} already, so it cannot be "
+            "replicated; use one of the two, or fully_shard on a mesh with an axis that replicates"
+        )
+    for name, one in module.named_modules():
+        if _torch.replicates(one):
+            raise ShardedTwiceError(
+                f"replicate() manages {name or type(one).__name__!r} already; call it once, on "
+                "the whole model"
+            )
+
+
+def _group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if mesh is not None and group is not None:
+        raise MeshError("replicate takes a device_mesh or a process_group, got both")
+    if mesh is not None:
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            raise MeshError(f"replicate needs a mesh of one axis, got {mesh}; pass mesh['name']")
+        return mesh.get_group()
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        raise MeshError(
+            "replicate needs a process group: start the program with torchrun and call "
+            "torch.distributed.init_process_group first"
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default
+
+
+def _managed(root: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """The modules below, but for those that are ignored or sharded, with their prefixes."""
+    found: dict[nn.Module, str] = {}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        is_sharded = state_of(module) is not None or _torch.is_fully_sharded(module)
+        if module in found or module in ignored or is_sharded:
+            return
+        found[module] = prefix
+        for name, child in module.named_children():
+            visit(child, f"{prefix}{name}.")
+
+    visit(root, "")
+    return [(prefix, module) for module, prefix in found.items()]
+
+
+def _parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[Named]:
+    """Each parameter once, by its first name, in the order of `named_parameters`."""
+    names: dict[nn.Parameter, str] = {}
+    for prefix, module in modules:
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(parameter, prefix + name)
+    return [(name, parameter) for parameter, name in names.items()]
+
+
+def _check(
+    root: nn.Module,
+    modules: Iterable[tuple[str, nn.Module]],
+    named: Iterable[Named],
+    trained: list[Named],
+) -> None:
+    """Refuse what cannot be replicated, by name; every rank sees the same and raises alike."""
+    if not trained:
+        raise UsageError(
+            f"replicate: no parameter of this {type(root).__name__} requires a gradient, so there "
+            "is nothing to average; use the module as it is"
+        )
+    for name, parameter in named:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise UsageError(
+                f"parameter {name!r} has no shape yet; run a forward of the lazy module first"
+            )
+        if parameter.is_meta:
+            raise UsageError(
+                f"parameter {name!r} is on the meta device; give it memory first "
+                "(module.to_empty(device=...), then initialise it)"
+            )
+        if isinstance(parameter, DTensor):
+            raise NotImplementedError(
+                f"shoal: parameter {name!r} is a DTensor, which replicate does not support; use "
+                "fully_shard with dp_mesh_dims on the whole mesh"
+            )
+        if hasattr(parameter, "_in_backward_optimizers"):
+            raise NotImplementedError(
+                f"shoal: an optimizer of torch's _apply_optimizer_in_backward is on {name!r}; use "
+                "parameter.register_post_accumulate_grad_hook, which replicate calls when the "
+                "gradient is averaged"
+            )
+    for prefix, module in modules:
+        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            raise NotImplementedError(
+                f"shoal: {prefix.rstrip('.') or 'the module'!r} has sparse gradients, which "
+                "replicate does not average; use sparse=False, or ignored_modules"
+            )
+
+
+_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
+
+
+def _swap_class(module: nn.Module) -> None:
+    """Make the module a `ReplicatedModule` of its own class."""
+    cls = type(module)
+    if cls not in _CLASSES:
+        members = {"__deepcopy__": _refuse_copy}
+        _CLASSES[cls] = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), members)
+    module.__class__ = _CLASSES[cls]
+
+
+def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
+    # An AssertionError, because torch's replicate answers with one.
+    raise AssertionError(
+        "a replicated module cannot be deep-copied: copy it before replicate, or build another "
+        "one and load_state_dict() this one's state_dict()"
+    )

@@ -1,0 +1,109 @@
+"""A replicated module around its forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shoal import _torch
+from shoal.comm.transport import Transport
+from shoal.ddp.broadcast import broadcast
+from shoal.ddp.comm_hook import Hook
+from shoal.ddp.options import Options
+from shoal.ddp.reducer import Reducer
+
+_REPLICA = "_shoal_replica"
+
+
+class Replica:
+    """What `replicate` knows of a module."""
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        transport: Transport,
+        options: Options,
+        buffers: Sequence[tuple[nn.Module, str]],
+    ) -> None:
+        self.reducer = reducer
+        self.averages = True
+        """Whether gradients of the forwards to come are averaged."""
+        self._transport = transport
+        self._buffers = tuple(buffers) if options.broadcast_buffers else ()
+        self._have_buffers_changed = True
+
+    def attach(self, module: nn.Module) -> None:
+        """Stand around the module's calls."""
+        # Past nn.Module's own bookkeeping, and out of its state.
+        vars(module)[_REPLICA] = self
+        module.register_forward_pre_hook(self._before, prepend=True)
+        module.register_forward_hook(self._after)
+
+    def broadcast_buffers(self) -> None:
+        """Give all ranks rank 0's buffers. Collective."""
+        # By name, since a module may put other tensors in their place.
+        found = [module._buffers.get(name) for module, name in self._buffers]
+        if found:
+            buffers: list[Tensor] = [buffer for buffer in found if buffer is not None]
+            broadcast(buffers, self._transport, reason="buffers of rank 0")
+
+    @_torch.unwrapped_by_dynamo
+    def _before(self, _: nn.Module, __: tuple[Any, ...]) -> None:
+        if _torch.inside_backward():
+            return  # a checkpoint recomputes
+        is_averaged = torch.is_grad_enabled() and self.averages
+        if torch.is_grad_enabled():
+            # Forward decides for its backward, wherever that is called.
+            self.reducer.averages = self.averages
+        if is_averaged:
+            self.reducer.before_forward()
+        # A forward that is averaged has left ranks with buffers of their own.
+        if self._have_buffers_changed:
+            self.broadcast_buffers()
+        self._have_buffers_changed = is_averaged
+
+    @_torch.unwrapped_by_dynamo
+    def _after(self, _: nn.Module, __: tuple[Any, ...], output: object) -> None:
+        if self.averages and torch.is_grad_enabled() and not _torch.inside_backward():
+            self.reducer.after_forward(output)
+
+
+class ReplicatedModule(nn.Module):
+    """What `replicate` adds to a module's class."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """A module of the class without replicas, as when a container is sliced."""
+        return cls.__mro__[2](*args, **kwargs)
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
+        """Say whether the backward of the forwards to come averages gradients.
+
+        Without, they accumulate on each rank; the next backward that averages takes all of them.
+        """
+        _replica(self).averages = requires_gradient_sync
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Let forwards in here accumulate gradients without averaging them."""
+        replica = _replica(self)
+        before, replica.averages = replica.averages, False
+        try:
+            yield
+        finally:
+            replica.averages = before
+
+    def register_comm_hook(self, state: object, hook: Hook) -> None:
+        """Let `hook(state, bucket)` average buckets; it returns a future of the average.
+
+        The contract is that of torch's `DistributedDataParallel`, and its hooks work:
+        `torch.distributed.algorithms.ddp_comm_hooks`.
+        """
+        _replica(self).reducer.average_by(state, hook)
+
+
+def _replica(module: nn.Module) -> Replica:
+    return vars(module)[_REPLICA]

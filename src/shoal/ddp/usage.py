@@ -1,0 +1,54 @@
+"""Which parameters any rank has used: ranks that use different ones agree by a bitmap."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ReduceOp
+
+from shoal.comm.pending import Pending
+from shoal.comm.transport import Transport
+
+
+class Usage:
+    """What this rank has used since gradients were last averaged, and what all ranks have."""
+
+    __slots__ = ("_device", "_pending", "_transport", "_unused", "_used", "is_settled")
+
+    def __init__(self, num_parameters: int, device: torch.device, transport: Transport) -> None:
+        self._used = bytearray(num_parameters)
+        self._device = device
+        self._transport = transport
+        self._pending: Pending | None = None
+        self._unused: frozenset[int] = frozenset()
+        self.is_settled = False
+        """Whether it is known for good."""
+
+    def note(self, number: int) -> None:
+        """A backward has come to a parameter, whether gradients are averaged or not."""
+        self._used[number] = 1
+
+    def launch(self) -> None:
+        """Ask all ranks. Collective."""
+        used = torch.tensor(list(self._used), dtype=torch.int32, device=self._device)
+        self._pending = self._transport.all_reduce(used, ReduceOp.MAX, reason="used parameters")
+
+    def unused_everywhere(self) -> frozenset[int]:
+        """The parameters that no rank has used; their gradients stay as they are."""
+        if self.is_settled:
+            return self._unused
+        assert self._pending is not None
+        used = self._pending.wait()
+        # A rank that has used all of them need not read, for which a GPU would have to stop.
+        found = frozenset[int]() if all(self._used) else _zeros(used)
+        self._pending = None
+        self._used = bytearray(len(self._used))
+        self._unused = found
+        return found
+
+    def settle(self) -> None:
+        """Every step will be as this one was."""
+        self.is_settled = True
+
+
+def _zeros(used: torch.Tensor) -> frozenset[int]:
+    return frozenset(number for number, count in enumerate(used.tolist()) if not count)
