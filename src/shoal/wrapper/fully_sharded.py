@@ -31,7 +31,12 @@ from shoal.wrapper.ignored import ignored_of
 from shoal.wrapper.optim_state import OptimStates
 from shoal.wrapper.plain_form import PlainForm
 from shoal.wrapper.precision import FULL_PRECISION_IN_EVAL, Buffers, keep_low_grads, policy_of
-from shoal.wrapper.preparation import device_of, own_modules, prepared
+from shoal.wrapper.preparation import (
+    check_unreplicated,
+    device_of,
+    own_modules,
+    prepared,
+)
 from shoal.wrapper.root import begin, ready
 from shoal.wrapper.state_dicts import StateDicts
 from shoal.wrapper.strategy import Groups, Placing, place
@@ -72,6 +77,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 f"{module}",
                 stacklevel=2,
             )
+        check_unreplicated(module)
         self._ignored_modules, self._ignored_params = ignored_of(
             module, ignored_modules, ignored_states
         )

@@ -9,7 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from shoal import _torch
 from shoal.comm.transport import Transport
+from shoal.errors import ShardedTwiceError
 from shoal.runtime.collect import Found, collect
 from shoal.runtime.form import bytes_of
 from shoal.runtime.guard import check_tensors_agree
@@ -62,6 +64,16 @@ def _current_device() -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def check_unreplicated(module: nn.Module) -> None:
+    """Refuse a module of which `replicate` manages a part."""
+    for name, one in module.named_modules():
+        if _torch.replicates(one):
+            raise ShardedTwiceError(
+                f"replicate() manages {name or type(one).__name__!r} already, so it cannot be "
+                "sharded; use one of the two"
+            )
 
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -40,6 +40,8 @@ def test_one_manager_for_a_module():
         fully_shard(replicate(nn.Linear(5, 3)), mesh=mesh)
     with pytest.raises(ShardedTwiceError, match="FullyShardedDataParallel manages"):
         replicate(FullyShardedDataParallel(nn.Linear(5, 3), device_id=torch.device("cpu")))
+    with pytest.raises(ShardedTwiceError, match="replicate"):
+        FullyShardedDataParallel(replicate(nn.Linear(5, 3)), device_id=torch.device("cpu"))
     model = Model()
     replicate(model.last)
     with pytest.raises(ShardedTwiceError, match="'last' already"):
