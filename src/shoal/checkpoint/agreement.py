@@ -21,6 +21,7 @@ class Ranks:
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         alone = group is None and not (dist.is_available() and dist.is_initialized())
         self._group = group
+        self._present = None if alone else group or dist.group.WORLD
         self.rank = 0 if alone else dist.get_rank(group)
         self.size = 1 if alone else dist.get_world_size(group)
         if self.rank < 0:
@@ -28,6 +29,17 @@ class Ranks:
                 f"rank {dist.get_rank()} is not in the group that saves or loads: "
                 "call this on the ranks of the group only"
             )
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """This rank of this group, among all the ranks and groups that a process may hold."""
+        if self._group is None:
+            return self.rank, ""
+        return dist.get_rank(), self._group.group_name
+
+    def meets(self, other: Ranks) -> bool:
+        """Whether collectives of the other join those of this one: not after a new start."""
+        return self._present is other._present
 
     @property
     def is_first(self) -> bool:

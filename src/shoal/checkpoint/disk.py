@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from shoal.errors import CheckpointError
 
@@ -17,12 +19,13 @@ _HINTS = {
     errno.EROFS: "Save to a folder that can be written",
     errno.EACCES: "Change the permissions, or use another folder",
     errno.EPERM: "Change the permissions, or use another folder",
+    errno.ELOOP: "Links are not followed inside a checkpoint: copy the file itself there",
     errno.ENOENT: "Every rank must see the same folder: use a shared file system",
 }
 
 
 @contextmanager
-def disk_errors(doing: str, path: Path) -> Iterator[None]:
+def disk_errors(doing: str, path: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turn an OSError into a CheckpointError that says what could not be done, where and why."""
     try:
         yield
@@ -30,18 +33,34 @@ def disk_errors(doing: str, path: Path) -> Iterator[None]:
         number = error.errno or 0
         hint = _HINTS.get(number, "")
         if number in (errno.ENOSPC, errno.EDQUOT):
-            hint = f"{_free(path)}. {hint}"
+            hint = f"{_room(path, needed_bytes)}. {hint}"
         message = f"cannot {doing} {path}: {error.strerror or error}"
         raise CheckpointError(f"{message}. {hint}" if hint else message) from error
 
 
-def write_synced(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
-    """Write a new file, and return when the disk has it."""
-    with disk_errors("write", path), path.open("xb") as file:
+def write_synced(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: int) -> None:
+    """Write a new file of `num_bytes`, and return when the disk has it."""
+    with disk_errors("write", path, num_bytes), path.open("xb") as file:
         for chunk in chunks:
             file.write(chunk)
         file.flush()
         os.fsync(file.fileno())
+        size = os.fstat(file.fileno()).st_size
+    if size != num_bytes:
+        raise CheckpointError(f"{path} has {size:,} bytes where {num_bytes:,} were written to it")
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a file to read it, unless it is a link, a pipe or a device.
+
+    A link in a checkpoint that came from elsewhere could name any file of this machine, and a
+    pipe could hold its reader for ever.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file")
+    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def sync_folder(folder: Path) -> None:
@@ -54,6 +73,10 @@ def sync_folder(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _free(path: Path) -> str:
+def _room(path: Path, needed_bytes: int) -> str:
+    """Say how much is needed and how much is free, counting what the unfinished file takes."""
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
-    return f"{shutil.disk_usage(existing).free:,} bytes are free there"
+    taken = path.stat().st_blocks * 512 if path.is_file() else 0
+    free = shutil.disk_usage(existing).free + taken
+    needs = f"{needed_bytes:,} bytes are needed, " if needed_bytes else ""
+    return f"{needs}{free:,} bytes are free there"

@@ -18,13 +18,17 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def latest(checkpoints: Path) -> Path | None:
     """Find the complete checkpoint of the highest step, or None; unfinished ones do not count."""
-    checkpoints = Path(checkpoints)
+    found = complete_steps(Path(checkpoints))
+    return found[max(found)] if found else None
+
+
+def complete_steps(checkpoints: Path) -> dict[int, Path]:
+    """List the complete checkpoints of a folder by their steps."""
     if not checkpoints.is_dir():
-        return None
+        return {}
     with disk_errors("list", checkpoints):
-        found = [
-            (int(match[1]), path)
+        return {
+            int(match[1]): path
             for path in checkpoints.iterdir()
             if (match := _STEP_FOLDER.fullmatch(path.name)) and (path / NAME).is_file()
-        ]
-    return max(found)[1] if found else None
+        }

@@ -1,8 +1,8 @@
-"""Loading: compare, verify, and only then copy."""
+"""Loading: compare, then read, verify and copy, a few tensors at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,12 +13,19 @@ from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.manifest import fingerprint, read_manifest
 from shoal.checkpoint.metadata import JSON, Manifest, StoredRegion, TensorEntry
 from shoal.checkpoint.placement import Part, Share, share_of
-from shoal.checkpoint.storage import RegionReader
+from shoal.checkpoint.reader import RegionReader
+from shoal.checkpoint.selection import Selection, check_match
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
-MOST_NAMES = 3
-"""Tensors named in an error for each thing that is wrong with them; the rest is counted."""
+BATCH_BYTES = 64 << 20
+"""Tensors are read, agreed on and written together until they have this many bytes as wholes.
+
+The limit is the largest tensor where that is larger. A rank holds its shards of one batch, and one
+block besides, in host memory: about the shard of the largest tensor.
+"""
+
+Copy = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,107 +38,163 @@ class Move:
     part: Region
     target: torch.Tensor
 
+    def read(self, reader: RegionReader) -> Copy:
+        """Fetch the checked values now, and return what writes them."""
+        values = reader.read(self.name, self.entry, self.stored)
+        if self.part.numel < self.stored.region.numel:
+            # A copy of the part, so that the rest of the block does not stay in memory.
+            values = values[self.part.slices].clone()
+        return lambda: self.target.copy_(values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadPlan:
+    """What a load will do on this rank; batches have the same tensors on all ranks."""
+
+    manifest: Manifest
+    batches: Sequence[Sequence[Move]]
+
+    def verify(self, reader: RegionReader) -> None:
+        """Check everything that this rank will read, and write nothing."""
+        for batch in self.batches:
+            for move in batch:
+                reader.verify(move.name, move.entry, move.stored)
+
 
 def load(
     folder: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor | Share],
     *,
     group: dist.ProcessGroup | None = None,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    cast: bool = False,
+    verify_first: bool = False,
+    before_write: Callable[[], object] | None = None,
 ) -> dict[str, JSON]:
     """Fill tensors in place from a checkpoint of any number of ranks; return its `extra`.
 
     Every rank of the group calls this with the same names. A rank reads the regions that overlap
-    its own. Names, shapes, dtypes and checksums are compared on all ranks before the first tensor
-    is written; whatever is wrong on any rank, every rank raises `CheckpointError`.
+    its own. Names, shapes and dtypes are compared before anything else; `include` and `exclude`
+    are patterns that choose among the names on both sides, and `cast` lets floating-point dtypes
+    differ. No tensor is written on any rank before all ranks have compared the checksums of all
+    of it; with `verify_first`, those of all tensors, for which everything is read twice.
+
+    Whatever is wrong on any rank, every rank raises `CheckpointError`. `before_write` is called
+    when the first tensor is about to be written: from there on an error leaves a mixture.
     """
     folder = Path(folder)
     ranks = Ranks(group)
-    manifest, moves = ranks.together(lambda: _plan(folder, tensors))
-    if len(set(ranks.exchange(fingerprint(manifest)))) > 1:
+    choice = Selection(include=include, exclude=exclude)
+    plan = ranks.together(lambda: _plan(folder, tensors, choice, cast))
+    if len(set(ranks.exchange(fingerprint(plan.manifest)))) > 1:
         raise CheckpointError(
             f"the ranks read different checkpoints at {folder}: every rank must see the same "
             "folder, on a shared file system or as the same copy on each host"
         )
-    with RegionReader(folder) as reader:
-        ranks.together(lambda: _verify(reader, moves))
-        ranks.together(lambda: _copy(reader, moves))
-    return dict(manifest.extra)
+    with RegionReader(folder, plan.manifest) as reader, torch.no_grad():
+        if verify_first:
+            ranks.together(lambda: plan.verify(reader))
+        _stream(ranks, reader, plan, before_write)
+    return dict(plan.manifest.extra)
 
 
-def _plan(folder: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[Manifest, list[Move]]:
-    """Read the manifest, and find out what goes where, before any data is touched."""
-    manifest = read_manifest(folder)
-    shares = {name: share_of(name, tensors[name], is_first=True) for name in sorted(tensors)}
-    _check_match(folder, manifest, shares)
-    moves = [
-        move
-        for name, share in shares.items()
-        for part in share.parts
-        for move in _moves(name, manifest.tensors[name], part)
-    ]
-    return manifest, moves
-
-
-def _check_match(folder: Path, manifest: Manifest, shares: Mapping[str, Share]) -> None:
-    """Raise one error that names what does not fit, and what to do about it."""
-    stored = manifest.tensors
-    both = [name for name in shares if name in stored]
-    shapes = [
-        f"{name!r} is {stored[name].shape} there, {shares[name].shape} here"
-        for name in both
-        if stored[name].shape != shares[name].shape
-    ]
-    dtypes = [
-        f"{name!r} is {stored[name].dtype} there, {shares[name].dtype} here"
-        for name in both
-        if stored[name].dtype != shares[name].dtype
-    ]
-    problems = [
-        *_listed("not in the checkpoint", [repr(name) for name in shares if name not in stored]),
-        *_listed("only in the checkpoint", [repr(name) for name in stored if name not in shares]),
-        *_listed("of another shape", shapes),
-        *_listed("of another dtype", dtypes),
-    ]
-    if problems:
-        raise CheckpointError(
-            f"{folder} does not fit what it should be loaded into:\n"
-            + "\n".join(f"  {problem}" for problem in problems)
-            + "\nBuild the model and optimizer as they were when it was saved, or load another one"
+def _stream(
+    ranks: Ranks,
+    reader: RegionReader,
+    plan: LoadPlan,
+    before_write: Callable[[], object] | None,
+) -> None:
+    """Write each batch when all ranks have verified it; one agreement for each."""
+    pending: list[Copy] = []
+    for index, batch in enumerate((*plan.batches, ())):
+        # Called on every rank before the first write on any: a mixture is everybody's.
+        first = before_write if index == 1 else None
+        pending = ranks.together(
+            lambda first=first, copies=pending, batch=batch: _turn(reader, first, copies, batch)
         )
 
 
-def _listed(what: str, items: list[str]) -> list[str]:
-    if not items:
-        return []
-    more = f"; and {len(items) - MOST_NAMES} more" if len(items) > MOST_NAMES else ""
-    return [f"{len(items)} {what}: {'; '.join(items[:MOST_NAMES])}{more}"]
+def _turn(
+    reader: RegionReader,
+    before_write: Callable[[], object] | None,
+    copies: Sequence[Copy],
+    batch: Sequence[Move],
+) -> list[Copy]:
+    """Write what all ranks have agreed on, and read what comes next."""
+    if before_write is not None:
+        before_write()
+    for copy in copies:
+        copy()
+    reader.recycle()
+    return [move.read(reader) for move in batch]
 
 
-def _moves(name: str, entry: TensorEntry, held: Part) -> list[Move]:
+def _plan(
+    folder: Path, tensors: Mapping[str, torch.Tensor | Share], choice: Selection, cast: bool
+) -> LoadPlan:
+    """Read the manifest, and find out what goes where, before any data is touched."""
+    manifest = read_manifest(folder)
+    choice.check_used({*manifest.tensors, *tensors})
+    shares = {name: share_of(name, tensors[name], is_first=True) for name in choice.of(tensors)}
+    check_match(folder, manifest, choice.of(manifest.tensors), shares, cast)
+    batches = [
+        [
+            move
+            for name in names
+            for part in shares[name].parts
+            for move in moves_into(name, manifest.tensors[name], part)
+        ]
+        for names in _batched(manifest, list(shares))
+    ]
+    return LoadPlan(manifest=manifest, batches=batches)
+
+
+def _batched(manifest: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
+    """Group tensors by their size as wholes, which all ranks know."""
+    sizes = {name: manifest.tensors[name].num_bytes for name in names}
+    limit = max([BATCH_BYTES, *sizes.values()])
+    batch: list[str] = []
+    num_bytes = 0
+    for name, added in sizes.items():
+        if batch and num_bytes + added > limit:
+            yield batch
+            batch, num_bytes = [], 0
+        batch.append(name)
+        num_bytes += added
+    if batch:
+        yield batch
+
+
+def moves_into(name: str, entry: TensorEntry, held: Part) -> list[Move]:
     """Find the stored regions that hold what this rank needs; together they hold all of it."""
     moves: list[Move] = []
+    overlaps: list[Region] = []
     for stored in entry.regions:
         overlap = stored.region.overlap(held.region)
         if overlap is not None:
             target = held.local[overlap.relative_to(held.region).slices]
             part = overlap.relative_to(stored.region)
             moves.append(Move(name=name, entry=entry, stored=stored, part=part, target=target))
-    found = sum(move.part.numel for move in moves)
-    if found != held.region.numel:
+            overlaps.append(overlap)
+    found = sum(overlap.numel for overlap in overlaps)
+    if found != held.region.numel or not _disjoint(overlaps):
         raise CheckpointError(
             f"tensor {name!r}: the checkpoint's regions hold {found:,} elements for "
-            f"{held.region}, which has {held.region.numel:,}; the manifest is inconsistent"
+            f"{held.region}, which has {held.region.numel:,}, or hold some twice; "
+            "the manifest is inconsistent"
         )
     return moves
 
 
-def _verify(reader: RegionReader, moves: list[Move]) -> None:
-    for move in moves:
-        reader.verify(move.name, move.entry, move.stored)
-
-
-def _copy(reader: RegionReader, moves: list[Move]) -> None:
-    with torch.no_grad():
-        for move in moves:
-            values = reader.read(move.name, move.entry, move.stored)
-            move.target.copy_(values[move.part.slices])
+def _disjoint(regions: list[Region]) -> bool:
+    """Whether no element is in two regions: compares each with those that begin before it ends."""
+    alive: list[Region] = []
+    for region in sorted(regions, key=lambda region: region.offsets):
+        if not region.sizes:
+            return len(regions) == 1
+        alive = [other for other in alive if other.stops[0] > region.offsets[0]]
+        if any(region.overlap(other) is not None for other in alive):
+            return False
+        alive.append(region)
+    return True

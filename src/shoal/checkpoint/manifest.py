@@ -9,17 +9,18 @@ from typing import TypeVar
 
 import torch
 
-from shoal.checkpoint.disk import disk_errors, write_synced
-from shoal.checkpoint.metadata import Manifest, StoredRegion, TensorEntry
+from shoal.checkpoint.disk import disk_errors, open_regular, write_synced
+from shoal.checkpoint.metadata import Manifest, StoredFile, StoredRegion, TensorEntry
 from shoal.checkpoint.storage import CODES
+from shoal.checkpoint.strict_json import strict_json
 from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
 
 NAME = "manifest.json"
 FORMAT = "shoal-checkpoint"
-VERSION = 1
+VERSION = 2
 
-MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 28
 """A longer manifest is refused unread: no checkpoint of ours comes near it."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
@@ -29,29 +30,41 @@ T = TypeVar("T")
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Write the manifest into a checkpoint's folder, through to the disk."""
-    content = _encode(manifest)
-    text = json.dumps({**content, "checksum": _checksum(content)}, allow_nan=False)
-    write_synced(folder / NAME, [text.encode()])
+    data = sealed(encoded(manifest))
+    if len(data) > MAX_BYTES:
+        raise CheckpointError(
+            f"the manifest of {folder} would have {len(data):,} bytes, and {MAX_BYTES:,} is the "
+            "most that is read back: save fewer tensors in one checkpoint"
+        )
+    write_synced(folder / NAME, [data], len(data))
 
 
 def read_manifest(folder: Path) -> Manifest:
     """Read a checkpoint's manifest; raises CheckpointError unless all of it is as written."""
+    folder = Path(folder)
     path = folder / NAME
     if not path.is_file():
         raise CheckpointError(_absence(folder))
-    with disk_errors("read", path):
-        if path.stat().st_size > MAX_BYTES:
-            raise CheckpointError(f"{path} is larger than {MAX_BYTES:,} bytes: not a manifest")
-        data = path.read_bytes()
+    with disk_errors("read", path), open_regular(path) as file:
+        data = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise CheckpointError(f"{path} is larger than {MAX_BYTES:,} bytes: not a manifest")
     try:
         return _decode(_parse(data))
     except (CheckpointError, UsageError) as error:
         raise CheckpointError(f"{path}: {error}") from error
 
 
+def sealed(content: dict[str, object]) -> bytes:
+    """Give the content as text, with a checksum at its end of every byte before it."""
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    body = text[:-1].encode()
+    return body + _seal(body)
+
+
 def fingerprint(manifest: Manifest) -> str:
     """Give a short text that two manifests share only if they say the same."""
-    return _checksum(_encode(manifest))
+    return hashlib.blake2b(sealed(encoded(manifest)), digest_size=16).hexdigest()
 
 
 def _absence(folder: Path) -> str:
@@ -65,25 +78,19 @@ def _absence(folder: Path) -> str:
     )
 
 
-def _encode(manifest: Manifest) -> dict[str, object]:
+def encoded(manifest: Manifest) -> dict[str, object]:
+    """Give what a manifest says as values that JSON can hold."""
     return {
         "format": FORMAT,
         "version": VERSION,
         "world_size": manifest.world_size,
+        "files": {name: encoded_file(file) for name, file in manifest.files.items()},
         "tensors": {
             name: {
                 "shape": list(entry.shape),
                 "dtype": str(entry.dtype).removeprefix("torch."),
-                "regions": [
-                    {
-                        "file": stored.file,
-                        "key": stored.key,
-                        "offsets": list(stored.region.offsets),
-                        "sizes": list(stored.region.sizes),
-                        "crc32": stored.crc32,
-                    }
-                    for stored in entry.regions
-                ],
+                "layout": entry.layout,
+                "regions": [encoded_region(stored) for stored in entry.regions],
             }
             for name, entry in manifest.tensors.items()
         },
@@ -91,16 +98,37 @@ def _encode(manifest: Manifest) -> dict[str, object]:
     }
 
 
-def _checksum(content: dict[str, object]) -> str:
-    """Hash the content in a form that does not depend on spaces or on the order of keys."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+def encoded_file(file: StoredFile) -> dict[str, object]:
+    """Give a file's entry as values that JSON can hold."""
+    return {
+        "bytes": file.num_bytes,
+        "header_bytes": file.header_bytes,
+        "header_crc32": file.header_crc32,
+    }
+
+
+def encoded_region(stored: StoredRegion) -> dict[str, object]:
+    """Give a region's entry as values that JSON can hold."""
+    return {
+        "file": stored.file,
+        "start": stored.start,
+        "offsets": list(stored.region.offsets),
+        "sizes": list(stored.region.sizes),
+        "crc32": stored.crc32,
+    }
+
+
+def _seal(body: bytes) -> bytes:
+    return b',"checksum":"%s"}' % hashlib.blake2b(body, digest_size=16).hexdigest().encode()
+
+
+_SEAL_BYTES = len(_seal(b""))
 
 
 def _parse(data: bytes) -> dict[str, object]:
     """Read JSON that says nothing twice, is ours, of this version, and undamaged."""
     try:
-        content = json.loads(data, object_pairs_hook=_no_duplicates, parse_constant=_no_constant)
+        content = strict_json(data)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not readable as JSON ({error}). {_DAMAGED}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -110,8 +138,7 @@ def _parse(data: bytes) -> dict[str, object]:
             f"format version {content.get('version')!r}, but this shoal reads version {VERSION}. "
             "Load it with the version of shoal that wrote it"
         )
-    checksum = content.pop("checksum", None)
-    if checksum != _checksum(content):
+    if data[-_SEAL_BYTES:] != _seal(data[:-_SEAL_BYTES]):
         raise CheckpointError(f"the manifest does not match its checksum. {_DAMAGED}")
     return content
 
@@ -128,6 +155,9 @@ def _decode(content: dict[str, object]) -> Manifest:
             raise CheckpointError(f"tensor {name!r}: {error}") from error
     return Manifest(
         world_size=_take(content, "world_size", int),
+        files={
+            name: decoded_file(fields) for name, fields in _take(content, "files", dict).items()
+        },
         tensors=tensors,
         extra=_take(content, "extra", dict),
     )
@@ -138,14 +168,25 @@ def _entry(fields: object) -> TensorEntry:
     return TensorEntry(
         shape=_sizes(fields, "shape"),
         dtype=_dtype(dtype),
-        regions=tuple(_stored(item) for item in _take(fields, "regions", list)),
+        regions=tuple(decoded_region(item) for item in _take(fields, "regions", list)),
+        layout=_take(fields, "layout", str),
     )
 
 
-def _stored(fields: object) -> StoredRegion:
+def decoded_file(fields: object) -> StoredFile:
+    """Read what `encoded_file` gave."""
+    return StoredFile(
+        num_bytes=_take(fields, "bytes", int),
+        header_bytes=_take(fields, "header_bytes", int),
+        header_crc32=_take(fields, "header_crc32", int),
+    )
+
+
+def decoded_region(fields: object) -> StoredRegion:
+    """Read what `encoded_region` gave."""
     return StoredRegion(
         file=_take(fields, "file", str),
-        key=_take(fields, "key", str),
+        start=_take(fields, "start", int),
         region=Region(offsets=_sizes(fields, "offsets"), sizes=_sizes(fields, "sizes")),
         crc32=_take(fields, "crc32", int),
     )
@@ -173,14 +214,3 @@ def _take(fields: object, key: str, kind: type[T]) -> T:
     if type(value) is not kind:
         raise CheckpointError(f"expected {key!r} of type {kind.__name__}, got {value!r}")
     return value
-
-
-def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        raise ValueError("the same key twice in one object")
-    return table
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

@@ -1,8 +1,9 @@
 """What a checkpoint says about its tensors: values that cannot be built inconsistent.
 
     Manifest
-    └── TensorEntry        one tensor: its whole shape, its dtype
-        └── StoredRegion   one rectangle of it: which file, under which key, with which checksum
+    ├── StoredFile         one file: its length, and the checksum of its header
+    └── TensorEntry        one tensor: its whole shape, its dtype, how it was laid out
+        └── StoredRegion   one rectangle of it: which file, at which byte, with which checksum
 
 The regions of a tensor cover it. A region is the unit of writing, of checking and of reading.
 """
@@ -23,6 +24,9 @@ from shoal.layout.region import Region
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 """What `extra` may hold, at any depth; numbers are finite."""
 
+MAX_HEADER_BYTES = 100_000_000
+"""A longer header is refused unread, by us as by other readers of safetensors."""
+
 _FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 
 
@@ -32,11 +36,27 @@ def file_name(rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoredFile:
+    """A data file: how long it is, and what guards the part of it that is no data."""
+
+    num_bytes: int
+    header_bytes: int
+    header_crc32: int
+
+    def __post_init__(self) -> None:
+        if not 8 <= self.header_bytes <= min(self.num_bytes, MAX_HEADER_BYTES):
+            raise CheckpointError(
+                f"a file of {self.num_bytes:,} bytes cannot have a header of {self.header_bytes:,}"
+            )
+        _check_crc32(self.header_crc32)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StoredRegion:
-    """A rectangle of a tensor's elements in a file."""
+    """A rectangle of a tensor's elements in a file, from byte `start` on."""
 
     file: str
-    key: str
+    start: int
     region: Region
     crc32: int
 
@@ -44,8 +64,7 @@ class StoredRegion:
         # The name becomes part of a path: one that could leave the folder is refused here.
         if not _FILE_NAME.fullmatch(self.file):
             raise CheckpointError(f"expected a file name like {file_name(0)}, got {self.file!r}")
-        if not 0 <= self.crc32 < 2**32:
-            raise CheckpointError(f"expected a checksum of 32 bits, got {self.crc32}")
+        _check_crc32(self.crc32)
         if self.region.numel == 0:
             raise CheckpointError(f"a stored region has elements, got {self.region}")
 
@@ -57,12 +76,15 @@ class TensorEntry:
     shape: tuple[int, ...]
     dtype: torch.dtype
     regions: tuple[StoredRegion, ...]
+    layout: str = ""
+    """How it was laid out over the ranks that saved it, for people to read."""
 
     def __post_init__(self) -> None:
         whole = Region.whole(self.shape)
         for stored in self.regions:
             if len(stored.region.sizes) != len(self.shape) or not whole.contains(stored.region):
                 raise CheckpointError(f"{stored.region} is not inside shape {self.shape}")
+        # Hostile regions may overlap: who loads checks those that it needs.
         # Regions of one tensor are disjoint as they are written, so their sizes add up to it.
         covered = sum(stored.region.numel for stored in self.regions)
         if covered != math.prod(self.shape):
@@ -71,18 +93,46 @@ class TensorEntry:
                 f"{math.prod(self.shape):,}"
             )
 
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the whole tensor has."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
     """Everything that a checkpoint holds, and the values that were saved beside the tensors."""
 
     world_size: int
+    files: Mapping[str, StoredFile]
     tensors: Mapping[str, TensorEntry]
     extra: Mapping[str, JSON]
 
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise CheckpointError(f"expected a world size of 1 or more, got {self.world_size}")
+        for name, entry in self.tensors.items():
+            for stored in entry.regions:
+                self._check_inside(name, entry, stored)
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes all tensors have together."""
+        return sum(entry.num_bytes for entry in self.tensors.values())
+
+    def _check_inside(self, name: str, entry: TensorEntry, stored: StoredRegion) -> None:
+        file = self.files.get(stored.file)
+        stop = stored.start + stored.region.numel * entry.dtype.itemsize
+        if file is None or not file.header_bytes <= stored.start < stop <= file.num_bytes:
+            raise CheckpointError(
+                f"tensor {name!r}: bytes [{stored.start}, {stop}) of {stored.file!r} are not data "
+                f"of any file in the list"
+            )
+
+
+def _check_crc32(value: int) -> None:
+    if not 0 <= value < 2**32:
+        raise CheckpointError(f"expected a checksum of 32 bits, got {value}")
 
 
 def check_json(value: object, where: str = "extra") -> None:

@@ -40,10 +40,16 @@ class Share:
     dtype: torch.dtype
     parts: tuple[Part, ...]
     writes: bool
+    layout: str = ""
 
 
 def share_of(name: str, tensor: object, *, is_first: bool) -> Share:
-    """Say what this rank holds; a plain tensor is whole on every rank and written by the first."""
+    """Say what this rank holds; a plain tensor is whole on every rank and written by the first.
+
+    Who holds something that is no tensor as a whole passes a `Share` itself.
+    """
+    if isinstance(tensor, Share):
+        return tensor
     if not isinstance(tensor, torch.Tensor):
         raise CheckpointError(
             f"{name!r} is a {type(tensor).__name__}; a checkpoint holds tensors, "
@@ -57,7 +63,26 @@ def share_of(name: str, tensor: object, *, is_first: bool) -> Share:
         parts = tuple(Part(region=r, local=local) for r, local in held if r.numel > 0)
     except CheckpointError as error:
         raise CheckpointError(f"{name!r} {error}") from error
-    return Share(shape=tuple(tensor.shape), dtype=tensor.dtype, parts=parts, writes=writes)
+    return Share(
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        parts=parts,
+        writes=writes,
+        layout=_layout(tensor),
+    )
+
+
+def _layout(tensor: torch.Tensor) -> str:
+    """How a tensor is laid out, and on which mesh, in words that stay readable."""
+    if isinstance(tensor, ShardedTensor):
+        placement = tensor.placement
+        return f"{type(placement).__name__} on {placement.group.size()} ranks"
+    if not isinstance(tensor, DTensor):
+        return "plain"
+    mesh = tensor.device_mesh
+    names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
+    axes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
+    return f"{', '.join(map(repr, tensor.placements))} on mesh({axes})"
 
 
 def _held(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from shoal.checkpoint.disk import disk_errors, sync_folder
@@ -33,7 +35,15 @@ def publish(staging: Path, folder: Path) -> None:
 
 
 def discard(staging: Path) -> None:
-    """Remove an unfinished folder, as far as that is possible."""
+    """Remove an unfinished folder, as far as that is possible.
+
+    It is renamed first: other ranks may still be writing files, which would keep it from going,
+    and who waits for the outcome of the save looks whether the name is there.
+    """
+    aside = staging.with_name(f"{staging.name}-gone")
+    with suppress(OSError):
+        os.rename(staging, aside)
+    shutil.rmtree(aside, ignore_errors=True)
     shutil.rmtree(staging, ignore_errors=True)
 
 

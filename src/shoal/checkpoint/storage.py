@@ -1,25 +1,27 @@
-"""A rank's regions in a safetensors file: written once, in blocks, and read back checked.
+"""A rank's regions in a safetensors file, written once, in blocks.
 
 Files are written here rather than by the library's `save_file`: block by block, so that a tensor
 on an accelerator needs one block of host memory, with its checksum taken on the way and an fsync
-at the end. Any safetensors reader opens them; ours is the library's.
+at the end. Any safetensors reader opens them; `reader` is ours.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 import torch
 
 from shoal.checkpoint.disk import write_synced
-from shoal.checkpoint.metadata import StoredRegion, TensorEntry, file_name
+from shoal.checkpoint.metadata import (
+    MAX_HEADER_BYTES,
+    StoredFile,
+    StoredRegion,
+    file_name,
+)
 from shoal.checkpoint.placement import Part, Share
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
@@ -53,11 +55,12 @@ CODES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """A region that is written under one key, and the local memory that holds it."""
+    """A region that is written under one key, and what gives its values when its turn comes."""
 
     name: str
     region: Region
-    values: torch.Tensor
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
 
     @property
     def key(self) -> str:
@@ -65,133 +68,102 @@ class Block:
         return f"{self.name}@{','.join(map(str, self.region.offsets))}"
 
     @property
-    def nbytes(self) -> int:
+    def num_bytes(self) -> int:
         """How many bytes the block takes in the file."""
-        return self.values.numel() * self.values.dtype.itemsize
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file that is on the disk, and the regions in it, each with the name of its tensor."""
+
+    name: str
+    file: StoredFile
+    regions: tuple[tuple[str, StoredRegion], ...]
 
 
 def blocks_of(name: str, share: Share) -> Iterator[Block]:
     """Cut what this rank writes of a tensor into blocks."""
-    if share.dtype not in CODES:
-        raise NotImplementedError(f"{name!r}: checkpoints of {share.dtype} are not supported")
     for part in share.parts if share.writes else ():
         yield from _blocks_of_part(name, part)
 
 
 def _blocks_of_part(name: str, part: Part) -> Iterator[Block]:
-    if not part.region.sizes:
-        yield Block(name=name, region=part.region, values=part.local)
+    dtype = part.local.dtype
+    for region in block_regions(name, part.region, dtype):
+        values = part.local[region.relative_to(part.region).slices]
+        yield Block(name=name, region=region, dtype=dtype, read=lambda values=values: values)
+
+
+def block_regions(name: str, region: Region, dtype: torch.dtype) -> Iterator[Region]:
+    """Cut a region along its first dim into regions of about `BLOCK_BYTES`."""
+    if dtype not in CODES:
+        raise NotImplementedError(f"{name!r}: checkpoints of {dtype} are not supported")
+    if not region.sizes or not region.numel:
+        yield from [region] if region.numel else []
         return
-    num_rows, *inner = part.region.sizes
-    row_bytes = part.region.numel // num_rows * part.local.dtype.itemsize
+    num_rows, *inner = region.sizes
+    row_bytes = region.numel // num_rows * dtype.itemsize
     rows = max(1, BLOCK_BYTES // row_bytes)
     for start in range(0, num_rows, rows):
-        values = part.local[start : start + rows]
-        offsets = (part.region.offsets[0] + start, *part.region.offsets[1:])
-        region = Region(offsets=offsets, sizes=(values.shape[0], *inner))
-        yield Block(name=name, region=region, values=values)
+        offsets = (region.offsets[0] + start, *region.offsets[1:])
+        yield Region(offsets=offsets, sizes=(min(rows, num_rows - start), *inner))
 
 
-def write_blocks(
-    folder: Path, rank: int, blocks: Sequence[Block]
-) -> list[tuple[str, StoredRegion]]:
-    """Write a rank's file, unless there is nothing to write; say what is in it, by tensor."""
+def write_blocks(folder: Path, rank: int, blocks: Sequence[Block]) -> WrittenFile | None:
+    """Write a rank's file, unless there is nothing to write; say what is in it."""
     if not blocks:
-        return []
+        return None
+    name = file_name(rank)
     # Wide elements first, so that every block starts at a multiple of its element size.
-    blocks = sorted(blocks, key=lambda block: -block.values.dtype.itemsize)
+    blocks = sorted(blocks, key=lambda block: -block.dtype.itemsize)
+    header = header_of({block.key: block for block in blocks}, folder / name)
     stored: list[tuple[str, StoredRegion]] = []
+    num_bytes = len(header) + sum(block.num_bytes for block in blocks)
 
     def chunks() -> Iterator[bytes | memoryview]:
-        yield _header(blocks)
+        yield header
+        start = len(header)
         for block in blocks:
-            data = _bytes(block.values)
-            region = StoredRegion(
-                file=file_name(rank), key=block.key, region=block.region, crc32=zlib.crc32(data)
+            data = raw_bytes(block.read())
+            found = StoredRegion(
+                file=name, start=start, region=block.region, crc32=zlib.crc32(data)
             )
-            stored.append((block.name, region))
+            stored.append((block.name, found))
+            start += len(data)
             yield data
 
-    write_synced(folder / file_name(rank), chunks())
-    return stored
+    write_synced(folder / name, chunks(), num_bytes)
+    file = StoredFile(
+        num_bytes=num_bytes, header_bytes=len(header), header_crc32=zlib.crc32(header)
+    )
+    return WrittenFile(name=name, file=file, regions=tuple(stored))
 
 
-def _header(blocks: Sequence[Block]) -> bytes:
+def header_of(
+    blocks: Mapping[str, Block], path: Path, about: Mapping[str, str] | None = None
+) -> bytes:
     """The length of a JSON table, then the table, padded so that data starts aligned."""
-    table: dict[str, object] = {}
+    table: dict[str, object] = {"__metadata__": about} if about else {}
     end = 0
-    for block in blocks:
-        start, end = end, end + block.nbytes
-        table[block.key] = {
-            "dtype": CODES[block.values.dtype],
+    for key, block in blocks.items():
+        start, end = end, end + block.num_bytes
+        table[key] = {
+            "dtype": CODES[block.dtype],
             "shape": list(block.region.sizes),
             "data_offsets": [start, end],
         }
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    if len(text) + 8 > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the header of {path} would have {len(text):,} bytes, and {MAX_HEADER_BYTES:,} is "
+            "the most that is read back: save fewer tensors in one checkpoint, or on more ranks"
+        )
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes(values: torch.Tensor) -> memoryview:
+def raw_bytes(values: torch.Tensor) -> memoryview:
+    """A tensor's elements in row-major order, as they are on the disk."""
     values = values.detach().cpu().contiguous()
     return values.reshape(-1).view(torch.uint8).numpy().data
-
-
-class RegionReader:
-    """Reads regions of a checkpoint; a file is opened once and mapped, not read whole."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._files: dict[str, Any] = {}
-        self._open = ExitStack()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._files.clear()
-        self._open.close()
-
-    def read(self, name: str, entry: TensorEntry, stored: StoredRegion) -> torch.Tensor:
-        """Give a region's values in host memory, shape and dtype checked, values not."""
-        from safetensors import SafetensorError
-
-        path = self._folder / stored.file
-        try:
-            values = self._file(stored.file).get_tensor(stored.key)
-        except (OSError, SafetensorError, ValueError, RuntimeError) as error:
-            raise CheckpointError(
-                f"{path}: tensor {name!r} cannot be read: {error}. {_MEND}"
-            ) from error
-        found = (values.dtype, tuple(values.shape))
-        if found != (entry.dtype, stored.region.sizes):
-            raise CheckpointError(
-                f"{path}: tensor {name!r} should be stored as {entry.dtype} "
-                f"{stored.region.sizes}, found {found[0]} {found[1]}. {_MEND}"
-            )
-        return values
-
-    def verify(self, name: str, entry: TensorEntry, stored: StoredRegion) -> None:
-        """Read a region and compare its checksum with the manifest's."""
-        found = zlib.crc32(_bytes(self.read(name, entry, stored)))
-        if found != stored.crc32:
-            raise CheckpointError(
-                f"{self._folder / stored.file}: tensor {name!r} at {stored.region.offsets} has "
-                f"checksum {found:08x}, the manifest says {stored.crc32:08x}. {_MEND}"
-            )
-
-    def _file(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        if name not in self._files:
-            opened = safe_open(self._folder / name, framework="pt")
-            self._files[name] = self._open.enter_context(opened)
-        return self._files[name]
-
-
-_MEND = "The file is damaged or incomplete: copy the checkpoint anew, or load an earlier one"

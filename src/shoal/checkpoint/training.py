@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.checkpoint.agreement import Ranks
+from shoal.checkpoint.generators import PREFIX as GENERATORS
+from shoal.checkpoint.generators import generator_shares, restore_generators
 from shoal.checkpoint.load import load
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.metadata import JSON, Manifest
@@ -21,10 +24,21 @@ from shoal.checkpoint.optimizer import (
     prepare_optimizer,
     restore_hyper_parameters,
 )
+from shoal.checkpoint.placement import Share
 from shoal.checkpoint.save import save
-from shoal.checkpoint.wrapped import empty_states, take_over, wrapped_state, wrapped_weights
+from shoal.checkpoint.unusable import check_usable, clear_mark, mark_unusable
+from shoal.checkpoint.wrapped import (
+    empty_states,
+    take_over,
+    take_weights,
+    wrapped_state,
+    wrapped_weights,
+)
 from shoal.errors import CheckpointError
 from shoal.wrapper.base import wrappers_below
+
+MODEL = "model/"
+"""What the names of a model's tensors begin with."""
 
 
 def save_training(
@@ -35,50 +49,152 @@ def save_training(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Save a model, its optimizer and a few values; see `save`."""
-    tensors, hyper = Ranks(group).together(lambda: _state(model, optimizer))
-    save(folder, tensors, {"optimizer": hyper, "training": extra}, group=group)
+    """Save a model, its optimizer, the random generators of all ranks and a few values.
+
+    See `save`.
+    """
+    tensors, values = training_state(model, optimizer, extra, group=group)
+    save(folder, tensors, values, group=group)
+
+
+def training_state(
+    model: nn.Module,
+    optimizer: Optimizer,
+    extra: Mapping[str, JSON],
+    *,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[dict[str, torch.Tensor | Share], dict[str, JSON]]:
+    """What `save_training` saves, for `save` or `async_save`: tensors, and values beside them."""
+    model = bare(model)
+    ranks = Ranks(group)
+    tensors, hyper = ranks.together(lambda: _state(model, optimizer))
+    generators = generator_shares(ranks.rank, ranks.size)
+    return tensors | generators, {"optimizer": hyper, "training": extra}
 
 
 def load_training(
-    folder: Path, model: nn.Module, optimizer: Optimizer, *, group: dist.ProcessGroup | None = None
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    group: dist.ProcessGroup | None = None,
+    verify_first: bool = False,
 ) -> dict[str, JSON]:
-    """Load what `save_training` saved, on any number of ranks; return `extra`. See `load`."""
+    """Load what `save_training` saved, on any number of ranks; return `extra`. See `load`.
+
+    Random generators are restored on the number of ranks that saved them. An error before the
+    first write leaves everything as it was; after it, the model raises when it is used.
+    """
     folder = Path(folder)
+    model = bare(model)
     ranks = Ranks(group)
     manifest = ranks.together(lambda: _checked(folder, model, optimizer))
-    if wrappers_below(model):
-        return _load_wrapped(folder, model, optimizer, manifest, group)
-    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-    try:
-        ranks.together(lambda: prepare_optimizer(model, optimizer, manifest.tensors))
-        tensors, _ = ranks.together(lambda: _state(model, optimizer))
-        extra: dict[str, Any] = load(folder, tensors, group=group)
-    except BaseException:
-        # A checkpoint that is refused leaves the optimizer as it was, like everything else.
-        optimizer.state.clear()
-        optimizer.state.update(before)
-        raise
+    generators = _generators(ranks, manifest)
+    load_into = _load_wrapped if wrappers_below(model) else _load_bare
+    extra = load_into(folder, model, optimizer, manifest, generators, group, verify_first)
     restore_hyper_parameters(model, optimizer, extra["optimizer"])
+    restore_generators(generators)
     return extra["training"]
 
 
-def _state(
-    model: nn.Module, optimizer: Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
-    tensors: dict[str, torch.Tensor] = {}
+def load_model(
+    folder: Path,
+    model: nn.Module,
+    *,
+    group: dist.ProcessGroup | None = None,
+    include: Sequence[str] = ("*",),
+    exclude: Sequence[str] = (),
+    cast: bool = False,
+    verify_first: bool = False,
+) -> None:
+    """Load weights alone, or those whose names in the model the patterns choose. See `load`."""
+    model = bare(model)
     is_wrapped = bool(wrappers_below(model))
-    weights = wrapped_weights(model) if is_wrapped else model.state_dict()
+    weights = Ranks(group).together(lambda: weights_of(model))
+    load(
+        folder,
+        {f"{MODEL}{name}": value for name, value in weights.items()},
+        group=group,
+        include=[MODEL + pattern for pattern in include],
+        exclude=[MODEL + pattern for pattern in exclude],
+        cast=cast,
+        verify_first=verify_first,
+        before_write=None if is_wrapped else lambda: mark_unusable(model, _mixture(folder)),
+    )
+    if is_wrapped:
+        take_weights(model, weights)
+    clear_mark(model)
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The model inside of DDP and of `torch.compile`, whose names are those of a plain one."""
+    while True:
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            return model
+
+
+def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The model's tensors by clean names: copies, of models in `FullyShardedDataParallel`."""
+    weights = wrapped_weights(model) if wrappers_below(model) else model.state_dict()
     for name, value in weights.items():
         if not isinstance(value, torch.Tensor):
             raise NotImplementedError(
                 f"{name!r} in the model's state_dict is a {type(value).__name__}: checkpoints of "
                 "extra state that is not a tensor are not supported"
             )
-        tensors[f"model/{name}"] = value
-    states = wrapped_state if is_wrapped else optimizer_tensors
+    return weights
+
+
+def _state(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
+    check_usable(model)
+    return _tensors(model, optimizer)
+
+
+def _tensors(
+    model: nn.Module, optimizer: Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
+    tensors = {f"{MODEL}{name}": value for name, value in weights_of(model).items()}
+    states = wrapped_state if wrappers_below(model) else optimizer_tensors
     moments, hyper = states(model, optimizer)
     return tensors | moments, hyper
+
+
+def _load_bare(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    manifest: Manifest,
+    generators: Mapping[str, Share],
+    group: dist.ProcessGroup | None,
+    verify_first: bool,
+) -> dict[str, Any]:
+    """Load into the tensors themselves, which make an unusable mixture until all are there."""
+    ranks = Ranks(group)
+    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    try:
+        ranks.together(lambda: prepare_optimizer(model, optimizer, manifest.tensors))
+        tensors, _ = ranks.together(lambda: _tensors(model, optimizer))
+        extra = load(
+            folder,
+            {**tensors, **generators},
+            group=group,
+            exclude=_unused(manifest, generators),
+            verify_first=verify_first,
+            before_write=lambda: mark_unusable(model, _mixture(folder)),
+        )
+    except BaseException:
+        # A checkpoint that is refused leaves the optimizer as it was, like everything else.
+        optimizer.state.clear()
+        optimizer.state.update(before)
+        raise
+    clear_mark(model)
+    return extra
 
 
 def _load_wrapped(
@@ -86,16 +202,47 @@ def _load_wrapped(
     model: nn.Module,
     optimizer: Optimizer,
     manifest: Manifest,
+    generators: Mapping[str, Share],
     group: dist.ProcessGroup | None,
-) -> dict[str, JSON]:
+    verify_first: bool,
+) -> dict[str, Any]:
     """Load into copies, and let the model have them when all are there."""
     weights = Ranks(group).together(lambda: wrapped_weights(model))
     states = Ranks(group).together(lambda: empty_states(model, manifest))
-    named = {f"model/{name}": value for name, value in weights.items()}
-    extra: dict[str, Any] = load(folder, named | states, group=group)
+    named = {f"{MODEL}{name}": value for name, value in weights.items()}
+    extra: dict[str, Any] = load(
+        folder,
+        {**named, **states, **generators},
+        group=group,
+        exclude=_unused(manifest, generators),
+        verify_first=verify_first,
+    )
     take_over(model, optimizer, weights, states, extra["optimizer"])
-    restore_hyper_parameters(model, optimizer, extra["optimizer"])
-    return extra["training"]
+    return extra
+
+
+def _generators(ranks: Ranks, manifest: Manifest) -> dict[str, Share]:
+    """What the saved states of generators are loaded into; nothing on another number of ranks."""
+    own = generator_shares(ranks.rank, ranks.size)
+    stored = manifest.tensors
+    return {
+        name: share
+        for name, share in own.items()
+        if name in stored and stored[name].shape == share.shape
+    }
+
+
+def _unused(manifest: Manifest, generators: Mapping[str, Share]) -> list[str]:
+    """The saved states of generators that this load has no use for."""
+    return [n for n in manifest.tensors if n.startswith(GENERATORS) and n not in generators]
+
+
+def _mixture(folder: Path) -> str:
+    return (
+        f"loading {folder} failed when some tensors were written, so the model is a mixture of "
+        "two states: load a good checkpoint into it, or build it anew. With verify_first=True a "
+        "load that fails writes nothing"
+    )
 
 
 def _checked(folder: Path, model: nn.Module, optimizer: Optimizer) -> Manifest:

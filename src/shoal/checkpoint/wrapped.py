@@ -84,6 +84,12 @@ def take_over(
     optimizer.load_state_dict(own)
 
 
+def take_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
+    """Let the model have weights that were loaded. Collective."""
+    with _in_rows(model):
+        model.load_state_dict(weights)
+
+
 def _in_rows(model: nn.Module) -> AbstractContextManager[None]:
     return FullyShardedDataParallel.state_dict_type(
         model,

@@ -1,6 +1,4 @@
-import contextlib
 import json
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from shoal.checkpoint.manifest import NAME, fingerprint, read_manifest, write_manifest
-from shoal.checkpoint.metadata import Manifest, StoredRegion, TensorEntry, check_json
+from shoal.checkpoint.manifest import NAME, fingerprint, read_manifest, sealed, write_manifest
+from shoal.checkpoint.metadata import Manifest, StoredFile, StoredRegion, TensorEntry, check_json
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
@@ -18,12 +16,13 @@ FILE = "rank-00000.safetensors"
 
 def stored(offsets: tuple[int, ...], sizes: tuple[int, ...], crc32: int = 7) -> StoredRegion:
     region = Region(offsets=offsets, sizes=sizes)
-    return StoredRegion(file=FILE, key=f"w@{offsets}", region=region, crc32=crc32)
+    return StoredRegion(file=FILE, start=16, region=region, crc32=crc32)
 
 
 def manifest() -> Manifest:
     return Manifest(
         world_size=2,
+        files={FILE: StoredFile(num_bytes=100, header_bytes=16, header_crc32=9)},
         tensors={
             "w": TensorEntry(
                 shape=(4, 3),
@@ -39,13 +38,10 @@ def manifest() -> Manifest:
 
 def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a manifest as someone would who also mends its checksum."""
-    from shoal.checkpoint import manifest as module
-
     content = json.loads((folder / NAME).read_text())
     content.pop("checksum")
     change(content)
-    checksum = module._checksum(content)
-    (folder / NAME).write_text(json.dumps({**content, "checksum": checksum}))
+    (folder / NAME).write_bytes(sealed(content))
 
 
 def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
@@ -54,29 +50,17 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     assert fingerprint(read_manifest(tmp_path)) == fingerprint(manifest())
 
 
-def test_the_order_of_keys_and_spaces_do_not_matter(tmp_path: Path) -> None:
-    write_manifest(tmp_path, manifest())
-    content = json.loads((tmp_path / NAME).read_text())
-    turned = dict(reversed(content.items()))
-    (tmp_path / NAME).write_text(json.dumps(turned, indent=3))
-    assert read_manifest(tmp_path) == manifest()
-
-
-def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path: Path) -> None:
+def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest())
     path = tmp_path / NAME
     data = path.read_bytes()
-    choose = random.Random(5)
-    missed = 0
     for index in range(len(data)):
-        damaged = bytearray(data)
-        damaged[index] ^= 1 << choose.randrange(8)
-        path.write_bytes(damaged)
-        with contextlib.suppress(CheckpointError):
-            # The digits of an escape such as \u00e5 may change from e to E.
-            assert read_manifest(tmp_path) == manifest()
-            missed += 1
-    assert missed <= 2
+        for bit in range(8):
+            damaged = bytearray(data)
+            damaged[index] ^= 1 << bit
+            path.write_bytes(damaged)
+            with pytest.raises(CheckpointError, match=r"manifest\.json: "):
+                read_manifest(tmp_path)
 
 
 def test_every_truncation_is_found(tmp_path: Path) -> None:
@@ -116,7 +100,7 @@ def test_garbage_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
 def test_the_same_key_twice_is_refused(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest())
     text = (tmp_path / NAME).read_text()
-    (tmp_path / NAME).write_text(text.replace('"step": 3', '"step": 3, "step": 3'))
+    (tmp_path / NAME).write_text(text.replace('"step":3', '"step":3,"step":3'))
     with pytest.raises(CheckpointError, match="the same key twice"):
         read_manifest(tmp_path)
 
@@ -124,7 +108,7 @@ def test_the_same_key_twice_is_refused(tmp_path: Path) -> None:
 def test_another_version_says_which(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest())
     rewrite(tmp_path, lambda content: content.update(version=99))
-    with pytest.raises(CheckpointError, match=r"format version 99, but this shoal reads version 1"):
+    with pytest.raises(CheckpointError, match=r"format version 99, but this shoal reads version 2"):
         read_manifest(tmp_path)
 
 
@@ -143,7 +127,15 @@ def region(content: dict[str, Any]) -> dict[str, Any]:
         lambda c: region(c).update(file="rank-00000.safetensors\n"),
         lambda c: region(c).update(file="rank-00000.safetensors\0"),
         lambda c: region(c).update(file=7),
-        lambda c: region(c).update(key=None),
+        lambda c: region(c).update(start=None),
+        lambda c: region(c).update(start=15),
+        lambda c: region(c).update(start=99),
+        lambda c: region(c).update(start=2**80),
+        lambda c: c["files"].clear(),
+        lambda c: c["files"][FILE].update(header_bytes=10**12),
+        lambda c: c["files"][FILE].update(bytes=-1),
+        lambda c: c["files"][FILE].pop("header_crc32"),
+        lambda c: c["tensors"]["w"].update(layout=3),
         lambda c: region(c).update(crc32=-1),
         lambda c: region(c).update(crc32=2**32),
         lambda c: region(c).update(crc32=True),

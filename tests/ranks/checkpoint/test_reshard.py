@@ -162,7 +162,7 @@ def test_damage_that_one_rank_sees_is_an_error_on_all_and_nothing_is_written(
     dist.barrier()
     tensors = sharded(filled=False)
     with pytest.raises(CheckpointError) as raised:
-        load(folder, tensors)
+        load(folder, tensors, verify_first=True)
     messages: list[str | None] = [None, None]
     dist.all_gather_object(messages, str(raised.value))
     assert messages[0] == messages[1]

@@ -1,0 +1,159 @@
+"""Checkpoints that `torch.distributed.checkpoint` wrote, made into ours."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from shoal.checkpoint.disk import disk_errors, open_regular
+from shoal.checkpoint.foreign import Record, is_record, read_item, unpickle_metadata
+from shoal.checkpoint.metadata import JSON, check_json
+from shoal.checkpoint.offline import Progress, outline, write_offline
+from shoal.checkpoint.placement import Share
+from shoal.checkpoint.storage import CODES, Block
+from shoal.errors import CheckpointError, UsageError
+from shoal.layout.region import Region
+
+METADATA = ".metadata"
+_MAX_METADATA_BYTES = 1 << 28
+_Key = tuple[str, tuple[int, ...] | None]
+_FILE_NAME = re.compile(r"__\d+_\d+\.distcp")
+
+
+def import_dcp(
+    source: Path,
+    folder: Path,
+    *,
+    rename: Callable[[str], str] = str,
+    progress: Progress | None = None,
+) -> None:
+    """Make a checkpoint of a plain DCP one; its tensors become those that `rename` says.
+
+    DCP keeps no checksums: what is damaged there already stays so. Values that are no tensors
+    go to `extra["values"]`, by name, as JSON.
+    """
+    source = Path(source)
+    path = source / METADATA
+    with disk_errors("read", path), open_regular(path) as file:
+        data = file.read(_MAX_METADATA_BYTES + 1)
+    if len(data) > _MAX_METADATA_BYTES:
+        raise CheckpointError(f"{path} is larger than {_MAX_METADATA_BYTES:,} bytes")
+    try:
+        metadata = unpickle_metadata(data)
+        with _Items(source, metadata) as items:
+            _convert(items, metadata, folder, rename, progress)
+    except (CheckpointError, UsageError, AttributeError, TypeError) as error:
+        # Fields of a hostile pickle may be of any type.
+        raise CheckpointError(f"{source}: {error}") from error
+
+
+class _Items(ExitStack):
+    """Reads the items of a DCP checkpoint, each checked to lie in a file of its folder."""
+
+    def __init__(self, folder: Path, metadata: Record) -> None:
+        super().__init__()
+        self._folder = folder
+        self._files: dict[str, BinaryIO] = {}
+        self._where: dict[_Key, Record] = {}
+        for index, info in _mapping(metadata["storage_data"]).items():
+            offset = index.get("offset")
+            self._where[index["fqn"], None if offset is None else tuple(offset)] = info
+
+    def read(self, name: str, offsets: tuple[int, ...] | None) -> Any:
+        """Give the tensor or the value that is stored under a name, at its offsets."""
+        info = self._where.get((name, offsets))
+        if info is None:
+            raise CheckpointError(f"{name!r} at {offsets} is not in any file")
+        file_name, start, length = info["relative_path"], info["offset"], info["length"]
+        if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
+            raise CheckpointError(f"expected a file name like __0_0.distcp, got {file_name!r:.100}")
+        if info.get("transform_descriptors"):
+            raise NotImplementedError(
+                f"{file_name}: DCP checkpoints with transforms are not supported"
+            )
+        file = self._file(file_name)
+        size = os.fstat(file.fileno()).st_size
+        is_whole = type(start) is int and type(length) is int
+        if not is_whole or not 0 <= start <= start + length <= size:
+            raise CheckpointError(
+                f"{file_name}: {name!r} should be {length!r:.30} bytes from {start!r:.30} on, "
+                f"and the file has {size:,}"
+            )
+        try:
+            return read_item(os.pread(file.fileno(), length, start))
+        except CheckpointError as error:
+            raise CheckpointError(f"{file_name}: {name!r}: {error}") from error
+
+    def _file(self, name: str) -> BinaryIO:
+        if name not in self._files:
+            with disk_errors("read", self._folder / name):
+                self._files[name] = self.enter_context(open_regular(self._folder / name))
+        return self._files[name]
+
+
+def _convert(
+    items: _Items,
+    metadata: Record,
+    folder: Path,
+    rename: Callable[[str], str],
+    progress: Progress | None,
+) -> None:
+    outlines: dict[str, Share] = {}
+    values: dict[str, JSON] = {}
+    blocks: list[Block] = []
+    for name, entry in _mapping(metadata["state_dict_metadata"]).items():
+        if not is_record(entry, "TensorStorageMetadata"):
+            values[name] = items.read(name, None)
+            check_json(values[name], f"the value {name!r}")
+            continue
+        new_name = rename(name)
+        if new_name in outlines:
+            raise UsageError(f"`rename` gives two tensors the name {new_name!r}")
+        outlines[new_name] = outline(entry["size"], _dtype(name, entry), "from DCP")
+        blocks += _blocks(items, name, new_name, entry, progress)
+    write_offline(folder, outlines, [blocks], {"values": values} if values else {})
+
+
+def _blocks(
+    items: _Items, name: str, new_name: str, entry: Record, progress: Progress | None
+) -> Iterator[Block]:
+    dtype = _dtype(name, entry)
+    for chunk in entry["chunks"]:
+        region = Region(offsets=tuple(chunk["offsets"]), sizes=tuple(chunk["sizes"]))
+        if not region.numel:
+            continue
+
+        def read(region: Region = region) -> torch.Tensor:
+            values = items.read(name, region.offsets)
+            is_tensor = isinstance(values, torch.Tensor)
+            found = (values.dtype, tuple(values.shape)) if is_tensor else type(values).__name__
+            if found != (dtype, region.sizes):
+                raise CheckpointError(
+                    f"{name!r} at {region.offsets} should be {dtype} {region.sizes}, got {found}"
+                )
+            if progress is not None:
+                progress(values.nbytes)
+            return values
+
+        yield Block(name=new_name, region=region, dtype=dtype, read=read)
+
+
+def _dtype(name: str, entry: Record) -> torch.dtype:
+    """The dtype of a tensor, which comes first in the state of its properties."""
+    state = entry["properties"].fields
+    dtype = state[0] if isinstance(state, tuple) and state else None
+    if not isinstance(dtype, torch.dtype) or dtype not in CODES:
+        raise CheckpointError(f"{name!r} has a dtype that is not supported: {dtype!r:.50}")
+    return dtype
+
+
+def _mapping(value: object) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise CheckpointError(f"expected a table in the metadata, got a {type(value).__name__}")
+    return value

@@ -1,0 +1,253 @@
+"""Our files behind `torch.distributed.checkpoint`: its planners, and what users call, stay.
+
+    dcp.save(state, storage_writer=DcpWriter(folder))
+    dcp.load(state, storage_reader=DcpReader(folder))
+
+The folder is a checkpoint of ours, with its checksums, and appears all at once. DCP pickles values
+that are no tensors; here they must be such as JSON can hold, where a tuple becomes a list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
+from torch.futures import Future
+
+from shoal.checkpoint.foreign import read_item
+from shoal.checkpoint.manifest import read_manifest
+from shoal.checkpoint.metadata import Manifest, StoredRegion, TensorEntry, check_json
+from shoal.checkpoint.offline import outline
+from shoal.checkpoint.publish import open_staging
+from shoal.checkpoint.reader import RegionReader
+from shoal.checkpoint.save import finish
+from shoal.checkpoint.storage import Block, WrittenFile, block_regions, write_blocks
+from shoal.errors import UsageError
+from shoal.layout.region import Region
+
+_VALUES, _PATHS = "values", "paths"
+
+
+class DcpWriter(StorageWriter):
+    """Writes what a DCP planner plans as a checkpoint that must not exist yet."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._num_ranks = 1
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, to another folder if one is named."""
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Nothing depends on the role: the coordinator alone is asked to plan globally."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing is written before all ranks have planned."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Open the hidden folder, and tell each rank its number and where to write."""
+        self._num_ranks = len(plans)
+        self._staging = open_staging(self._path)
+        return [
+            dataclasses.replace(plan, storage_data=(self._staging, rank))
+            for rank, plan in enumerate(plans)
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file; each result says what became of an item."""
+        staging, rank = plan.storage_data
+        values: dict[MetadataIndex, Any] = {}
+        blocks: list[Block] = []
+        for item in plan.items:
+            if item.type == WriteItemType.BYTE_IO:
+                values[item.index] = _value(item, planner)
+            else:
+                blocks += _blocks(item, planner)
+        written = write_blocks(self._path.parent / staging, rank, blocks)
+        # The file as a whole goes with the first tensor.
+        files = [written] if written is not None else []
+        results = []
+        for item in plan.items:
+            is_value = item.index in values
+            data = values[item.index] if is_value else files.pop() if files else None
+            size = item.tensor_storage_size() or 0
+            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=data))
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the manifest, and publish; DCP calls this on the coordinator."""
+        everything = [result for of_rank in results for result in of_rank]
+        files = [r.storage_data for r in everything if isinstance(r.storage_data, WrittenFile)]
+        values = {
+            result.index.fqn: result.storage_data
+            for result in everything
+            if isinstance(metadata.state_dict_metadata.get(result.index.fqn), BytesStorageMetadata)
+        }
+        paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
+        outlines = {
+            name: outline(entry.size, entry.properties.dtype, "by DCP")
+            for name, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        staging = self._path.parent / self._staging
+        extra = {_VALUES: values, _PATHS: paths}
+        finish(staging, self._path, self._num_ranks, outlines, files, extra)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any local path is one."""
+        return "://" not in str(checkpoint_id)
+
+    @property
+    def _path(self) -> Path:
+        return _named(self._folder)
+
+
+class DcpReader(StorageReader):
+    """Reads a checkpoint of ours for a DCP planner; no region is written before it is checked."""
+
+    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if folder is None else Path(folder)
+        self._manifest: Manifest | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, from another folder if one is named."""
+        self._manifest = None
+        if checkpoint_id is not None:
+            self._folder = Path(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Say what the manifest says, as DCP says it."""
+        manifest = read_manifest(_named(self._folder))
+        values: Any = manifest.extra.get(_VALUES, {})
+        paths: Any = manifest.extra.get(_PATHS, {})
+        entries: dict[str, Any] = {name: _entry(e) for name, e in manifest.tensors.items()}
+        entries |= {name: BytesStorageMetadata() for name in values}
+        planner_data = {name: tuple(path) for name, path in paths.items()}
+        return Metadata(state_dict_metadata=entries, planner_data=planner_data)
+
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Read the manifest on this rank too: DCP passes its own metadata only."""
+        self._manifest = read_manifest(_named(self._folder))
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Keep DCP's plan."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Keep DCP's plans."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read, check and copy each region that the plan asks for."""
+        folder = _named(self._folder)
+        manifest = self._manifest or read_manifest(folder)
+        values: Any = manifest.extra.get(_VALUES, {})
+        stored = {
+            (name, region.region.offsets): region
+            for name, entry in manifest.tensors.items()
+            for region in entry.regions
+        }
+        with RegionReader(folder, manifest) as reader, torch.no_grad():
+            for item in plan.items:
+                if item.type == LoadItemType.BYTE_IO:
+                    data = io.BytesIO()
+                    torch.save(values[item.storage_index.fqn], data)
+                    data.seek(0)
+                    planner.load_bytes(item, data)
+                else:
+                    _fill(reader, manifest, stored, item, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any local path is one."""
+        return "://" not in str(checkpoint_id)
+
+
+def _named(folder: Path | None) -> Path:
+    if folder is None:
+        raise UsageError("name the folder, here or as DCP's checkpoint_id")
+    return folder
+
+
+def _value(item: WriteItem, planner: SavePlanner) -> Any:
+    """A value that DCP has pickled already, as it was before."""
+    data = planner.resolve_data(item)
+    value = read_item(data.getvalue()) if isinstance(data, io.BytesIO) else data
+    check_json(value, f"the value {item.index.fqn!r}")
+    return value
+
+
+def _blocks(item: WriteItem, planner: SavePlanner) -> list[Block]:
+    values: Any = planner.resolve_data(item)
+    chunk = item.tensor_data.chunk if item.tensor_data is not None else None
+    offsets = tuple(chunk.offsets) if chunk is not None else (0,) * values.dim()
+    whole = Region(offsets=offsets, sizes=tuple(values.shape))
+    name = item.index.fqn
+    return [
+        Block(
+            name=name,
+            region=region,
+            dtype=values.dtype,
+            read=lambda region=region: values[region.relative_to(whole).slices],
+        )
+        for region in block_regions(name, whole, values.dtype)
+    ]
+
+
+def _entry(entry: TensorEntry) -> TensorStorageMetadata:
+    chunks = [
+        ChunkStorageMetadata(torch.Size(r.region.offsets), torch.Size(r.region.sizes))
+        for r in entry.regions
+    ]
+    properties = TensorProperties(dtype=entry.dtype)
+    return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
+
+
+def _fill(
+    reader: RegionReader,
+    manifest: Manifest,
+    stored: dict[tuple[str, tuple[int, ...]], StoredRegion],
+    item: ReadItem,
+    planner: LoadPlanner,
+) -> None:
+    name = item.storage_index.fqn
+    region = stored[name, tuple(item.storage_index.offset or ())]
+    values = reader.read(name, manifest.tensors[name], region)
+    part = Region(offsets=tuple(item.storage_offsets), sizes=tuple(item.lengths))
+    target = planner.resolve_tensor(item).detach()
+    target.copy_(values[part.slices])
+    planner.commit_tensor(item, target)

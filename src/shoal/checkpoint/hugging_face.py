@@ -1,0 +1,191 @@
+"""Weights as Hugging Face keeps them: safetensors files of whole tensors, with an index."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.checkpoint.disk import disk_errors, open_regular, write_synced
+from shoal.checkpoint.manifest import read_manifest
+from shoal.checkpoint.metadata import Manifest
+from shoal.checkpoint.offline import Progress, outline, read_region, write_offline
+from shoal.checkpoint.publish import check_absent, discard, publish
+from shoal.checkpoint.reader import RegionReader
+from shoal.checkpoint.storage import CODES, Block, block_regions, header_of, raw_bytes
+from shoal.checkpoint.strict_json import strict_json
+from shoal.checkpoint.training import MODEL
+from shoal.errors import CheckpointError
+from shoal.layout.region import Region
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+MAX_FILE_BYTES = 5_000_000_000
+"""A file of an export is about this long, unless one tensor is longer."""
+
+_MAX_INDEX_BYTES = 1 << 28
+_FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
+_DTYPES = {code: dtype for dtype, code in CODES.items()}
+
+
+def export_weights(
+    source: Path,
+    folder: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    progress: Progress | None = None,
+) -> None:
+    """Write the model of a checkpoint for Hugging Face; needs memory for one whole tensor.
+
+    The optimizer stays behind. `dtype` converts floating-point weights.
+    """
+    source, folder = Path(source), Path(folder)
+    manifest = read_manifest(source)
+    check_absent(folder)
+    staging = folder.parent / f".{folder.name}.saving-{secrets.token_hex(6)}"
+    with disk_errors("make", staging):
+        staging.mkdir(parents=True)
+    try:
+        with RegionReader(source, manifest) as reader:
+            blocks = list(_whole_blocks(source, reader, manifest, dtype))
+            _write_files(staging, blocks, max_file_bytes, progress)
+        publish(staging, folder)
+    except BaseException:
+        discard(staging)
+        raise
+
+
+def import_weights(source: Path, folder: Path, progress: Progress | None = None) -> None:
+    """Make a checkpoint of Hugging Face's files, whose model `load_model` loads on any ranks."""
+    from safetensors import SafetensorError
+
+    source = Path(source)
+    with ExitStack() as stack:
+        try:
+            opened = {name: _opened(source / name, stack) for name in _file_names(source)}
+            found = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118
+            slices = {key: file.get_slice(key) for key, file in found.items()}
+            outlines = {
+                MODEL + key: outline(values.get_shape(), _dtype(key, values.get_dtype()), "plain")
+                for key, values in slices.items()
+            }
+            blocks = [
+                block
+                for key, values in slices.items()
+                for block in _slice_blocks(key, values, outlines[MODEL + key].dtype, progress)
+            ]
+            write_offline(folder, outlines, [blocks], {})
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{source} cannot be read as safetensors: {error}") from error
+
+
+def _whole_blocks(
+    source: Path, reader: RegionReader, manifest: Manifest, dtype: torch.dtype | None
+) -> Iterator[Block]:
+    names = [name for name in manifest.tensors if name.startswith(MODEL)]
+    if not names:
+        raise CheckpointError(f"{source} holds no tensor under {MODEL!r}: nothing to export")
+    for name in names:
+        entry = manifest.tensors[name]
+        whole = Region.whole(entry.shape)
+        becomes = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+
+        def read(name=name, entry=entry, whole=whole, becomes=becomes) -> torch.Tensor:
+            return read_region(reader, name, entry, whole).to(becomes)
+
+        yield Block(name=name.removeprefix(MODEL), region=whole, dtype=becomes, read=read)
+
+
+def _write_files(
+    folder: Path, blocks: Sequence[Block], max_file_bytes: int, progress: Progress | None
+) -> None:
+    files = list(_packed(blocks, max_file_bytes))
+    index: dict[str, str] = {}
+    for number, packed in enumerate(files, start=1):
+        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        index |= {block.name: name for block in packed}
+        header = header_of({b.name: b for b in packed}, folder / name, {"format": "pt"})
+        total = len(header) + sum(block.num_bytes for block in packed)
+        write_synced(folder / name, _chunks(header, packed, progress), total)
+    if len(files) > 1:
+        size = sum(block.num_bytes for block in blocks)
+        content = {"metadata": {"total_size": size}, "weight_map": index}
+        text = json.dumps(content, indent=2).encode()
+        write_synced(folder / INDEX, [text], len(text))
+
+
+def _packed(blocks: Sequence[Block], max_file_bytes: int) -> Iterator[list[Block]]:
+    """Fill files one after another, wide elements first, so that data stays aligned."""
+    packed: list[Block] = []
+    for block in sorted(blocks, key=lambda block: -block.dtype.itemsize):
+        if packed and sum(b.num_bytes for b in packed) + block.num_bytes > max_file_bytes:
+            yield packed
+            packed = []
+        packed.append(block)
+    yield packed
+
+
+def _chunks(
+    header: bytes, blocks: Sequence[Block], progress: Progress | None
+) -> Iterator[bytes | memoryview]:
+    yield header
+    for block in blocks:
+        yield raw_bytes(block.read())
+        if progress is not None:
+            progress(block.num_bytes)
+
+
+def _file_names(source: Path) -> list[str]:
+    """The files that an index names, or the only one; names that could lead elsewhere raise."""
+    path = source / INDEX
+    if not path.is_file():
+        if (source / SINGLE).is_file():
+            return [SINGLE]
+        raise CheckpointError(f"{source} holds neither {INDEX} nor {SINGLE}")
+    with disk_errors("read", path), open_regular(path) as file:
+        data = file.read(_MAX_INDEX_BYTES)
+    try:
+        index: Any = strict_json(data)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
+    weights = index.get("weight_map") if isinstance(index, Mapping) else None
+    if not isinstance(weights, Mapping) or not weights:
+        raise CheckpointError(f"{path} has no weight_map that says which file holds which tensor")
+    names = sorted({str(name) for name in weights.values()})
+    for name in names:
+        if not _FILE_NAME.fullmatch(name):
+            raise CheckpointError(f"{path}: expected names of safetensors files, got {name!r}")
+    return names
+
+
+def _opened(path: Path, stack: ExitStack) -> Any:
+    from safetensors import safe_open
+
+    open_regular(path).close()
+    return stack.enter_context(safe_open(path, framework="pt"))
+
+
+def _dtype(key: str, code: str) -> torch.dtype:
+    if code not in _DTYPES:
+        raise NotImplementedError(f"{key!r}: importing tensors of {code} is not supported")
+    return _DTYPES[code]
+
+
+def _slice_blocks(
+    key: str, values: Any, dtype: torch.dtype, progress: Progress | None
+) -> Iterator[Block]:
+    for region in block_regions(key, Region.whole(values.get_shape()), dtype):
+
+        def read(region: Region = region) -> torch.Tensor:
+            if progress is not None:
+                progress(region.numel * dtype.itemsize)
+            return values[region.slices] if region.sizes else values[...]
+
+        yield Block(name=MODEL + key, region=region, dtype=dtype, read=read)

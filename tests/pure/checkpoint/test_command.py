@@ -1,0 +1,65 @@
+"""`shoal checkpoint` from the command line."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+
+from shoal.checkpoint import read_manifest, save
+from shoal.cli.main import main
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    tensors = {"model/w": torch.arange(6.0).reshape(3, 2), "optimizer/w/m": torch.ones(3, 2)}
+    save(tmp_path / "c", tensors, {"training": {"step": 4}})
+    return tmp_path / "c"
+
+
+def test_inspect(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(saved)]) == 0
+    text = capsys.readouterr().out
+    for part in ("model/w", "float32", "3×2", "plain", "2 tensors, 48 bytes", '{"step": 4}'):
+        assert part in text
+    assert main(["checkpoint", "inspect", "--json", str(saved)]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["tensors"]["model/w"]["shape"] == [3, 2]
+    assert found["extra"] == {"training": {"step": 4}}
+
+
+def test_verify(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "verify", str(saved)]) == 0
+    assert "2 tensors are as they were saved" in capsys.readouterr().out
+    path = saved / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert main(["checkpoint", "verify", str(saved)]) == 1
+    assert "rank-00000.safetensors: tensor 'optimizer/w/m'" in capsys.readouterr().err
+
+
+def test_export_import_reshard(saved: Path, tmp_path: Path) -> None:
+    there = tmp_path / "hf"
+    assert main(["checkpoint", "export", str(saved), str(there), "--dtype", "bfloat16"]) == 0
+    assert load_file(there / "model.safetensors")["w"].dtype == torch.bfloat16
+    assert main(["checkpoint", "import", str(there), str(tmp_path / "back")]) == 0
+    assert read_manifest(tmp_path / "back").tensors.keys() == {"model/w"}
+    assert main(["checkpoint", "reshard", str(saved), str(tmp_path / "two"), "--ranks", "2"]) == 0
+    assert read_manifest(tmp_path / "two").world_size == 2
+    assert main(["checkpoint", "reshard", str(saved), str(tmp_path / "two"), "--ranks", "2"]) == 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_import_of_dcp(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    assert main(["checkpoint", "import", str(tmp_path / "dcp"), str(tmp_path / "c")]) == 0
+    assert read_manifest(tmp_path / "c").tensors.keys() == {"w"}
+
+
+@pytest.mark.parametrize("words", [[], ["inspekt", "x"], ["reshard", "a", "b"], ["verify"]])
+def test_wrong_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", *words]) == 2
+    assert capsys.readouterr().err.startswith("shoal: error: ")
