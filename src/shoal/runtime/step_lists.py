@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from operator import attrgetter, itemgetter
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
@@ -39,9 +40,9 @@ class _Filler:
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         """Fill the lists; returns whether any parameter is complex."""
         optimizer: Any = self._optimizer()
-        is_plain = not (group["amsgrad"] or group["differentiable"])
+        is_unusual = group["amsgrad"] or group["differentiable"] or isinstance(group["lr"], Tensor)
         found = None
-        if is_plain and (group["fused"] or group["foreach"]):
+        if not is_unusual and (group["fused"] or group["foreach"]):
             found = _find(group["params"], optimizer.state)
         if found is None:
             return type(optimizer)._init_group(optimizer, group, *lists)
