@@ -31,17 +31,23 @@ from shoal.runtime.policy import Options
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
 
-_UNDERSTOOD = frozenset(
-    {"reshards_after_backward", "gathers_in_backward", "prefetches_late", "max_reductions"}
+_MEANINGLESS = (
+    "reshards_after_backward",
+    "gathers_in_backward",
+    "prefetches_late",
+    "max_reductions",
 )
 """Options that mean nothing in a graph."""
+DEFAULTS = tuple(
+    (field.name, field.default) for field in fields(Options) if field.name not in _MEANINGLESS
+)
+"""The others: a graph is captured for these values, and for no others."""
 
 
 class InGraph:
     """How one unit is gathered and reduced by a graph."""
 
     def __init__(self, unit: Unit) -> None:
-        _check_can_lower(unit)
         self._unit = weakref.ref(unit)
         self.name = unit.name
         self.stored: Packing = unit.shards.packing
@@ -65,8 +71,9 @@ class InGraph:
 
     def is_current(self, unit: Unit) -> bool:
         """Whether the unit is still as it was."""
-        trained = tuple(bool(p.requires_grad) for p in unit.shards.sharded)
-        return unit.shards.buffer is self._buffer and trained == self.trained
+        shards = unit.shards
+        trained = tuple(bool(p.requires_grad) for p in shards.sharded)
+        return shards.buffer is self._buffer and trained == self.trained and not shards.have_moved
 
     def _gather(self, leaf: Tensor) -> tuple[Tensor, ...]:
         again = _torch.computed_again_in_backward() if self.reshards else nullcontext()
@@ -241,11 +248,10 @@ def _check_can_lower(unit: Unit) -> None:
         reasons.append("CPU offload")
     if unit.post is not None:
         reasons.append("reshard_after_forward as a number of ranks")
-    default = Options()
-    for field in fields(Options):
-        value = getattr(unit.options, field.name)
-        if field.name not in _UNDERSTOOD and value != getattr(default, field.name):
-            reasons.append(f"the option {field.name}={value}")
+    for name, default in DEFAULTS:
+        value = getattr(unit.options, name)
+        if value != default:
+            reasons.append(f"the option {name}={value}")
     if reasons:
         raise NotImplementedError(
             f"unit {unit.name!r} cannot be captured in a graph with {'; '.join(reasons)}. Compile "
@@ -255,12 +261,14 @@ def _check_can_lower(unit: Unit) -> None:
 
 def lower(unit: Unit, *, reshards: bool) -> None:
     """Let graphs gather a unit; anew when its shards have changed."""
+    _check_can_lower(unit)
+    if unit.phase is not Phase.SHARDED:
+        unit.reshard()
+    unit.shards.follow()
     known = unit.in_graph
     if known is None or not known.is_current(unit):
         known = unit.in_graph = InGraph(unit)
     known.reshards = reshards
-    if unit.phase is not Phase.SHARDED:
-        unit.reshard()
 
 
 def names_in(module: nn.Module, unit: Unit) -> tuple[tuple[str, int], ...]:

@@ -21,7 +21,7 @@ from shoal import _torch
 from shoal.errors import InvariantError
 from shoal.runtime.context import Context
 from shoal.runtime.guard import check_ranks_agree
-from shoal.runtime.in_graph import lower, names_in
+from shoal.runtime.in_graph import DEFAULTS, lower, names_in
 from shoal.runtime.phase import Phase
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.reach import Reach, map_tensors
@@ -79,9 +79,13 @@ class ModuleState:
         def reshard(*_: object) -> None:
             unit.reshard()
 
+        def follow(*_: object) -> None:
+            unit.retrace_if_moved()
+
         for module in {home.module for member in unit.shards.members for home in member.homes}:
             module.register_state_dict_pre_hook(reshard)
             module.register_load_state_dict_pre_hook(reshard)
+            module.register_load_state_dict_post_hook(follow)
 
     @_torch.unwrapped_by_dynamo
     def enter(
@@ -139,9 +143,13 @@ class ModuleState:
         tensors: dict[str, torch.Tensor] = {}
         for at, unit in enumerate(self.units):
             in_graph = unit.in_graph
-            # Asked so that it becomes a guard: when shards have moved, the graph is traced again.
+            # Asked so that they become guards: when shards have moved, or somebody sets other
+            # options, the graph is traced again.
             assert unit.shards.num_changes >= 0
             assert in_graph is not None
+            options = unit.options
+            for name, default in DEFAULTS:
+                assert getattr(options, name) == default
             fulls = in_graph.gather(in_graph.leaf)
             for name, index in self.graph_names[module][at]:
                 tensors[name] = fulls[index]

@@ -185,12 +185,18 @@ class Shards:
         """
         return sum(map(_version_of, self._watched))
 
+    @property
+    def have_moved(self) -> bool:
+        """Whether parameters were replaced, or given other memory."""
+        found = [parameters.get(name) for parameters, name in self._first_places]
+        return not (
+            all(map(is_, found, self.sharded))
+            and all(map(self._is_same, map(self._identity, self.sharded), self._identities))
+        )
+
     def follow(self) -> None:
         """Notice parameters that were replaced or moved since, and take their values over."""
-        found = [parameters.get(name) for parameters, name in self._first_places]
-        if all(map(is_, found, self.sharded)) and all(
-            map(self._is_same, map(self._identity, self.sharded), self._identities)
-        ):
+        if not self.have_moved:
             return
         changed = False
         for member, before in zip(self.members, self._identities, strict=True):

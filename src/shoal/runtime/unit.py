@@ -500,6 +500,11 @@ class Unit:
             )
         local.add_(grad)
 
+    def retrace_if_moved(self) -> None:
+        """Let graphs that read this rank's shard be captured again if it lies elsewhere now."""
+        if self.in_graph is not None and self.shards.have_moved:
+            self.shards.num_changes += 1
+
     def forget_grads(self) -> None:
         """Drop every gradient that has not reached the shards."""
         self._kept_grads, self._partial = {}, None

@@ -232,3 +232,45 @@ def test_ranks_that_capture_different_collectives_are_named() -> None:
     torch._dynamo.reset()
     with pytest.raises(Exception, match="rank 0 and rank 1 have captured graphs with different"):
         torch.compile(step, backend="shoal", fullgraph=True)(torch.ones(2, 4))
+
+
+@ranks(2)
+def test_what_changes_after_capture_is_noticed() -> None:
+    """Other weights by assignment, another dtype, other options: never the graph of before."""
+    model: Any = shard(build())
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="shoal", fullgraph=True)
+    _, part = next(iter(batches(1, dist.get_rank(), dist.get_world_size())))
+    loss_of(run, part).backward()
+    model.zero_grad()
+
+    other: Any = shard(build())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.5)
+    model.load_state_dict(other.state_dict(), assign=True)
+    assert torch.equal(loss_of(run, part), loss_of(model, part))
+    loss_of(run, part).backward()
+    assert all(p.grad is not None for p in model.parameters())
+    model.zero_grad()
+
+    model.double()
+    assert torch.equal(loss_of(run, part), loss_of(model, part))
+
+    model.set_requires_gradient_sync(False)
+    with pytest.raises(Exception, match="reduces=False"):
+        loss_of(run, part)
+
+
+@ranks(2)
+def test_parameters_frozen_after_capture() -> None:
+    model: Any = shard(build())
+    torch._dynamo.reset()
+    run = torch.compile(model, backend="shoal", fullgraph=True)
+    _, part = next(iter(batches(1, dist.get_rank(), dist.get_world_size())))
+    loss_of(run, part).backward()
+    model.zero_grad()
+    model.blocks[0].up.weight.requires_grad_(False)
+    loss_of(run, part).backward()
+    assert model.blocks[0].up.weight.grad is None
+    assert model.blocks[0].down.weight.grad is not None
