@@ -64,7 +64,16 @@ def test_gloo_cases_stay_on_cpu() -> None:
     assert device_type_of(BY_NAME["B1-8"], cuda=False) == "cpu"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+COMPILED_ONLY = ("plain-shoal", "shoal-graph")
+
+
+@pytest.mark.parametrize("engine", COMPILED_ONLY)
+def test_what_is_only_a_compiler_has_no_eager_mode(engine: str) -> None:
+    assert "eager, that is" in (refusal(make_run("B1-8", engine)) or "")
+    assert refusal(make_run("B1-8", engine, Mode.COMPILED)) is None
+
+
+@pytest.mark.parametrize("engine", [name for name in ENGINES if name not in COMPILED_ONLY])
 def test_what_cannot_run_has_a_reason(engine: str) -> None:
     assert refusal(make_run("B1-8", engine)) is None
     assert refusal(make_run("B1-8", engine, Mode.COMPILED)) is None
