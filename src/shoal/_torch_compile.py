@@ -19,9 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
-from torch._guards import CompileContext as CompileContext
 from torch._guards import TracingContext as TracingContext
-from torch._guards import compile_context as compile_context
 from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._guards import tracing as tracing
 from torch._higher_order_ops import effects
@@ -145,11 +143,6 @@ def version_of(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def is_functional(value: object) -> bool:
-    """Whether a value is a functional tensor."""
-    return isinstance(value, FunctionalTensor)
-
-
 def is_reshaped(tensor: Tensor) -> bool:
     """Whether the shape or the strides of a functional tensor were changed in place."""
     return isinstance(tensor, FunctionalTensor) and torch._functionalize_has_metadata_mutation(
@@ -209,16 +202,6 @@ def carry_lines(outputs: Sequence[Tensor]) -> None:
         if lines:
             step.register_prehook(lambda _, lines=lines: fx_traceback.set_stack_trace(lines))
         pending += [following for following, _ in step.next_functions]
-
-
-def interpret(module: GraphModule) -> Callable[..., Any]:
-    """A graph as a function that hands its nodes' metadata on to whoever traces it."""
-
-    def run(*args: Any) -> Any:
-        with keep_metadata():
-            return torch.fx.Interpreter(module).run(*args)
-
-    return run
 
 
 def current_fake_mode(args: Sequence[object]) -> FakeTensorMode | None:

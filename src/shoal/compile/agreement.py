@@ -12,10 +12,8 @@ from torch.fx import GraphModule, Node
 
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.lowered import Lowered
+from shoal.compile.passes.collectives import collective, sent_nodes
 from shoal.runtime.guard import check_collectives_agree
-
-_NAMESPACE = "_c10d_functional"
-_WAITS = ("wait_tensor",)
 
 
 def check_ranks_agree(lowered: Lowered) -> None:
@@ -33,23 +31,17 @@ def check_ranks_agree(lowered: Lowered) -> None:
 def _collect(phase: str, module: GraphModule, found: dict[str, list[str]]) -> None:
     """Describe the collectives of a graph in their order, by group."""
     for node in module.graph.nodes:
+        if collective(node) is None:
+            continue
         op = node.target
-        if not isinstance(op, adapter.OpOverload) or op.namespace != _NAMESPACE:
-            continue
-        name = op.overloadpacket.__name__
-        if name in _WAITS:
-            continue
         given = {a.name: v for a, v in adapter.bind(op._schema, node.args, node.kwargs)}
-        group = given.pop("group_name")
-        rest = [f"{key}={value}" for key, value in given.items() if not _is_node(value)]
-        sent = ", ".join(_described(one) for one in node.all_input_nodes)
-        found.setdefault(str(group), []).append(f"{name}({sent}; {', '.join(rest)}) in {phase}")
-
-
-def _is_node(value: object) -> bool:
-    if isinstance(value, (list, tuple)):
-        return any(isinstance(one, Node) for one in value)
-    return isinstance(value, Node)
+        group = given.pop("group_name", None)
+        if group is None:  # an older operator, which carries its group along
+            continue
+        rest = [f"{k}={v}" for k, v in given.items() if not isinstance(v, (Node, list, tuple))]
+        sent = ", ".join(_described(one) for one in sent_nodes(node))
+        text = f"{op.overloadpacket.__name__}({sent}; {', '.join(rest)}) in {phase}"
+        found.setdefault(str(group), []).append(text)
 
 
 def _described(node: Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NoReturn, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -19,6 +19,7 @@ from shoal.ddp.reducer import Reducer
 from shoal.ddp.replicated import Replica, ReplicatedModule
 from shoal.errors import MeshError, ShardedTwiceError, UsageError
 from shoal.runtime.guard import check_tensors_agree
+from shoal.runtime.managed_class import become
 from shoal.runtime.module_state import state_of
 from shoal.wrapper.base import wrappers_below
 
@@ -81,7 +82,7 @@ def replicate(
     replica.broadcast_buffers()
     replica.attach(module)
     _torch.register_composable(module, "replicate")
-    _swap_class(module)
+    become(module, ReplicatedModule, "DDP", _COPY_REFUSAL)
     return module
 
 
@@ -192,21 +193,7 @@ def _check(
             )
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _swap_class(module: nn.Module) -> None:
-    """Make the module a `ReplicatedModule` of its own class."""
-    cls = type(module)
-    if cls not in _CLASSES:
-        members = {"__deepcopy__": _refuse_copy}
-        _CLASSES[cls] = type(f"DDP{cls.__name__}", (ReplicatedModule, cls), members)
-    module.__class__ = _CLASSES[cls]
-
-
-def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    # An AssertionError, because torch's replicate answers with one.
-    raise AssertionError(
-        "a replicated module cannot be deep-copied: copy it before replicate, or build another "
-        "one and load_state_dict() this one's state_dict()"
-    )
+_COPY_REFUSAL = (
+    "a replicated module cannot be deep-copied: copy it before replicate, or build another "
+    "one and load_state_dict() this one's state_dict()"
+)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +25,7 @@ from shoal.runtime.collect import check, collect, group, move_to
 from shoal.runtime.form import DTensorForm
 from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.gather_hooks import refusal
+from shoal.runtime.managed_class import become
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.post_forward import PostForward
@@ -81,7 +82,7 @@ def fully_shard(
     ModuleState(modules, units, policy, reshards, device)
     for one in modules:
         _torch.register_composable(one, "fully_shard")
-        _swap_class(one)
+        become(one, FSDPModule, "FSDP", _COPY_REFUSAL)
     return module
 
 
@@ -147,22 +148,7 @@ def _keep_within(info: FSDPMeshInfo, unit: Unit) -> PostForward:
     return PostForward(unit, info)
 
 
-_CLASSES: dict[type[nn.Module], type[nn.Module]] = {}
-
-
-def _swap_class(module: nn.Module) -> None:
-    """Make the module an `FSDPModule` of its own class, as torch does."""
-    cls = type(module)
-    if cls not in _CLASSES:
-        # In the class itself, so that it wins over a module's own: a copy would share the state.
-        members = {"__deepcopy__": _refuse_copy}
-        _CLASSES[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
-    module.__class__ = _CLASSES[cls]
-
-
-def _refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
-    # An AssertionError, because torch's class answers with one.
-    raise AssertionError(
-        "a sharded module cannot be deep-copied: copy it before fully_shard, or build another "
-        "one and load_state_dict() this one's state_dict()"
-    )
+_COPY_REFUSAL = (
+    "a sharded module cannot be deep-copied: copy it before fully_shard, or build another "
+    "one and load_state_dict() this one's state_dict()"
+)
