@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import operator
+import os
 import sys
 import threading
 from collections import OrderedDict
@@ -56,6 +57,11 @@ from torch.distributed.algorithms._comm_hooks import default_hooks as default_ho
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 from torch.distributed.fsdp import _common_utils as fsdp_common
+from torch.distributed.fsdp.wrap import _or_policy as _or_policy
+from torch.distributed.fsdp.wrap import _Policy as _Policy
+from torch.distributed.fsdp.wrap import (
+    _wrap_module_cls_individually as _wrap_module_cls_individually,
+)
 from torch.distributed.remote_device import _remote_device as RemoteDevice
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
@@ -106,6 +112,47 @@ def all_to_all_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], di
     return lambda output, input: method(output, input, [], [], options)
 
 
+class _Shown(Tensor):
+    """A collective's output while modes look at it: below them the collective is run another way.
+
+    Modes come before subclasses. So every mode sees the collective, and then this class is asked.
+    """
+
+    run: Callable[[], dist.Work]
+
+    @staticmethod
+    def __new__(cls, output: Tensor, run: Callable[[], dist.Work]) -> _Shown:
+        shown = Tensor._make_wrapper_subclass(
+            cls, output.shape, dtype=output.dtype, device=output.device
+        )
+        shown.run = run
+        return shown
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> tuple[Tensor, Any]:
+        return args[0], args[0].run().boxed()
+
+
+def shown_as(
+    collective: Callable[[Tensor, Tensor], dist.Work],
+    output: Tensor,
+    input: Tensor,
+    run: Callable[[], dist.Work],
+) -> dist.Work:
+    """Run a collective in a way of our own, and show dispatch modes the one that it stands for.
+
+    Whoever counts collectives (`CommDebugMode`) counts those that were asked for. What goes to
+    other ranks stays the same, so that not all of them need to be watched.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return run()
+    return collective(cast(Tensor, _Shown(output, run)), input)
+
+
 def scatter_method(
     group: dist.ProcessGroup,
     op: dist.ReduceOp | dist.ReduceOp.RedOpType,
@@ -130,11 +177,49 @@ def all_reduce_method(
     return lambda tensor: method([tensor], options)
 
 
-local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
-place_getter: operator.attrgetter[Any] = operator.attrgetter("_spec.placements", "_spec.mesh")
-"""Where a DTensor lies: what two must have in common to be added element by element."""
+def run_gloo_in_one_thread() -> None:
+    """Give every gloo group that torch makes from now on one worker thread.
 
+    torch gives it two, and when both end a collective at the same moment they write the name of
+    the last one to the same string. Where one of the names is long (a coalesced all-gather has
+    one) that is a write to freed memory, and the process dies of a corrupt heap, up to torch 2.13
+    at least. Who owns the process calls this before it makes groups: a trainer, a test.
+    """
+    if not dist.is_gloo_available() or _ONE_THREAD in vars(dist.ProcessGroupGloo):
+        return
+    gloo: Any = dist.ProcessGroupGloo
+    make = gloo.__init__
+
+    def make_with_one_thread(
+        self: Any, store: dist.Store, rank: int, size: int, *args: Any, **kwargs: Any
+    ) -> None:
+        timeout = kwargs.pop("timeout", None)
+        if args or kwargs:
+            make(self, store, rank, size, *args, **kwargs)
+            return
+        options = gloo._Options()
+        if timeout is not None:
+            options._timeout = timeout
+        options._threads = 1
+        names = os.environ.get("GLOO_SOCKET_IFNAME", "")
+        devices = [gloo.create_device(interface=name) for name in names.split(",") if name]
+        options._devices = devices or [gloo.create_default_device()]
+        make(self, store, rank, size, options)
+
+    gloo.__init__ = make_with_one_thread
+    setattr(gloo, _ONE_THREAD, True)
+
+
+_ONE_THREAD = "_shoal_one_thread"
+
+
+local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
 """`local_tensor`, in C."""
+
+place_getter: operator.attrgetter[Any] = operator.attrgetter(
+    "_spec.placements", "_spec.mesh", "_spec.tensor_meta.shape"
+)
+"""Where a DTensor lies: what two must have in common to be added element by element."""
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -245,6 +330,11 @@ def allocating_backend(group: dist.ProcessGroup, device: torch.device) -> Any | 
 def default_store() -> dist.Store:
     """The key-value store that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()
+
+
+def separate_store() -> dist.Store:
+    """The default store over a connection of its own, which a wait of others does not block."""
+    return cast(Any, default_store()).clone()
 
 
 def unwrapped_by_dynamo(function: Function) -> Function:
@@ -818,6 +908,9 @@ def serve_wrapper(cls: Any) -> None:
     )
 
 
+Constant = TypeVar("Constant")
+
+
 def allowed_in_graph(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     """A function of a tensor that Dynamo does not look into: whoever traces its graph does."""
 
@@ -827,7 +920,7 @@ def allowed_in_graph(function: Callable[[Tensor], Any]) -> Callable[[Tensor], An
     return cast(Callable[[Tensor], Any], torch.compiler.allow_in_graph(call))
 
 
-def constant_in_graph(function: Callable[[], bool]) -> Callable[[], bool]:
+def constant_in_graph(function: Callable[[], Constant]) -> Callable[[], Constant]:
     """A function that Dynamo calls once while it traces, and takes the result of for granted."""
     cast(Any, function)._dynamo_marked_constant = True
     return function
@@ -865,6 +958,18 @@ def all_reduce_in_graph(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """An all-reduce that adds, as nodes of a graph."""
     ops = torch.ops._c10d_functional
     return ops.wait_tensor(ops.all_reduce(tensor, "sum", group.group_name))
+
+
+def broadcast_in_graph(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+    """What one rank of a group has, as nodes of a graph."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.broadcast(tensor, source, group.group_name))
+
+
+def compressing_hooks() -> dict[Callable[..., Any], torch.dtype]:
+    """The communication hooks of DDP that send gradients in another dtype, and which."""
+    hooks: Any = importlib.import_module(f"{dist.__name__}.algorithms.ddp_comm_hooks.default_hooks")
+    return {hooks.fp16_compress_hook: torch.float16, hooks.bf16_compress_hook: torch.bfloat16}
 
 
 parameters_replaced = torch.nn.utils.stateless._reparametrize_module
