@@ -25,8 +25,8 @@ demo: $(STAMP) ## train a small transformer on 2 local ranks, then resume it
 test: $(STAMP) ## run all tests
 	$(BIN)/python -m pytest
 
-soak: $(STAMP) ## compare many random programs, compiled and eager
-	$(BIN)/python -m pytest -m soak tests/pure
+soak: $(STAMP) ## run the long tests: random programs, kills, damages, world sizes
+	$(BIN)/python -m pytest -m soak
 
 check: $(STAMP) ## lint and type-check
 	$(BIN)/ruff check .

@@ -5,7 +5,8 @@
 A state of sharded tensors is saved, saved in the background, and loaded, into the same folder of
 one disk, by both libraries in turns; of all rounds the median counts. Ours takes and compares
 checksums of every byte, and syncs every file, as DCP does by default. The stall is the time until
-the call that saves in the background returns, from the second on, when host memory is there.
+the call that saves in the background returns, from the second on, when host memory is there. Times
+of the processor are kept beside those of the clock, which others on the machine change.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ def main() -> None:
     print(f"{options.mib} MiB on {options.ranks} gloo ranks, median of {options.rounds} rounds")
     for name, of in found.items():
         ratio = of["shoal_ms"] / of["dcp_ms"]
-        print(f"{name:6} shoal {of['shoal_ms']:8.1f} ms   DCP {of['dcp_ms']:8.1f} ms   {ratio:.2f}")
+        busy = of["shoal_cpu_ms"] / of["dcp_cpu_ms"]
+        times = f"shoal {of['shoal_ms']:8.1f} ms   DCP {of['dcp_ms']:8.1f} ms   {ratio:.2f}"
+        print(f"{name:6} {times}   in processor time {busy:.2f}")
     if options.out is not None:
         record = {
             "command": shlex.join(["python", *sys.argv]),
@@ -99,7 +102,7 @@ def _measure(
     folder: Path, rounds: int, state: dict[str, Any], target: dict[str, Any]
 ) -> dict[str, Any]:
     ours, theirs = folder / "ours", folder / "theirs"
-    apart = dist.new_group()  # DCP's thread would meet the measurement's own collectives
+    apart: Any = dist.new_group()  # DCP's thread would meet the measurement's own collectives
     stalls: dict[str, Stall] = {
         "shoal": (lambda: async_save(ours, state, {}), lambda pending: pending.wait()),
         "dcp": (
@@ -107,7 +110,7 @@ def _measure(
             lambda future: future.result(),
         ),
     }
-    times: dict[str, dict[str, list[float]]] = {
+    times: dict[str, dict[str, list[tuple[float, float]]]] = {
         name: {"shoal": [], "dcp": []} for name in ("save", "load", "stall")
     }
     for _ in range(rounds):
@@ -125,20 +128,25 @@ def _measure(
                 times["stall"][name].append(spent)
         _clear(ours, theirs)
     return {
-        name: {f"{who}_ms": 1000 * statistics.median(of[who]) for who in of}
-        | {f"{who}_all_ms": [round(1000 * value, 2) for value in of[who]] for who in of}
+        name: {
+            f"{who}_{kind}ms": round(1000 * statistics.median(values), 2)
+            for who in of
+            for kind, values in zip(("", "cpu_"), zip(*of[who], strict=True), strict=True)
+        }
+        | {f"{who}_all_ms": [round(1000 * clock, 2) for clock, _ in of[who]] for who in of}
         for name, of in times.items()
     }
 
 
-def _timed(action: Callable[[], object]) -> float:
-    """The seconds that the slowest rank takes."""
+def _timed(action: Callable[[], object]) -> tuple[float, float]:
+    """The seconds that the slowest rank takes, by the clock and of the processor."""
     dist.barrier()
-    start = time.perf_counter()
+    start, busy = time.perf_counter(), time.process_time()
     action()
-    spent = torch.tensor(time.perf_counter() - start)
+    spent = torch.tensor([time.perf_counter() - start, time.process_time() - busy])
     dist.all_reduce(spent, dist.ReduceOp.MAX)
-    return spent.item()
+    clock, processor = spent.tolist()
+    return clock, processor
 
 
 def _clear(*folders: Path) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -29,10 +30,18 @@ from torch.nn.parallel import DistributedDataParallel
 from shoal import replicate
 from shoal.bench.host import describe_host
 
+
+def compiled(model: nn.Module) -> nn.Module:
+    """A replicated model whose averages are in the graph, in buckets."""
+    replicate(model)
+    return cast(nn.Module, torch.compile(model, backend="shoal", fullgraph=True))
+
+
 ARMS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "plain": lambda model: model,
     "shoal": replicate,
     "torch": DistributedDataParallel,
+    "shoal, compiled": compiled,
     "shoal, views": lambda model: replicate(model, gradient_as_bucket_view=True),
     "torch, views": lambda model: DistributedDataParallel(model, gradient_as_bucket_view=True),
 }
@@ -52,7 +61,7 @@ def main() -> None:
         multiprocessing.spawn(_rank, (options, folder), nprocs=options.ranks)
         found: dict[str, float] = json.loads((Path(folder) / "found.json").read_text())
     for name, ms in found.items():
-        print(f"{name:14} {ms:7.2f} ms")
+        print(f"{name:15} {ms:7.2f} ms")
     if options.out is not None:
         names = ("layers", "dim", "batch", "ranks", "rounds")
         record = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from shoal.errors import CheckpointError, UsageError
+from shoal.tensor.device import preferred_device
 
 T = TypeVar("T")
 
@@ -65,15 +67,14 @@ class Ranks:
 
     def together(self, action: Callable[[], T]) -> T:
         """Do something on every rank; if it raises on any, raise on all."""
-        attempt = _Attempt(action)
-        failures = {
-            rank: text
-            for rank, text in enumerate(self.exchange(attempt.failure))
-            if text is not None
-        }
-        if failures:
-            self._raise(failures, attempt.error)
-        return attempt.value
+        return self.begin(action).result()
+
+    def begin(self, action: Callable[[], T]) -> Agreement[T]:
+        """Do something on every rank, and go on while the others hear how it went.
+
+        All ranks ask for the results, in the order in which they began.
+        """
+        return Agreement(self, _Attempt(action))
 
     def first(self, action: Callable[[], T]) -> T:
         """Do something on the first rank, and give its result, or its failure, to all."""
@@ -81,16 +82,47 @@ class Ranks:
         told = (attempt.failure, attempt.result) if attempt else (None, None)
         failure, result = self.exchange(told)[0]
         if failure is not None:
-            self._raise({0: failure}, attempt.error if attempt else None)
+            self.fail({0: failure}, attempt.error if attempt else None)
         return result  # pyright: ignore[reportReturnType]
 
-    def _raise(self, failures: dict[int, str], own: BaseException | None) -> None:
+    def any(self, flag: bool) -> Callable[[], bool]:
+        """Begin to tell the others; what it gives says whether the flag is true on any rank."""
+        if self.size == 1:
+            return lambda: flag
+        flags = torch.tensor([flag], dtype=torch.int32, device=preferred_device(self._present))
+        work = dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def found() -> bool:
+            if work is not None:
+                work.wait()
+            return bool(flags.item())
+
+        return found
+
+    def fail(self, failures: dict[int, str], own: BaseException | None) -> NoReturn:
         """Raise the first rank's failure; a mistake in the code keeps its own type and trace."""
         if own is not None and (self.size == 1 or not isinstance(own, CheckpointError)):
             raise own
         rank, text = min(failures.items())
         everywhere = len(failures) == self.size and len(set(failures.values())) == 1
         raise CheckpointError(text if everywhere else f"rank {rank}: {text}") from own
+
+
+class Agreement(Generic[T]):
+    """Something that this rank has done, and that counts when all ranks have done it."""
+
+    def __init__(self, ranks: Ranks, attempt: _Attempt[T]) -> None:
+        self._ranks = ranks
+        self._attempt = attempt
+        self._failed = ranks.any(attempt.failure is not None)
+
+    def result(self) -> T:
+        """What the action returned; raises if it raised on any rank. Collective."""
+        if self._failed():
+            texts = self._ranks.exchange(self._attempt.failure)
+            failures = {rank: text for rank, text in enumerate(texts) if text is not None}
+            self._ranks.fail(failures, self._attempt.error)
+        return self._attempt.value
 
 
 class _Attempt(Generic[T]):

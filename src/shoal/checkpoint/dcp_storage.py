@@ -52,10 +52,10 @@ _VALUES, _PATHS = "values", "paths"
 
 
 class DcpWriter(StorageWriter):
-    """Writes what a DCP planner plans as a checkpoint that must not exist yet."""
+    """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty."""
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self._folder = None if folder is None else Path(folder)
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if path is None else Path(path)
         self._num_ranks = 1
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -134,8 +134,8 @@ class DcpWriter(StorageWriter):
 class DcpReader(StorageReader):
     """Reads a checkpoint of ours for a DCP planner; no region is written before it is checked."""
 
-    def __init__(self, folder: str | os.PathLike[str] | None = None) -> None:
-        self._folder = None if folder is None else Path(folder)
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        self._folder = None if path is None else Path(path)
         self._manifest: Manifest | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -246,8 +246,8 @@ def _fill(
 ) -> None:
     name = item.storage_index.fqn
     region = stored[name, tuple(item.storage_index.offset or ())]
-    values = reader.read(name, manifest.tensors[name], region)
     part = Region(offsets=tuple(item.storage_offsets), sizes=tuple(item.lengths))
+    [values] = reader.read(name, manifest.tensors[name], region, [part])
     target = planner.resolve_tensor(item).detach()
-    target.copy_(values[part.slices])
+    target.copy_(values)
     planner.commit_tensor(item, target)

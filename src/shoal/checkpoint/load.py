@@ -2,63 +2,79 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shoal.checkpoint.agreement import Ranks
+from shoal.checkpoint.agreement import Agreement, Ranks
+from shoal.checkpoint.batches import Batch, agreed_batches
 from shoal.checkpoint.manifest import fingerprint, read_manifest
 from shoal.checkpoint.metadata import JSON, Manifest, StoredRegion, TensorEntry
 from shoal.checkpoint.placement import Part, Share, share_of
-from shoal.checkpoint.reader import RegionReader
+from shoal.checkpoint.reader import RegionReader, Take, fresh
 from shoal.checkpoint.selection import Selection, check_match
+from shoal.checkpoint.staging import Staging, aligned
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
-
-BATCH_BYTES = 64 << 20
-"""Tensors are read, agreed on and written together until they have this many bytes as wholes.
-
-The limit is the largest tensor where that is larger. A rank holds its shards of one batch, and one
-block besides, in host memory: about the shard of the largest tensor.
-"""
 
 Copy = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Move:
-    """A stored region, the part of it that this rank needs, and where that goes."""
+    """A stored region, the parts of it that this rank needs, and where each goes."""
 
     name: str
     entry: TensorEntry
     stored: StoredRegion
-    part: Region
-    target: torch.Tensor
+    parts: tuple[Region, ...]
+    targets: tuple[torch.Tensor, ...]
 
-    def read(self, reader: RegionReader) -> Copy:
+    @property
+    def num_bytes(self) -> int:
+        """How much of a `Staging` its values take."""
+        return sum(aligned(part.numel * self.entry.dtype.itemsize) for part in self.parts)
+
+    def read(self, reader: RegionReader, take: Take = fresh) -> Copy:
         """Fetch the checked values now, and return what writes them."""
-        values = reader.read(self.name, self.entry, self.stored)
-        if self.part.numel < self.stored.region.numel:
-            # A copy of the part, so that the rest of the block does not stay in memory.
-            values = values[self.part.slices].clone()
-        return lambda: self.target.copy_(values)
+        values = reader.read(self.name, self.entry, self.stored, self.parts, take)
+
+        def write() -> None:
+            for target, value in zip(self.targets, values, strict=True):
+                target.copy_(value)
+
+        return write
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What a load will do on this rank; batches have the same tensors on all ranks."""
+    """What a load will do on this rank, tensor by tensor, in the same order on all ranks."""
 
     manifest: Manifest
-    batches: Sequence[Sequence[Move]]
+    moves: Mapping[str, Sequence[Move]]
+
+    @property
+    def sizes(self) -> list[int]:
+        """How much of a `Staging` each tensor takes."""
+        return [sum(move.num_bytes for move in moves) for moves in self.moves.values()]
 
     def verify(self, reader: RegionReader) -> None:
         """Check everything that this rank will read, and write nothing."""
-        for batch in self.batches:
-            for move in batch:
+        for moves in self.moves.values():
+            for move in moves:
                 reader.verify(move.name, move.entry, move.stored)
+
+    def batched(self, batches: Sequence[Batch]) -> Iterator[tuple[Batch, list[Move]]]:
+        """What is to be moved in each batch."""
+        each = iter(self.moves.values())
+        for batch in batches:
+            yield batch, [move for moves in islice(each, batch.num_tensors) for move in moves]
 
 
 def load(
@@ -92,42 +108,59 @@ def load(
             f"the ranks read different checkpoints at {folder}: every rank must see the same "
             "folder, on a shared file system or as the same copy on each host"
         )
+    batches = [*plan.batched(agreed_batches(ranks, plan.sizes))]
     with RegionReader(folder, plan.manifest) as reader, torch.no_grad():
         if verify_first:
             ranks.together(lambda: plan.verify(reader))
-        _stream(ranks, reader, plan, before_write)
+        _stream(ranks, reader, batches, before_write)
     return dict(plan.manifest.extra)
 
 
 def _stream(
     ranks: Ranks,
     reader: RegionReader,
-    plan: LoadPlan,
+    batches: Sequence[tuple[Batch, Sequence[Move]]],
     before_write: Callable[[], object] | None,
 ) -> None:
-    """Write each batch when all ranks have verified it; one agreement for each."""
-    pending: list[Copy] = []
-    for index, batch in enumerate((*plan.batches, ())):
-        # Called on every rank before the first write on any: a mixture is everybody's.
-        first = before_write if index == 1 else None
-        pending = ranks.together(
-            lambda first=first, copies=pending, batch=batch: _turn(reader, first, copies, batch)
-        )
+    """Write each batch when all ranks have verified it; read the next while they agree."""
+    staging = Staging(_staged_bytes(batches))
+    reading: deque[Agreement[list[Copy]]] = deque()
+    for index, (batch, moves) in enumerate(batches):
+        before: Callable[[], object] | None = None
+        agreed: list[Copy] = []
+        while len(reading) > (1 if batch.overlaps else 0):
+            agreed += reading.popleft().result()
+            # On every rank, also one that has nothing to write yet: a mixture is everybody's.
+            before, before_write = before or before_write, None
+        take = staging.end(index)
+        reading.append(ranks.begin(partial(_turn, before, agreed, moves, reader, take)))
+    rest = [copy for agreement in reading for copy in agreement.result()]
+    ranks.together(lambda: _turn(before_write, rest, (), reader, fresh))
 
 
 def _turn(
-    reader: RegionReader,
     before_write: Callable[[], object] | None,
     copies: Sequence[Copy],
-    batch: Sequence[Move],
+    moves: Sequence[Move],
+    reader: RegionReader,
+    take: Take,
 ) -> list[Copy]:
     """Write what all ranks have agreed on, and read what comes next."""
     if before_write is not None:
         before_write()
     for copy in copies:
         copy()
-    reader.recycle()
-    return [move.read(reader) for move in batch]
+    return [move.read(reader, take) for move in moves]
+
+
+def _staged_bytes(batches: Sequence[tuple[Batch, Sequence[Move]]]) -> int:
+    """What this rank needs for a batch, or for two where they overlap."""
+    most = before = 0
+    for batch, moves in batches:
+        own = sum(move.num_bytes for move in moves)
+        most = max(most, own + before if batch.overlaps else own)
+        before = own
+    return most
 
 
 def _plan(
@@ -138,53 +171,45 @@ def _plan(
     choice.check_used({*manifest.tensors, *tensors})
     shares = {name: share_of(name, tensors[name], is_first=True) for name in choice.of(tensors)}
     check_match(folder, manifest, choice.of(manifest.tensors), shares, cast)
-    batches = [
-        [
-            move
-            for name in names
-            for part in shares[name].parts
-            for move in moves_into(name, manifest.tensors[name], part)
-        ]
-        for names in _batched(manifest, list(shares))
-    ]
-    return LoadPlan(manifest=manifest, batches=batches)
+    moves = {
+        name: moves_into(name, manifest.tensors[name], share.parts)
+        for name, share in shares.items()
+    }
+    return LoadPlan(manifest=manifest, moves=moves)
 
 
-def _batched(manifest: Manifest, names: Sequence[str]) -> Iterator[list[str]]:
-    """Group tensors by their size as wholes, which all ranks know."""
-    sizes = {name: manifest.tensors[name].num_bytes for name in names}
-    limit = max([BATCH_BYTES, *sizes.values()])
-    batch: list[str] = []
-    num_bytes = 0
-    for name, added in sizes.items():
-        if batch and num_bytes + added > limit:
-            yield batch
-            batch, num_bytes = [], 0
-        batch.append(name)
-        num_bytes += added
-    if batch:
-        yield batch
-
-
-def moves_into(name: str, entry: TensorEntry, held: Part) -> list[Move]:
+def moves_into(name: str, entry: TensorEntry, held: Sequence[Part]) -> list[Move]:
     """Find the stored regions that hold what this rank needs; together they hold all of it."""
-    moves: list[Move] = []
-    overlaps: list[Region] = []
-    for stored in entry.regions:
-        overlap = stored.region.overlap(held.region)
-        if overlap is not None:
-            target = held.local[overlap.relative_to(held.region).slices]
-            part = overlap.relative_to(stored.region)
-            moves.append(Move(name=name, entry=entry, stored=stored, part=part, target=target))
-            overlaps.append(overlap)
+    found: dict[StoredRegion, list[tuple[Region, torch.Tensor]]] = defaultdict(list)
+    for part in held:
+        overlaps: list[Region] = []
+        for stored in entry.regions:
+            overlap = stored.region.overlap(part.region)
+            if overlap is not None:
+                target = part.local[overlap.relative_to(part.region).slices]
+                found[stored].append((overlap.relative_to(stored.region), target))
+                overlaps.append(overlap)
+        _check_filled(name, part.region, overlaps)
+    return [
+        Move(
+            name=name,
+            entry=entry,
+            stored=stored,
+            parts=tuple(part for part, _ in pieces),
+            targets=tuple(target for _, target in pieces),
+        )
+        for stored, pieces in found.items()
+    ]
+
+
+def _check_filled(name: str, region: Region, overlaps: list[Region]) -> None:
     found = sum(overlap.numel for overlap in overlaps)
-    if found != held.region.numel or not _disjoint(overlaps):
+    if found != region.numel or not _disjoint(overlaps):
         raise CheckpointError(
             f"tensor {name!r}: the checkpoint's regions hold {found:,} elements for "
-            f"{held.region}, which has {held.region.numel:,}, or hold some twice; "
+            f"{region}, which has {region.numel:,}, or hold some twice; "
             "the manifest is inconsistent"
         )
-    return moves
 
 
 def _disjoint(regions: list[Region]) -> bool:

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 import torch
 
+from shoal.checkpoint.checksum import Checksum
 from shoal.checkpoint.disk import disk_errors, open_regular, write_synced
 from shoal.checkpoint.metadata import Manifest, StoredFile, StoredRegion, TensorEntry
 from shoal.checkpoint.storage import CODES
@@ -18,7 +19,10 @@ from shoal.layout.region import Region
 
 NAME = "manifest.json"
 FORMAT = "shoal-checkpoint"
-VERSION = 2
+VERSION = 3
+
+_PLAIN_VERSION = 2
+"""Before there were other checksums than plain ones; the same in everything else."""
 
 MAX_BYTES = 1 << 28
 """A longer manifest is refused unread: no checkpoint of ours comes near it."""
@@ -95,6 +99,7 @@ def encoded(manifest: Manifest) -> dict[str, object]:
             for name, entry in manifest.tensors.items()
         },
         "extra": manifest.extra,
+        "checksums": manifest.checksum.value,
     }
 
 
@@ -133,10 +138,10 @@ def _parse(data: bytes) -> dict[str, object]:
         raise CheckpointError(f"not readable as JSON ({error}). {_DAMAGED}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise CheckpointError(f"not a manifest of a shoal checkpoint: no format {FORMAT!r} in it")
-    if content.get("version") != VERSION:
+    if content.get("version") not in (_PLAIN_VERSION, VERSION):
         raise CheckpointError(
-            f"format version {content.get('version')!r}, but this shoal reads version {VERSION}. "
-            "Load it with the version of shoal that wrote it"
+            f"format version {content.get('version')!r}, but this shoal reads versions "
+            f"{_PLAIN_VERSION} and {VERSION}. Load it with the version of shoal that wrote it"
         )
     if data[-_SEAL_BYTES:] != _seal(data[:-_SEAL_BYTES]):
         raise CheckpointError(f"the manifest does not match its checksum. {_DAMAGED}")
@@ -160,7 +165,19 @@ def _decode(content: dict[str, object]) -> Manifest:
         },
         tensors=tensors,
         extra=_take(content, "extra", dict),
+        checksum=_checksum(content),
     )
+
+
+def _checksum(content: dict[str, object]) -> Checksum:
+    if content["version"] == _PLAIN_VERSION:
+        return Checksum.PLAIN
+    name = _take(content, "checksums", str)
+    try:
+        return Checksum(name)
+    except ValueError as error:
+        known = ", ".join(kind.value for kind in Checksum)
+        raise CheckpointError(f"unknown checksums {name!r}; known are {known}") from error
 
 
 def _entry(fields: object) -> TensorEntry:

@@ -18,6 +18,7 @@ from typing import TypeAlias
 
 import torch
 
+from shoal.checkpoint.checksum import Checksum
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
@@ -107,6 +108,8 @@ class Manifest:
     files: Mapping[str, StoredFile]
     tensors: Mapping[str, TensorEntry]
     extra: Mapping[str, JSON]
+    checksum: Checksum = Checksum.FOLDED
+    """How the checksums of the regions were taken."""
 
     def __post_init__(self) -> None:
         if self.world_size < 1:

@@ -90,7 +90,7 @@ def read_region(
 ) -> torch.Tensor:
     """Put a region of a tensor together from the stored ones, all of them checked."""
     values = torch.empty(region.sizes, dtype=entry.dtype)
-    for move in moves_into(name, entry, Part(region=region, local=values)):
+    for move in moves_into(name, entry, [Part(region=region, local=values)]):
         move.read(reader)()
     return values
 

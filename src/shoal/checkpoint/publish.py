@@ -54,8 +54,15 @@ def drop_unfinished(checkpoints: Path) -> None:
 
 
 def check_absent(folder: Path) -> None:
-    """Raise CheckpointError if something has the checkpoint's name already."""
-    if folder.exists() or folder.is_symlink():
+    """Raise CheckpointError if something has the checkpoint's name already; not an empty folder.
+
+    One that is empty may have been made for this very purpose. Renaming takes its place, and fails
+    if something has come into it meanwhile.
+    """
+    is_folder = folder.is_dir() and not folder.is_symlink()
+    with disk_errors("read", folder):
+        is_empty = is_folder and not any(folder.iterdir())
+    if (folder.exists() or folder.is_symlink()) and not is_empty:
         raise CheckpointError(
             f"{folder} exists already, and a checkpoint is never overwritten: "
             "choose another name, or delete it first"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import zlib
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,14 +12,19 @@ from typing import BinaryIO, Self
 
 import torch
 
+from shoal.checkpoint.checksum import CHUNK_BYTES
 from shoal.checkpoint.disk import open_regular
 from shoal.checkpoint.metadata import Manifest, StoredRegion, TensorEntry
 from shoal.errors import CheckpointError
+from shoal.layout.region import Region, flat_span
 
-_CHUNK_BYTES = 1 << 18
-"""How much is read at a time, so that the checksum finds it in the processor's cache."""
+Take = Callable[[int], torch.Tensor]
+"""Gives that many bytes of host memory, aligned for any dtype."""
 
-_ALIGNMENT = 64
+
+def fresh(num_bytes: int) -> torch.Tensor:
+    """Give memory that nobody had before."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 class RegionReader:
@@ -33,8 +39,8 @@ class RegionReader:
         self._manifest = manifest
         self._files: dict[str, BinaryIO] = {}
         self._open = ExitStack()
-        self._memory = torch.empty(0, dtype=torch.uint8)
-        self._taken_bytes = 0
+        self._chunk = fresh(CHUNK_BYTES).numpy().data
+        self._block = fresh(0)
 
     def __enter__(self) -> Self:
         return self
@@ -48,42 +54,64 @@ class RegionReader:
         self._files.clear()
         self._open.close()
 
-    def read(self, name: str, entry: TensorEntry, stored: StoredRegion) -> torch.Tensor:
-        """Give a region's values, which are those that were saved; until `recycle`."""
-        memory = self._take(stored.region.numel * entry.dtype.itemsize)
-        data = memory.numpy().data
-        found = 0
-        for start in range(0, len(data), _CHUNK_BYTES):
-            chunk = data[start : start + _CHUNK_BYTES]
-            self._fill(name, stored, chunk, stored.start + start)
-            found = zlib.crc32(chunk, found)
-        self._compare(name, stored, found)
-        return memory.view(entry.dtype).view(stored.region.sizes)
+    def read(
+        self,
+        name: str,
+        entry: TensorEntry,
+        stored: StoredRegion,
+        parts: Sequence[Region],
+        take: Take = fresh,
+    ) -> list[torch.Tensor]:
+        """Give the values of parts of a region, which are those that were saved.
+
+        All of the region is read, once, and compared with its checksum; the parts alone are kept.
+        """
+        itemsize = entry.dtype.itemsize
+        if len(parts) == 1:
+            start, stop = flat_span(stored.region.sizes, parts[0])
+            if stop - start == parts[0].numel:
+                memory = take(parts[0].numel * itemsize)
+                self._stream(name, entry, stored, memory.numpy().data, start * itemsize)
+                return [memory.view(entry.dtype).view(parts[0].sizes)]
+        values = self._whole(name, entry, stored)
+        found: list[torch.Tensor] = []
+        for part in parts:
+            memory = take(part.numel * itemsize).view(entry.dtype).view(part.sizes)
+            found.append(memory.copy_(values[part.slices]))
+        return found
 
     def verify(self, name: str, entry: TensorEntry, stored: StoredRegion) -> None:
         """Compare a region with its checksum, without keeping it in memory."""
+        self._stream(name, entry, stored, memoryview(b""), 0)
+
+    def _whole(self, name: str, entry: TensorEntry, stored: StoredRegion) -> torch.Tensor:
+        """All values of a region, until the next call: in memory that is used again."""
+        num_bytes = stored.region.numel * entry.dtype.itemsize
+        if self._block.numel() < num_bytes:
+            self._block = fresh(num_bytes)
+        memory = self._block[:num_bytes]
+        self._stream(name, entry, stored, memory.numpy().data, 0)
+        return memory.view(entry.dtype).view(stored.region.sizes)
+
+    def _stream(
+        self, name: str, entry: TensorEntry, stored: StoredRegion, kept: memoryview, first: int
+    ) -> None:
+        """Read a region, keep its bytes from `first` on as far as `kept` reaches, and compare.
+
+        Chunk by chunk, so that the checksum finds in the processor's cache what was just read.
+        """
         found = 0
-        stop = stored.start + stored.region.numel * entry.dtype.itemsize
-        data = memoryview(bytearray(_CHUNK_BYTES))
-        for start in range(stored.start, stop, _CHUNK_BYTES):
-            chunk = data[: min(_CHUNK_BYTES, stop - start)]
-            self._fill(name, stored, chunk, start)
-            found = zlib.crc32(chunk, found)
+        num_bytes = stored.region.numel * entry.dtype.itemsize
+        for start in range(0, num_bytes, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, num_bytes)
+            begin, end = max(start, first), min(stop, first + len(kept))
+            is_kept = (begin, end) == (start, stop)
+            chunk = kept[start - first : stop - first] if is_kept else self._chunk[: stop - start]
+            self._fill(name, stored, chunk, stored.start + start)
+            found = self._manifest.checksum.extend(chunk, found)
+            if begin < end and not is_kept:
+                kept[begin - first : end - first] = chunk[begin - start : end - start]
         self._compare(name, stored, found)
-
-    def recycle(self) -> None:
-        """Let the next reads have the memory of all former ones, as much as they took."""
-        if self._taken_bytes > self._memory.numel():
-            self._memory = torch.empty(self._taken_bytes, dtype=torch.uint8)
-        self._taken_bytes = 0
-
-    def _take(self, num_bytes: int) -> torch.Tensor:
-        start = self._taken_bytes
-        self._taken_bytes += -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
-        # Memory that is new to the process costs more than reading into it.
-        if self._taken_bytes <= self._memory.numel():
-            return self._memory[start : start + num_bytes]
-        return torch.empty(num_bytes, dtype=torch.uint8)
 
     def check_file(self, name: str) -> None:
         """See that a file is there, as long as it should be, with the header it should have."""

@@ -27,7 +27,7 @@ def save(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write a checkpoint named `folder`, which must not exist yet.
+    """Write a checkpoint named `folder`, which must not exist yet, or be empty.
 
     Every rank of the group calls this with the same names. A rank writes its part of each sharded
     tensor; plain tensors and `extra` are taken from the first rank. The folder appears when

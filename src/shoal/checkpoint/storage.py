@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.checkpoint.checksum import Checksum
 from shoal.checkpoint.disk import write_synced
 from shoal.checkpoint.metadata import (
     MAX_HEADER_BYTES,
@@ -27,10 +28,10 @@ from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
 BLOCK_BYTES = 16 << 20
-"""A region is cut along its first dim into blocks of about this size.
+"""A region is cut along its outer dims into blocks of at most this size.
 
 A rank that loads on another world size reads and checks whole blocks; small ones keep what it
-reads in vain small, large ones keep the manifest short.
+reads in vain, and the memory it needs for that, small; large ones keep the manifest short.
 """
 
 CODES = {
@@ -96,18 +97,26 @@ def _blocks_of_part(name: str, part: Part) -> Iterator[Block]:
 
 
 def block_regions(name: str, region: Region, dtype: torch.dtype) -> Iterator[Region]:
-    """Cut a region along its first dim into regions of about `BLOCK_BYTES`."""
+    """Cut a region along its outer dims into regions of at most `BLOCK_BYTES`."""
     if dtype not in CODES:
         raise NotImplementedError(f"{name!r}: checkpoints of {dtype} are not supported")
-    if not region.sizes or not region.numel:
-        yield from [region] if region.numel else []
+    if region.numel:
+        yield from _cut(region, dtype.itemsize, 0)
+
+
+def _cut(region: Region, itemsize: int, dim: int) -> Iterator[Region]:
+    """Cut along a dim, or along the next one where a single row of this one is too large."""
+    if dim == len(region.sizes):
+        yield region
         return
-    num_rows, *inner = region.sizes
-    row_bytes = region.numel // num_rows * dtype.itemsize
-    rows = max(1, BLOCK_BYTES // row_bytes)
-    for start in range(0, num_rows, rows):
-        offsets = (region.offsets[0] + start, *region.offsets[1:])
-        yield Region(offsets=offsets, sizes=(min(rows, num_rows - start), *inner))
+    size = region.sizes[dim]
+    rows = BLOCK_BYTES // (region.numel // size * itemsize)
+    for start in range(0, size, max(1, rows)):
+        offsets, sizes = list(region.offsets), list(region.sizes)
+        offsets[dim] += start
+        sizes[dim] = min(max(1, rows), size - start)
+        block = Region(offsets=tuple(offsets), sizes=tuple(sizes))
+        yield from [block] if rows else _cut(block, itemsize, dim + 1)
 
 
 def write_blocks(folder: Path, rank: int, blocks: Sequence[Block]) -> WrittenFile | None:
@@ -127,7 +136,10 @@ def write_blocks(folder: Path, rank: int, blocks: Sequence[Block]) -> WrittenFil
         for block in blocks:
             data = raw_bytes(block.read())
             found = StoredRegion(
-                file=name, start=start, region=block.region, crc32=zlib.crc32(data)
+                file=name,
+                start=start,
+                region=block.region,
+                crc32=Checksum.FOLDED.of(data),
             )
             stored.append((block.name, found))
             start += len(data)

@@ -63,6 +63,17 @@ def test_dcp_saves_and_loads_our_files(tmp_path: Path, before: int, after: int) 
     assert_filled(found)
 
 
+def test_a_folder_that_is_there_is_taken_if_it_is_empty(tmp_path: Path) -> None:
+    def body() -> None:
+        dcp.save(state(1.0), storage_writer=DcpWriter(path=tmp_path / "c"))
+
+    (tmp_path / "c").mkdir()
+    run_local(2, body)
+    assert verify(tmp_path / "c").world_size == 2
+    with pytest.raises(CheckpointException, match="exists already"):
+        run_local(2, body)
+
+
 def test_damage_is_found_when_dcp_loads(tmp_path: Path) -> None:
     def body() -> None:
         dcp.save(state(1.0), checkpoint_id=tmp_path / "c", storage_writer=DcpWriter())

@@ -1,11 +1,13 @@
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from shoal.checkpoint.checksum import Checksum
 from shoal.checkpoint.manifest import NAME, fingerprint, read_manifest, sealed, write_manifest
 from shoal.checkpoint.metadata import Manifest, StoredFile, StoredRegion, TensorEntry, check_json
 from shoal.errors import CheckpointError
@@ -50,17 +52,27 @@ def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
     assert fingerprint(read_manifest(tmp_path)) == fingerprint(manifest())
 
 
-def test_every_flipped_bit_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_of_any_byte_is_found(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest())
     path = tmp_path / NAME
     data = path.read_bytes()
     for index in range(len(data)):
-        for bit in range(8):
-            damaged = bytearray(data)
-            damaged[index] ^= 1 << bit
-            path.write_bytes(damaged)
-            with pytest.raises(CheckpointError, match=r"manifest\.json: "):
-                read_manifest(tmp_path)
+        damaged = bytearray(data)
+        damaged[index] ^= 1 << index % 8
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"manifest\.json: "):
+            read_manifest(tmp_path)
+
+
+def test_the_version_before_is_read_with_plain_checksums(tmp_path: Path) -> None:
+    write_manifest(tmp_path, manifest())
+
+    def back(content: dict[str, Any]) -> None:
+        content["version"] = 2
+        assert content.pop("checksums") == "folded-crc32"
+
+    rewrite(tmp_path, back)
+    assert read_manifest(tmp_path) == replace(manifest(), checksum=Checksum.PLAIN)
 
 
 def test_every_truncation_is_found(tmp_path: Path) -> None:
@@ -108,7 +120,9 @@ def test_the_same_key_twice_is_refused(tmp_path: Path) -> None:
 def test_another_version_says_which(tmp_path: Path) -> None:
     write_manifest(tmp_path, manifest())
     rewrite(tmp_path, lambda content: content.update(version=99))
-    with pytest.raises(CheckpointError, match=r"format version 99, but this shoal reads version 2"):
+    with pytest.raises(
+        CheckpointError, match=r"format version 99, but this shoal reads versions 2 and 3"
+    ):
         read_manifest(tmp_path)
 
 
@@ -166,6 +180,9 @@ def region(content: dict[str, Any]) -> dict[str, Any]:
         lambda c: c.update(extra=[]),
         lambda c: c.pop("extra"),
         lambda c: c.update(format="shoal-checkpoint-2"),
+        lambda c: c.update(checksums="md5"),
+        lambda c: c.update(checksums=None),
+        lambda c: c.pop("checksums"),
     ],
 )
 def test_wrong_content_with_a_right_checksum_is_refused(

@@ -12,8 +12,8 @@ SCRIPT = Path(__file__).with_name("killing.py")
 SOURCE = Path(__file__).parents[3] / "src"
 
 
-def kill(folder: Path, count: int, seed: int, timeout_s: float) -> tuple[int, int]:
-    """Return how many cases killed a rank, and how many published the second checkpoint."""
+def kill(folder: Path, count: int, seed: int, timeout_s: float) -> tuple[int, int, int]:
+    """Return the number of ranks killed, of stages, and of second checkpoints published."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(folder), str(count), str(seed)],
         env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
@@ -21,20 +21,22 @@ def kill(folder: Path, count: int, seed: int, timeout_s: float) -> tuple[int, in
         text=True,
         timeout=timeout_s,
     )
-    found = re.search(r"(\d+) kills of \d+, (\d+) published", done.stdout)
+    found = re.search(r"(\d+) kills of \d+ in (\d+) stages, (\d+) published", done.stdout)
     assert found, done.stdout + done.stderr
-    return int(found[1]), int(found[2])
+    return int(found[1]), int(found[2]), int(found[3])
 
 
 def test_twenty_kills(tmp_path: Path) -> None:
-    kills, published = kill(tmp_path, 20, seed=3, timeout_s=110)
-    assert kills >= 10
+    kills, num_stages, published = kill(tmp_path, 20, seed=3, timeout_s=110)
+    assert kills == 20
+    assert num_stages > 40
     assert published < 20
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_five_hundred_kills(tmp_path: Path) -> None:
-    kills, published = kill(tmp_path, 500, seed=4, timeout_s=1700)
-    assert kills >= 250
+def test_five_hundred_kills_at_every_stage(tmp_path: Path) -> None:
+    kills, num_stages, published = kill(tmp_path, 500, seed=4, timeout_s=1700)
+    assert kills == 500
+    assert num_stages < 500
     assert 0 < published < 500

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -76,13 +77,26 @@ def resumed(engine: str, folder: Path) -> tuple[list[float], Any]:
     return losses_of(model, optimizer), extra
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_any_engine_goes_on_from_any_other(engine: str, tmp_path: Path) -> None:
-    expected = on_ranks(2, trained, engine, tmp_path / "saved")[0]
-    for other in ENGINES:
-        for losses, extra in on_ranks(4, resumed, other, tmp_path / "saved"):
+def check_going_on(engine: str, others: Iterable[str], folder: Path) -> None:
+    expected = on_ranks(2, trained, engine, folder)[0]
+    for other in others:
+        for losses, extra in on_ranks(4, resumed, other, folder):
             assert losses == pytest.approx(expected, rel=1e-5), other
             assert extra == {"step": 3}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_engine_goes_on_from_another(engine: str, tmp_path: Path) -> None:
+    """In a ring: all save the same format, so each loads what it would from any other."""
+    names = [*ENGINES, *ENGINES]
+    check_going_on(engine, [names[names.index(engine) + 1]], tmp_path / "saved")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_any_engine_goes_on_from_any_other(engine: str, tmp_path: Path) -> None:
+    check_going_on(engine, ENGINES, tmp_path / "saved")
 
 
 def refused(engine: str, folder: Path) -> tuple[str, bool]:
