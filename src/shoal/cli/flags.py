@@ -74,13 +74,14 @@ def _add(group: argparse._ArgumentGroup, found: Option, parse: Parse | None) -> 
         "default": argparse.SUPPRESS,
         "help": _help(found),
     }
+    names = [found.flag] if found.alias is None else [found.flag, found.alias]
     if found.kind is bool:
-        group.add_argument(found.flag, action=argparse.BooleanOptionalAction, **shared)
+        group.add_argument(*names, action=argparse.BooleanOptionalAction, **shared)
     elif found.choices:
-        group.add_argument(found.flag, choices=found.choices, **shared)
+        group.add_argument(*names, choices=found.choices, **shared)
     else:
         group.add_argument(
-            found.flag,
+            *names,
             type=parse or _reader(found.kind),
             metavar=_METAVARS[found.kind],
             **shared,

@@ -85,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     from shoal.train.signals import STOP_SIGNALS
 
     place = environment.place()
-    job = _make_job(arguments)
+    job = _make_job(arguments, is_rank=place is not None)
     num_ranks = place.world_size if place else job.num_ranks
     num_local_ranks = place.local_world_size if place else num_ranks
     check_devices(job.config, num_local_ranks)
@@ -107,9 +107,9 @@ def main(argv: Sequence[str]) -> int:
     leave(run_rank(place, job, create=True, signals=STOP_SIGNALS))
 
 
-def _make_job(arguments: argparse.Namespace) -> Job:
+def _make_job(arguments: argparse.Namespace, *, is_rank: bool) -> Job:
     """Put recipe, flags and the resumed run together; writes nothing."""
-    from shoal.train.job import new_job, resumed_job
+    from shoal.train.job import check_can_restart, new_job, restarted_job, resumed_job
 
     changes = given_options(arguments, TrainConfig)
     steps, more_steps = changes.get(STEPS), None
@@ -121,13 +121,17 @@ def _make_job(arguments: argparse.Namespace) -> Job:
             raise UsageError(
                 "--recipe does not go with --resume, which continues a run as it was configured"
             )
-        return resumed_job(
+        restarted = restarted_job(TrainConfig(), arguments.resume) if is_rank else None
+        return restarted or resumed_job(
             arguments.resume, changes, more_steps=more_steps, overwrite=arguments.overwrite
         )
     if more_steps is not None:
         raise UsageError(f"--steps +{more_steps} needs --resume RUN: more than what?")
     config = load_recipe(arguments.recipe) if arguments.recipe else TrainConfig()
-    return new_job(replace_options(config, changes), overwrite=arguments.overwrite)
+    config = replace_options(config, changes)
+    check_can_restart(config)
+    restarted = restarted_job(config, None) if is_rank else None
+    return restarted or new_job(config, overwrite=arguments.overwrite)
 
 
 def _parse_steps(text: str) -> int | MoreSteps:

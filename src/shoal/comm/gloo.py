@@ -11,34 +11,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch.distributed as dist
 from torch import Tensor
 
+from shoal import _torch
 from shoal.comm.calls import Reduction
-from shoal.comm.pending import Started, Waitable
+from shoal.comm.pending import Started
 from shoal.comm.reduction import reduce_in_order
 from shoal.comm.scratch import Scratch
 
-Swap = Callable[[Tensor, Tensor], Waitable]
-"""Starts an all-to-all of equal pieces: output, input."""
+Swap = Callable[[Tensor, Tensor], dist.Work]
+"""Starts a collective of equal pieces: output, input."""
 
 # Of the process, since the groups of all units take turns in using it.
 _scratch = Scratch()
 
 
-def start_gather(swap: Swap, output: Tensor, input: Tensor, size: int) -> Started:
-    """Start a gather: every rank sends the same piece to all."""
+def start_gather(swap: Swap, gather: Swap, output: Tensor, input: Tensor, size: int) -> Started:
+    """Start a gather: every rank sends the same piece to all.
+
+    `gather` is the group's own, which whoever counts collectives is shown.
+    """
     staged = _scratch.take(output)
     staged.view(size, -1).copy_(input.data)
-    work = swap(output, staged)
+    work = _torch.shown_as(gather, output, input, lambda: swap(output, staged))
     return work, lambda: _scratch.give_back(staged)
 
 
 def start_reduce_scatter(
-    swap: Swap, output: Tensor, input: Tensor, op: Reduction, size: int
+    swap: Swap, scatter: Swap, output: Tensor, input: Tensor, op: Reduction, size: int
 ) -> Started:
-    """Start a reduce-scatter: exchange pieces; reduce them in rank order when they are there."""
+    """Start a reduce-scatter: exchange pieces; reduce them in rank order when they are there.
+
+    `scatter` is the group's own, which whoever counts collectives is shown.
+    """
     received = _scratch.take(input)
-    work = swap(received, input)
+    work = _torch.shown_as(scatter, output, input, lambda: swap(received, input))
 
     def finish() -> None:
         reduce_in_order(received.chunk(size), op, output)

@@ -13,7 +13,9 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
+from shoal.comm import observer
 from shoal.errors import RankError, ShoalError
 
 
@@ -60,14 +62,19 @@ class Pending:
         """Make the output readable here, and return it."""
         work, finish = self._work, self._finish
         if work is not None:
+            watcher = observer.current
+            if watcher is not None:
+                watcher.waiting(self.reason)
             try:
                 work.wait()
             except ShoalError:
                 raise
             except RuntimeError as error:
-                raise RankError(
-                    f"{self.reason} failed while waiting for the other ranks: {error}"
-                ) from error
+                text = f"{self.reason} failed while waiting for the other ranks: {error}"
+                raise RankError(text if watcher is None else watcher.explained(text)) from error
+            finally:
+                if watcher is not None:
+                    watcher.arrived()
             # Dropping it releases the buffers that the collective kept alive.
             self._work = None
         if finish is not None:
@@ -87,15 +94,24 @@ class Prepared:
     It refers to its tensors, so their sizes, dtypes and devices must stay; their memory may move.
     """
 
-    __slots__ = ("_start", "output", "reason")
+    __slots__ = ("_group", "_start", "output", "reason")
 
-    def __init__(self, output: Tensor, reason: str, start: Callable[[], Started]) -> None:
+    def __init__(
+        self,
+        output: Tensor,
+        reason: str,
+        start: Callable[[], Started],
+        group: ProcessGroup | None = None,
+    ) -> None:
         self.output = output
         self.reason = reason
         self._start = start
+        self._group = group
 
     def launch(self) -> Pending:
         """Start it."""
+        if observer.current is not None and self._group is not None:
+            observer.current.launching(self.reason, self._group, self.output)
         try:
             work, finish = self._start()
         except (ShoalError, NotImplementedError):

@@ -90,10 +90,11 @@ class Transport:
         self._check_numel(reason, "output", output.numel(), self.size * input.numel())
         sent, received = _as_carried(input), _as_carried(output)
         if self._is_on_gloo(input) and input.is_cpu:
-            start = partial(gloo.start_gather, self._swap, received, sent, self.size)
-            return Prepared(output, reason, start)
+            ways = (self._swap, self._gather)
+            start = partial(gloo.start_gather, *ways, received, sent, self.size)
+            return Prepared(output, reason, start, self.group)
         gather = self._gather
-        return Prepared(output, reason, lambda: (gather(received, sent), None))
+        return Prepared(output, reason, lambda: (gather(received, sent), None), self.group)
 
     def gather_in_stream(self, output: Tensor, input: Tensor) -> Callable[[], object]:
         """Prepare to gather on the current CUDA stream, in order with what it was given."""
@@ -133,10 +134,11 @@ class Transport:
         self._check_numel(reason, "input", input.numel(), self.size * output.numel())
         self._check_reducible(reason, input, op)
         if self._is_on_gloo(input):
-            start = partial(gloo.start_reduce_scatter, self._swap, output, input, op, self.size)
-            return Prepared(output, reason, start)
+            ways = (self._swap, self._scatter_by(op))
+            start = partial(gloo.start_reduce_scatter, *ways, output, input, op, self.size)
+            return Prepared(output, reason, start, self.group)
         scatter = self._scatter_by(op)
-        return Prepared(output, reason, lambda: (scatter(output, input), None))
+        return Prepared(output, reason, lambda: (scatter(output, input), None), self.group)
 
     def _scatter_by(self, op: Reduction) -> Callable[[Tensor, Tensor], dist.Work]:
         key = str(op)
@@ -166,7 +168,7 @@ class Transport:
             elif op == ReduceOp.PREMUL_SUM:
                 op, finish = ReduceOp.SUM, partial(tensor.mul_, _torch.premultiplier(op))
         reduce = _torch.all_reduce_method(self.group, op)
-        return Prepared(tensor, reason, lambda: (reduce(tensor), finish))
+        return Prepared(tensor, reason, lambda: (reduce(tensor), finish), self.group)
 
     def broadcast(self, tensor: Tensor, source: int, *, reason: str = "broadcast") -> Pending:
         """Overwrite `tensor` with the one of rank `source` of this group."""

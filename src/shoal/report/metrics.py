@@ -15,7 +15,8 @@ NAN = math.nan
 class StepRecord:
     """One training step; a number that was not recorded is NaN.
 
-    `tokens` counts all tokens of the run so far, and `memory_bytes` has one entry per rank.
+    `tokens` counts all tokens of the run so far; `memory_bytes`, and `own_ms`, the time that a rank
+    did not wait for others, have one entry per rank.
     """
 
     step: int
@@ -29,6 +30,7 @@ class StepRecord:
     exposed_ms: float = NAN
     optimizer_ms: float = NAN
     memory_bytes: tuple[float, ...] = ()
+    own_ms: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +139,13 @@ def _parse(line: str) -> StepRecord | ValidationRecord | ResumeRecord:
     if kind == "validation":
         return ValidationRecord(step=step, loss=loss)
     numbers = {name: _number(fields, name) for name in _NUMBERS}
-    return StepRecord(step=step, loss=loss, memory_bytes=_memory(fields), **numbers)
+    return StepRecord(
+        step=step,
+        loss=loss,
+        memory_bytes=_per_rank(fields, "memory_bytes"),
+        own_ms=_per_rank(fields, "own_ms"),
+        **numbers,
+    )
 
 
 def _number(fields: dict[str, object], name: str) -> float:
@@ -156,13 +164,13 @@ def _num_ranks(fields: dict[str, object]) -> int:
     return value
 
 
-def _memory(fields: dict[str, object]) -> tuple[float, ...]:
-    value = fields.get("memory_bytes")
+def _per_rank(fields: dict[str, object], name: str) -> tuple[float, ...]:
+    value = fields.get(name)
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise ValueError(f"memory_bytes should be a list with a number per rank, got {value!r}")
-    return tuple(NAN if item is None else _float(item, "memory_bytes") for item in value)
+        raise ValueError(f"{name} should be a list with a number per rank, got {value!r}")
+    return tuple(NAN if item is None else _float(item, name) for item in value)
 
 
 def _float(value: object, name: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecision
+from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
 from shoal.runtime.fully_shard import fully_shard
@@ -13,6 +13,8 @@ from shoal.train.config import TrainConfig
 from shoal.train.model import Block, Transformer
 from shoal.train.world import World
 from shoal.wrapper.fully_sharded import FullyShardedDataParallel
+
+_HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def build_model(config: TrainConfig) -> Transformer:
@@ -28,12 +30,15 @@ def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Mod
 
     Blocks are moved one at a time: a device never holds more than its shards and one whole block.
     """
-    half = config.parallel.precision == "bf16"
-    param_dtype, reduce_dtype = (torch.bfloat16, torch.float32) if half else (None, None)
+    param_dtype = _HALF.get(config.parallel.precision)
+    reduce_dtype = torch.float32 if param_dtype is not None else None
     if config.parallel.engine == "fsdp1-style":
+        hybrid = world.mesh.ndim > 1
+        strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
         return FullyShardedDataParallel(
             model,
-            process_group=world.mesh.get_group(),
+            device_mesh=world.mesh,
+            sharding_strategy=strategy,
             auto_wrap_policy=ModuleWrapPolicy({Block}),
             mixed_precision=MixedPrecision(param_dtype, reduce_dtype),
             device_id=world.device,

@@ -1,4 +1,4 @@
-"""The checkpoints of one run beside each other: which are newer, which are whole, which must go."""
+"""The checkpoints of one run beside each other: which are newer, and which are whole."""
 
 from __future__ import annotations
 
@@ -42,13 +42,6 @@ def clear_way(checkpoint: Path) -> None:
         aside = path.with_name(_DAMAGED + path.name)
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
-
-
-def drop_old_checkpoints(checkpoints: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints; 0 keeps all. One rank calls this."""
-    if keep:
-        for folder in _by_step(checkpoints)[:-keep]:
-            shutil.rmtree(folder)
 
 
 @contextmanager

@@ -97,12 +97,22 @@ class ParallelConfig:
         None,
         "ranks to launch on this machine; unless given, 2 on CPU and one per CUDA device. "
         "Under torchrun, torchrun decides",
+        alias="--ranks",
         at_least=1,
         at_most=1024,
     )
     device: Literal["auto", "cpu", "cuda"] = option("auto", "where to compute")
-    precision: Literal["auto", "bf16", "fp32"] = option(
-        "auto", "precision of compute; auto is bf16 on CUDA, fp32 on CPU. Sums stay in fp32"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = option(
+        "auto",
+        "precision of compute; auto is bf16 on CUDA, fp32 on CPU. Sums stay in fp32; in fp16 the "
+        "loss is scaled",
+    )
+    replicas: int = option(
+        1,
+        "copies of the sharded model: each is sharded over ranks / replicas (hybrid sharding); as "
+        "many as ranks is plain data parallelism",
+        at_least=1,
+        at_most=1024,
     )
     threads: int | None = option(
         None, "CPU threads per rank; the cores shared out unless given", at_least=1, at_most=1024
@@ -144,7 +154,10 @@ class RunConfig:
     save_every: int = option(
         100, "steps between checkpoints; 0 for one at the end only", at_least=0
     )
-    keep: int = option(2, "newest checkpoints to keep; 0 for all", at_least=0)
+    keep_last: int = option(2, "newest checkpoints to keep; 0 for all", at_least=0)
+    keep_every: int = option(
+        0, "also keep checkpoints whose step is a multiple of this; 0 for none", at_least=0
+    )
     sample_tokens: int = option(
         200, "bytes to generate at the end; 0 for none", at_least=0, at_most=10**6
     )
@@ -161,6 +174,39 @@ class RunConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FaultConfig:
+    """What happens when something goes wrong."""
+
+    TITLE: ClassVar[str] = "faults"
+
+    max_restarts: int = option(
+        0,
+        "start the ranks again from the newest checkpoint when one was lost, at most this often. "
+        "Under torchrun, torchrun decides",
+        at_least=0,
+        at_most=10**6,
+    )
+    on_nonfinite: Literal["stop", "skip", "ignore"] = option(
+        "stop",
+        "a loss or gradient that is not finite on any rank: stop the run before the step changes "
+        "anything, skip the step on all ranks, or ignore it",
+    )
+    stall_limit: float = option(
+        300.0,
+        "seconds that a rank may wait for the others before the run is ended and the ranks that "
+        "did not come are named; 0 for no limit",
+        at_least=0,
+        at_most=10**6,
+    )
+    check_replicas_every: int = option(
+        100, "steps between comparisons of the replicas' weights; 0 for none", at_least=0
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainConfig:
     """Everything a run needs to know."""
 
@@ -169,6 +215,7 @@ class TrainConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
         for name, kind in _PARTS.items():
@@ -184,7 +231,13 @@ class TrainConfig:
             )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise a `UsageError` if a batch cannot be shared out evenly over `num_ranks`."""
+        """Raise a `UsageError` if a batch, or the replicas, do not fit `num_ranks`."""
+        replicas = self.parallel.replicas
+        if num_ranks % replicas:
+            raise UsageError(
+                f"--replicas must divide the number of ranks (--nproc), which is {num_ranks}; "
+                f"got {replicas}"
+            )
         parts = num_ranks * self.run.accumulate
         if self.run.batch_size % parts:
             raise UsageError(
@@ -200,6 +253,7 @@ _PARTS = {
     "optim": OptimConfig,
     "parallel": ParallelConfig,
     "run": RunConfig,
+    "faults": FaultConfig,
 }
 
 

@@ -1,7 +1,7 @@
-"""Text as bytes: reading it, and drawing the same batches from it on any number of ranks.
+"""Text as bytes: reading it, and cutting sequences out of it.
 
-A token is a byte. The batch of a step is a pure function of the seed and the step; the ranks
-cut it up among them, so a run sees the same data on any number of ranks, and after a resume.
+A token is a byte. The ranks cut the batch of a step up among them, so that a run sees the same data
+on any number of ranks.
 """
 
 from __future__ import annotations
@@ -71,14 +71,6 @@ def load_corpus(config: DataConfig, context: int) -> Corpus:
         skipped=tuple(skipped),
         digest=hashlib.sha256(data).hexdigest(),
     )
-
-
-def draw_offsets(
-    *, seed: int, step: int, batch_size: int, num_bytes: int, context: int
-) -> np.ndarray:
-    """Draw where the sequences of one step's global batch begin."""
-    generator = np.random.default_rng([seed, step])
-    return generator.integers(0, num_bytes - context, size=batch_size)
 
 
 def spread_offsets(*, num: int, num_bytes: int, context: int) -> np.ndarray:

@@ -56,6 +56,33 @@ def reply_file() -> Path | None:
     return Path(name) if name else None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restarts:
+    """How often torch's elastic agent has started the ranks again, and how often it would."""
+
+    count: int
+    limit: int
+
+
+def restarts() -> Restarts:
+    """Return what the agent that started this process tells; none where there is no agent."""
+    count, limit = (
+        os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
+    )
+    if not (count.isdecimal() and limit.isdecimal()):
+        raise UsageError(
+            f"expected numbers in TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS; got "
+            f"{count!r} and {limit!r}"
+        )
+    return Restarts(count=int(count), limit=int(limit))
+
+
+def job_id() -> str:
+    """Return the name that the launcher gave to all starts of one job; "" where it gave none."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    return "" if name == "none" else name  # torchrun's word for no name
+
+
 def threads_are_set() -> bool:
     """Tell whether the user chose a number of CPU threads."""
     return "OMP_NUM_THREADS" in os.environ

@@ -31,6 +31,7 @@ from shoal.errors import (
 from shoal.train import environment
 from shoal.train.checkpoints import step_of
 from shoal.train.folder import RunFolder
+from shoal.watch import post_mortem
 
 SHARED = (UsageError, CheckpointError, DivergedError)
 """Errors that every rank meets alike, from what all share: one message says it for all."""
@@ -57,9 +58,10 @@ def reporting_failure() -> Iterator[None]:
 
 def write_failure(path: Path, error: BaseException) -> None:
     """Write a reply file."""
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
     reply = {
         "message": {
-            "message": f"{type(error).__name__}: {error}",
+            "message": f"{type(error).__name__}: {error}{notes}",
             "extraInfo": {
                 "py_callstack": "".join(traceback.format_exception(error)),
                 "timestamp": str(int(time.time())),
@@ -82,10 +84,12 @@ def was_interrupted(failures: Mapping[int, ProcessFailure]) -> bool:
     return EXIT_INTERRUPTED in statuses and statuses <= {EXIT_INTERRUPTED, -signal.SIGTERM}
 
 
-def as_error(failures: Mapping[int, ProcessFailure], folder: RunFolder) -> ShoalError:
-    """Turn what the agent saw, by rank, into the one error to show."""
-    logs = folder.logs
-    rank, failure = min(failures.items(), key=lambda item: _precedence(*item, logs))
+def as_error(
+    failures: Mapping[int, ProcessFailure], folder: RunFolder, *, restart: int = 0
+) -> ShoalError:
+    """Turn what the agent saw, by rank, into the one error to show; after so many restarts."""
+    logs = {rank: log_of(rank, folder.logs, restart=restart) for rank in failures}
+    rank, failure = min(failures.items(), key=lambda item: _precedence(*item, logs[item[0]]))
     reply = _reply(failure)
     kind = getattr(errors, reply.get("shoal_error") or "", ShoalError)
     if issubclass(kind, SHARED):
@@ -94,13 +98,23 @@ def as_error(failures: Mapping[int, ProcessFailure], folder: RunFolder) -> Shoal
     if failure.exitcode < 0:
         hint = _HINTS.get(-failure.exitcode, "")
         what = f"died with {failure.signal_name()}. {hint}".rstrip()
+        if failure.exitcode == -signal.SIGABRT:  # which gloo does when sizes do not match
+            what = f"{what}\n{post_mortem(folder.logs, failures)}".rstrip()
     elif reply:
         what = f"failed with {reply['message']}"
     else:
         what = f"exited with status {failure.exitcode}"
-    return RankError(
-        f"{who} {what}\nWhat it last wrote is in {log_of(rank, logs)}. {last_words(folder)}"
-    )
+    return RankError(f"{who} {what}\nWhat it last wrote is in {logs[rank]}. {last_words(folder)}")
+
+
+def shared_error(replies: Path) -> ShoalError | None:
+    """Find the error that all ranks met alike, if they left word of one in a folder."""
+    for path in sorted(replies.glob("rank-*.json")):
+        message = json.loads(path.read_text(encoding="utf-8"))["message"]
+        kind = getattr(errors, message.get("shoal_error") or "", None)
+        if kind is not None and issubclass(kind, SHARED):
+            return kind(message["text"])
+    return None
 
 
 def last_words(folder: RunFolder) -> str:
@@ -111,12 +125,12 @@ def last_words(folder: RunFolder) -> str:
     return f"Resume from step {step_of(checkpoint)} with: {folder.resume_command}"
 
 
-def log_of(rank: int, logs: Path) -> Path:
-    """Return the file that holds what a rank wrote to stderr."""
-    return logs / f"rank-{rank}.err"
+def log_of(rank: int, logs: Path, *, restart: int = 0) -> Path:
+    """Return the file that holds what a rank wrote to stderr, after so many restarts."""
+    return logs / (f"rank-{rank}.restart-{restart}.err" if restart else f"rank-{rank}.err")
 
 
-def _precedence(rank: int, failure: ProcessFailure, logs: Path) -> tuple[int, int, int]:
+def _precedence(rank: int, failure: ProcessFailure, log: Path) -> tuple[int, int, int]:
     """Sort failures by how likely they are the first one."""
     number = -failure.exitcode
     if number == signal.SIGABRT:
@@ -124,7 +138,6 @@ def _precedence(rank: int, failure: ProcessFailure, logs: Path) -> tuple[int, in
     if number == signal.SIGTERM:
         # From someone, or from the agent because another had failed: the time tells. A rank
         # dumps its stacks when it gets the signal.
-        log = log_of(rank, logs)
         return (1, log.stat().st_mtime_ns if log.exists() else time.time_ns(), rank)
     if number > 0:
         return (0, 0, rank)  # no rank kills another

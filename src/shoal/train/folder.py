@@ -19,7 +19,7 @@ import os
 import shlex
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,11 @@ class RunFolder:
         return self.logs / "stop"
 
     @property
+    def stopped(self) -> Path:
+        """Left by ranks that stopped as they were asked, for the launcher."""
+        return self.logs / "stopped"
+
+    @property
     def proposed_config(self) -> Path:
         """What a resume would have as its config, once the ranks have its checkpoint."""
         return self.logs / "config.json"
@@ -154,6 +159,7 @@ class RunFolder:
         with _writing_into(self.path):
             self.logs.mkdir(exist_ok=True)
             self.stop_request.unlink(missing_ok=True)
+            self.stopped.unlink(missing_ok=True)
             drop_unfinished(self.checkpoints)
 
     def write_config(
@@ -166,6 +172,15 @@ class RunFolder:
             part = path.with_suffix(".json.part")
             part.write_text(text + "\n", encoding="utf-8")
             os.replace(part, path)
+
+    def belongs_to(self, job_id: str) -> bool:
+        """Tell whether a start of the job of this name has made the folder, or taken it over."""
+        for path in (self.proposed_config, self.config):
+            with suppress(OSError, ValueError, AttributeError):
+                facts = json.loads(path.read_text(encoding="utf-8")).get("facts", {})
+                if job_id and facts.get("job") == job_id:
+                    return True
+        return False
 
     def read_config(self, *, proposed: bool = False) -> TrainConfig:
         """Read the config that a run was made with, or the one it is about to go on with."""

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import torch
 
-from shoal.checkpoint import latest
+from shoal.checkpoint import drop_unfinished, latest
 from shoal.errors import CheckpointError, UsageError
+from shoal.train import environment
 from shoal.train.checkpoints import clear_way, is_complete, newer_than
 from shoal.train.config import TrainConfig
 from shoal.train.data import load_corpus
@@ -43,8 +44,20 @@ class Job:
     @classmethod
     def reopen(cls, folder: RunFolder, checkpoint: Path | None) -> Job:
         """Read back what `create` has written: how a launched rank learns its job."""
-        config = folder.read_config(proposed=checkpoint is not None)
+        config = folder.read_config(proposed=folder.proposed_config.exists())
         return cls(config=config, folder=folder, checkpoint=checkpoint)
+
+    def after_restart(self) -> Job:
+        """Go on from the newest whole checkpoint, since ranks were lost; one rank calls this.
+
+        Unless not even the checkpoint that this job was to start from had been loaded: then newer
+        ones, if there are any, are about to be given up.
+        """
+        drop_unfinished(self.folder.checkpoints)
+        if self.checkpoint is not None and self.folder.proposed_config.exists():
+            return self
+        newest = latest(self.folder.checkpoints)
+        return dataclasses.replace(self, checkpoint=newest or self.checkpoint)
 
     def create(self, *, num_ranks: int) -> None:
         """Make the run folder, or take over the one that is resumed, and write the config."""
@@ -61,11 +74,13 @@ class Job:
         assert self.checkpoint is not None, "a new run has its config already"
         clear_way(self.checkpoint)
         self.folder.write_config(self.config, self._facts(num_ranks))
+        self.folder.proposed_config.unlink(missing_ok=True)
 
     def _facts(self, num_ranks: int) -> dict[str, object]:
         return {
             "num_parameters": count_parameters(self.config),
             "num_ranks": num_ranks,
+            "job": environment.job_id(),
             "shoal": __version__,
             "torch": torch.__version__,
         }
@@ -128,6 +143,33 @@ def resumed_job(
             f"to train it further"
         )
     return Job(config=config, folder=folder, checkpoint=checkpoint)
+
+
+def restarted_job(config: TrainConfig, resume: Path | None) -> Job | None:
+    """Find the job of ranks that torchrun has started again; None if these are the first ones.
+
+    On several hosts some may have been started again, and others anew, with torchrun's --rdzv-id
+    to tell that it is the same job.
+    """
+    is_restart = environment.restarts().count > 0
+    if resume is not None:
+        folder, checkpoint = _resume_point(resume)
+    elif config.run.name is not None:
+        folder, checkpoint = RunFolder(config.run.out / config.run.name), None
+    else:
+        return None
+    if not (is_restart and folder.config.exists()) and not folder.belongs_to(environment.job_id()):
+        return None
+    return Job.reopen(folder, checkpoint or latest(folder.checkpoints))
+
+
+def check_can_restart(config: TrainConfig) -> None:
+    """Raise a `UsageError` if ranks that torchrun starts again could not find their run."""
+    if environment.restarts().limit and config.run.name is None:
+        raise UsageError(
+            "torchrun --max-restarts needs --name, so that ranks that are started again find "
+            "their run"
+        )
 
 
 def count_parameters(config: TrainConfig) -> int:

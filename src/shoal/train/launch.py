@@ -20,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.checkpoint.disk import disk_errors
 from shoal.errors import EXIT_INTERRUPTED
-from shoal.train.failure import as_error, last_words, log_of, was_interrupted
+from shoal.train.failure import as_error, last_words, log_of, shared_error, was_interrupted
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
 from shoal.train.outlet import say
@@ -34,27 +34,35 @@ class RankLogs(LogsSpecs):
     """Where ranks write: rank 0's stdout stays the terminal's, all else goes into files.
 
     Native code of torch warns on stderr at length when a rank dies; the launcher tells the
-    same in one message.
+    same in one message. Ranks that are started again have files of their own.
     """
 
     def __init__(self, folder: Path, replies: Path) -> None:
         super().__init__(log_dir=str(folder))
         self._folder = folder
         self._replies = replies
+        self.restart = 0
 
     @property
     def root_log_dir(self) -> str:
         """The folder of the files."""
         return str(self._folder)
 
+    @property
+    def replies(self) -> Path:
+        """Where the ranks of the last start say why they failed."""
+        return self._replies / str(self.restart)
+
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name the files of each local rank."""
-        error_files = {rank: str(self._replies / f"rank-{rank}.json") for rank in envs}
+        """Name the files of each local rank; the agent asks at each start."""
+        self.restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
+        self.replies.mkdir()
+        error_files = {rank: str(self.replies / f"rank-{rank}.json") for rank in envs}
         for rank, env in envs.items():
             env["TORCHELASTIC_ERROR_FILE"] = error_files[rank]
         return LogsDest(
             stdouts={rank: str(self._folder / f"rank-{rank}.out") if rank else "" for rank in envs},
-            stderrs={rank: str(log_of(rank, self._folder)) for rank in envs},
+            stderrs={rank: str(log_of(rank, self._folder, restart=self.restart)) for rank in envs},
             error_files=error_files,
         )
 
@@ -69,40 +77,45 @@ def launch(job: Job) -> int:
         _elastic_logs_in(folder.logs / "launcher.log"),
         _stop_requests(folder),
     ):
+        logs = RankLogs(folder.logs, replies)
         try:
-            _run_ranks(job, replies)
+            elastic_launch(_launch_config(job, logs), sys.executable)(*_arguments(job))
         except ChildFailedError as error:
             if was_interrupted(error.failures):
                 return EXIT_INTERRUPTED
-            raise as_error(error.failures, folder) from None
+            raise as_error(error.failures, folder, restart=logs.restart) from None
         except SignalException:
             say(f"stopped at once. {last_words(folder)}", stream=sys.stderr)
             return EXIT_INTERRUPTED
         finally:
             folder.stop_request.unlink(missing_ok=True)
-    return 0
+        error = shared_error(logs.replies)
+        if error is not None:
+            raise error
+    return EXIT_INTERRUPTED if folder.stopped.exists() else 0
 
 
-def _run_ranks(job: Job, replies: Path) -> None:
-    """Start the ranks, and return when all have ended well."""
-    config = LaunchConfig(
+def _launch_config(job: Job, logs: RankLogs) -> LaunchConfig:
+    return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=job.num_ranks,
-        logs_specs=RankLogs(job.folder.logs, replies),
+        logs_specs=logs,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint=f"{_LOOPBACK}:0",
         local_addr=_LOOPBACK,
-        max_restarts=0,
+        max_restarts=job.config.faults.max_restarts,
         monitor_interval=_MONITOR_S,
         # The signals that ask a run to stop are ours: the agent would end the ranks on them.
         signals_to_handle="SIGQUIT",
     )
-    arguments = ["-u", "-m", "shoal.train.rank", str(job.folder.path), str(os.getpid())]
-    if job.checkpoint is not None:
-        arguments.append(str(job.checkpoint))
-    elastic_launch(config, sys.executable)(*arguments)
+
+
+def _arguments(job: Job) -> list[str]:
+    """How Python is told to be a rank of the job."""
+    checkpoint = [] if job.checkpoint is None else [str(job.checkpoint)]
+    return ["-u", "-m", "shoal.train.rank", str(job.folder.path), str(os.getpid()), *checkpoint]
 
 
 @contextmanager

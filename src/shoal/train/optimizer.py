@@ -52,6 +52,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+def unscale_gradients(model: nn.Module, factor: float) -> None:
+    """Divide all gradients by what the loss was multiplied by."""
+    for parameter in model.parameters() if factor != 1 else ():
+        if parameter.grad is not None:
+            parameter.grad.div_(factor)
+
+
 def clip_gradients(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; return the norm."""
     if isinstance(model, Clipping):  # its gradients are pieces that do not know of each other

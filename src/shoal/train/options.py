@@ -36,6 +36,7 @@ class _Facts:
 
     help: str
     flag: str | None
+    alias: str | None
     at_least: float | None
     above: float | None
     at_most: float | None
@@ -47,6 +48,7 @@ class Option:
 
     path: tuple[str, ...]
     flag: str
+    alias: str | None
     kind: type
     optional: bool
     choices: tuple[str, ...]
@@ -95,12 +97,18 @@ def option(
     help: str,
     *,
     flag: str | None = None,
+    alias: str | None = None,
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
 ) -> Any:
-    """Declare a dataclass field as an option; the flag is the field's name unless given."""
-    facts = _Facts(help=help, flag=flag, at_least=at_least, above=above, at_most=at_most)
+    """Declare a dataclass field as an option; the flag is the field's name unless given.
+
+    `alias` is a second flag for the same option.
+    """
+    facts = _Facts(
+        help=help, flag=flag, alias=alias, at_least=at_least, above=above, at_most=at_most
+    )
     return dataclasses.field(default=default, metadata={_FACTS: facts})
 
 
@@ -193,6 +201,7 @@ def _option_of(config_type: type, field: dataclasses.Field[Any], hint: Any) -> O
     return Option(
         path=(field.name,),
         flag=facts.flag or "--" + field.name.replace("_", "-"),
+        alias=facts.alias,
         kind=kind,
         optional=optional,
         choices=choices,

@@ -28,12 +28,13 @@ from shoal.errors import EXIT_INTERRUPTED, InvariantError
 from shoal.train import environment
 from shoal.train.config import ParallelConfig
 from shoal.train.environment import Place
-from shoal.train.failure import reporting_failure
+from shoal.train.failure import SHARED, reporting_failure
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
 from shoal.train.loop import train
 from shoal.train.outlet import Outlet
 from shoal.train.signals import die_of, stop_signals
+from shoal.train.watching import watching
 from shoal.train.world import join_world
 
 _PR_SET_PDEATHSIG = 1
@@ -46,18 +47,22 @@ def run_rank(place: Place, job: Job, *, create: bool, signals: Sequence[signal.S
     With `create` nobody has made the run folder yet: rank 0 does, and its job is everyone's.
     Any of `signals` asks the run to stop.
     """
-    _use_threads(job.config.parallel, place)
+    parallel = job.config.parallel
+    _use_threads(parallel, place)
     asked = threading.Event()
     with (
         reporting_failure(),
         stop_signals(signals, ask=asked.set, insist=die_of),
         ExitStack() as held,
-        join_world(place, job.config.parallel.device) as world,
+        join_world(place, parallel.device, replicas=parallel.replicas) as world,
     ):
         if create:
             job = world.share(partial(_created, job, world.size, held))
+        elif environment.restarts().count:
+            job = world.share(job.after_restart)
         stop_request = job.folder.stop_request
-        finished = train(job, world, lambda: asked.is_set() or stop_request.exists())
+        with watching(job):
+            finished = train(job, world, lambda: asked.is_set() or stop_request.exists())
     return 0 if finished else EXIT_INTERRUPTED
 
 
@@ -75,10 +80,15 @@ def main(argv: Sequence[str]) -> NoReturn:
         job = Job.reopen(folder, Path(argv[2]) if argv[2:] else None)
         # Not SIGTERM: with it the launcher ends ranks that may hang in a collective for good.
         status = run_rank(place, job, create=False, signals=[signal.SIGINT, signal.SIGHUP])
-    except Exception:
+        is_final = True
+        if status == EXIT_INTERRUPTED:
+            folder.stopped.touch()
+    except Exception as error:
         traceback.print_exc()
-        status = 1
-    leave(status)
+        status, is_final = 1, isinstance(error, SHARED)
+    # The agent would start ranks again that only did as they were asked, or that would meet the
+    # same error again; the launcher learns how they ended from what they left behind.
+    leave(0 if is_final and environment.restarts().limit else status)
 
 
 def leave(status: int) -> NoReturn:
@@ -96,6 +106,9 @@ def leave(status: int) -> NoReturn:
 
 def _created(job: Job, num_ranks: int, held: ExitStack) -> Job:
     held.enter_context(job.folder.locked())
+    is_restart = environment.restarts().count > 0 and job.folder.config.exists()
+    if is_restart or job.folder.belongs_to(environment.job_id()):
+        return job.after_restart()
     job.create(num_ranks=num_ranks)
     return job
 

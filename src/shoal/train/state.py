@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.checkpoint import load_training, read_manifest, save_training, step_folder
+from shoal.checkpoint import (
+    PendingSave,
+    async_save,
+    load_training,
+    read_manifest,
+    step_folder,
+    training_state,
+)
 from shoal.errors import CheckpointError
 from shoal.train.checkpoints import offering_older
+from shoal.train.config import TrainConfig
+from shoal.train.options import to_json
+from shoal.train.scale import LossScale
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +30,23 @@ class Progress:
     """How far a run has come, and on which text."""
 
     step: int = 0
+    samples: int = 0
+    """How many samples all ranks together have seen: the position in the data."""
     tokens: int = 0
     data_digest: str = ""
+    scale: LossScale = field(default_factory=LossScale)
+    """What the next step's loss is multiplied by."""
+
+    def after(self, config: TrainConfig, data_digest: str, scale: LossScale) -> Progress:
+        """How far it is one step later."""
+        batch_size = config.run.batch_size
+        return Progress(
+            step=self.step + 1,
+            samples=self.samples + batch_size,
+            tokens=self.tokens + batch_size * config.model.context,
+            data_digest=data_digest,
+            scale=scale,
+        )
 
 
 def read_progress(checkpoint: Path) -> Progress:
@@ -31,13 +56,17 @@ def read_progress(checkpoint: Path) -> Progress:
     return _progress(checkpoint, training if isinstance(training, Mapping) else {})
 
 
-def save_state(
-    checkpoints: Path, model: nn.Module, optimizer: Optimizer, progress: Progress
-) -> Path:
-    """Write the checkpoint of a step and return its folder; every rank calls this."""
-    folder = step_folder(checkpoints, progress.step)
-    save_training(folder, model, optimizer, asdict(progress))
-    return folder
+def start_saving(
+    checkpoints: Path,
+    model: nn.Module,
+    optimizer: Optimizer,
+    progress: Progress,
+    config: TrainConfig,
+) -> PendingSave:
+    """Copy the state of a step, and write its checkpoint while training goes on; collective."""
+    extra = {**asdict(progress), "config": to_json(config)}
+    tensors, values = training_state(model, optimizer, extra)
+    return async_save(step_folder(checkpoints, progress.step), tensors, values)
 
 
 def restore_state(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
@@ -50,11 +79,13 @@ def _progress(checkpoint: Path, values: Mapping[str, Any]) -> Progress:
     try:
         return Progress(
             step=int(values["step"]),
+            samples=int(values["samples"]),
             tokens=int(values["tokens"]),
             data_digest=str(values["data_digest"]),
+            scale=LossScale(**values["scale"]),
         )
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
-            f"{checkpoint} is not a checkpoint of `shoal train`: expected step, tokens and "
-            f"data_digest in it, got {dict(values)}"
+            f"{checkpoint} is not a checkpoint of `shoal train`: expected step, samples, tokens, "
+            f"data_digest and scale in it, got {sorted(values)}"
         ) from None

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from shoal.comm.observer import timed, waiting
 from shoal.runtime.events import EXPOSED, Event, EventKind
 from shoal.runtime.observe import watch
 from shoal.train.model import next_byte_loss
-from shoal.train.optimizer import clip_gradients
+from shoal.train.optimizer import clip_gradients, unscale_gradients
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,20 +32,28 @@ class StepResult:
     @property
     def exposed_ms(self) -> float:
         """Time in which compute stood still for communication."""
-        return self._sum_ms(EXPOSED)
+        return _exposed_ms(self.events)
 
     @property
     def optimizer_ms(self) -> float:
         """Time in clipping and in the optimizer."""
-        return self._sum_ms({EventKind.OPTIMIZER})
+        spans = (event for event in self.events if event.kind is EventKind.OPTIMIZER)
+        return sum(span.duration_us for span in spans) / 1e3
 
     @property
     def compute_ms(self) -> float:
         """All other time."""
         return max(0.0, self.step_ms - self.exposed_ms - self.optimizer_ms)
 
-    def _sum_ms(self, kinds: frozenset[EventKind] | set[EventKind]) -> float:
-        return sum(event.duration_us for event in self.events if event.kind in kinds) / 1e3
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """What one rank knows of a step before the optimizer has changed anything."""
+
+    loss: float
+    grad_norm: float
+    own_ms: float
+    """Time so far that was not spent waiting for others."""
 
 
 def training_step(
@@ -53,27 +62,49 @@ def training_step(
     micro_batches: Sequence[Tensor],
     *,
     clip: float,
+    accept: Callable[[Attempt], bool],
+    scale: float = 1.0,
 ) -> StepResult:
-    """Take one optimizer step on this rank's micro-batches, each (sequence, context + 1)."""
+    """Take one optimizer step on this rank's micro-batches, each (sequence, context + 1).
+
+    `accept` decides, the same on all ranks, whether the optimizer may change the weights. The loss
+    is multiplied by `scale` on its way backward.
+    """
     began_at = time.perf_counter()
     with watch(model) as recorder:
         loss = torch.zeros((), device=micro_batches[0].device)
         for sequences in micro_batches:
             # Divided here, so that the gradients of all micro-batches add up to their mean.
             part = next_byte_loss(model(sequences[:, :-1]), sequences[:, 1:]) / len(micro_batches)
-            part.backward()
+            (part * scale if scale != 1 else part).backward()
             loss += part.detach()
         start = recorder.mark()
-        grad_norm = clip_gradients(model, clip)
-        if torch.isfinite(grad_norm):  # the same on every rank; else the weights stay as they are
+        unscale_gradients(model, scale)
+        with waiting("the norm of all ranks' gradients"):
+            grad_norm = clip_gradients(model, clip)
+        clipped = recorder.mark()
+        with timed("the device to compute the gradients"):
+            attempt = Attempt(
+                loss=float(loss),
+                grad_norm=float(grad_norm),
+                own_ms=(time.perf_counter() - began_at) * 1e3 - _exposed_ms(recorder.events()),
+            )
+        recorder.span(EventKind.OPTIMIZER, "optimizer", start, clipped)
+        is_accepted = accept(attempt)
+        start = recorder.mark()
+        if is_accepted:
             optimizer.step()
         optimizer.zero_grad()
         recorder.span(EventKind.OPTIMIZER, "optimizer", start, recorder.mark())
     events = tuple(recorder.events())  # waits for the device, so that the time below is whole
     return StepResult(
-        loss=float(loss),
-        grad_norm=float(grad_norm),
+        loss=attempt.loss,
+        grad_norm=attempt.grad_norm,
         num_tokens=sum(sequences[:, 1:].numel() for sequences in micro_batches),
         step_ms=(time.perf_counter() - began_at) * 1e3,
         events=events,
     )
+
+
+def _exposed_ms(events: Sequence[Event]) -> float:
+    return sum(event.duration_us for event in events if event.kind in EXPOSED) / 1e3

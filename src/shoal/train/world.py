@@ -12,10 +12,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 
+from shoal import _torch
+from shoal.comm.observer import waiting
 from shoal.errors import ShoalError, UsageError
 from shoal.train import environment
 from shoal.train.environment import Place
+from shoal.train.generation import fresh_store
 
 T = TypeVar("T")
 
@@ -49,16 +53,23 @@ class World:
         """Whether this rank writes and speaks for all."""
         return self.rank == 0
 
+    @property
+    def replicas(self) -> dist.ProcessGroup | None:
+        """The ranks that hold copies of this rank's shards, if there are replicas."""
+        return self.mesh.get_group("replicate") if self.mesh.ndim > 1 else None
+
     def gather(self, numbers: Sequence[float]) -> torch.Tensor:
         """Return every rank's numbers, one row per rank, on the CPU."""
         mine = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         rows = mine.new_empty(self.size, len(numbers))
-        dist.all_gather(list(rows.unbind()), mine)
-        return rows.cpu()
+        with waiting("the numbers of all ranks"):
+            dist.all_gather(list(rows.unbind()), mine)
+            return rows.cpu()
 
     def barrier(self) -> None:
         """Wait until every rank has come here."""
-        dist.barrier()
+        with waiting("the barrier of all ranks"):
+            dist.barrier()
 
     def share(self, make: Callable[[], T]) -> T:
         """Let rank 0 make something and hand it to all; if that fails, only rank 0 says why."""
@@ -83,7 +94,8 @@ class World:
     def agree(self, what: str, value: str) -> None:
         """Raise on every rank, naming the first that differs, unless all hold the same value."""
         values: list[str] = [""] * self.size
-        dist.all_gather_object(values, value)
+        with waiting(f"what all ranks say of {what}"):
+            dist.all_gather_object(values, value)
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise UsageError(
@@ -93,21 +105,44 @@ class World:
 
 
 @contextmanager
-def join_world(place: Place, device_type: str) -> Iterator[World]:
-    """Join the other ranks, and part from them at the end if all went well."""
+def join_world(place: Place, device_type: str, *, replicas: int = 1) -> Iterator[World]:
+    """Join the other ranks, and part from them at the end if all went well.
+
+    More than one replica makes a mesh of two axes: weights are sharded along the second.
+    """
     if device_type == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+        _init("cpu:gloo,cuda:nccl", device)
     else:
         device = torch.device("cpu")
         if place.local_world_size == place.world_size:
             _stay_local()
-        dist.init_process_group("gloo")
-    mesh = init_device_mesh(device_type, (place.world_size,), mesh_dim_names=("shard",))
+        _init("gloo", None)
+    mesh = make_mesh(device_type, place.world_size, replicas)
     yield World(place=place, device=device, mesh=mesh)
     # Not in a `finally`: after an error the other ranks may be gone, and waiting for them hangs.
     dist.destroy_process_group()
+
+
+def _init(backend: str, device: torch.device | None) -> None:
+    _torch.run_gloo_in_one_thread()
+    store, rank, world_size = next(rendezvous("env://"))
+    dist.init_process_group(
+        backend,
+        store=fresh_store(store, rank, world_size),
+        rank=rank,
+        world_size=world_size,
+        device_id=device,
+    )
+
+
+def make_mesh(device_type: str, num_ranks: int, replicas: int) -> DeviceMesh:
+    """Arrange the ranks as replicas of a sharded model."""
+    if replicas == 1:
+        return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
+    shape = (replicas, num_ranks // replicas)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def _stay_local() -> None:

@@ -99,6 +99,7 @@ def test_a_dry_run_prints_the_config_and_writes_nothing(tmp_path, capsys):
         "nproc": 2,
         "device": "cpu",
         "precision": "fp32",
+        "replicas": 1,
         "threads": None,
         "engine": "fully_shard",
         "activation_checkpointing": False,

@@ -3,12 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from shoal.errors import UsageError
 from shoal.train.config import DataConfig, TrainConfig
-from shoal.train.data import draw_offsets, load_corpus, share_of, spread_offsets, windows
+from shoal.train.data import load_corpus, spread_offsets, windows
 from shoal.train.greeting import notes_on_data
 
 
@@ -87,30 +85,6 @@ def test_a_file_is_no_folder(tmp_path):
     file.write_text("text")
     with pytest.raises(UsageError, match=r"expected a folder of text files, but .*a.txt is a file"):
         load_corpus(DataConfig(folder=file), context=8)
-
-
-@given(
-    seed=st.integers(0, 2**40),
-    step=st.integers(1, 10**6),
-    ranks=st.sampled_from([1, 2, 3, 4, 6]),
-    num_bytes=st.integers(9, 1000),
-)
-def test_shares_make_up_the_same_batch_on_any_number_of_ranks(seed, step, ranks, num_bytes):
-    offsets = draw_offsets(seed=seed, step=step, batch_size=12, num_bytes=num_bytes, context=8)
-    again = draw_offsets(seed=seed, step=step, batch_size=12, num_bytes=num_bytes, context=8)
-    shares = [share_of(again, rank=rank, world_size=ranks) for rank in range(ranks)]
-    assert np.array_equal(np.concatenate(shares), offsets)
-    assert offsets.min() >= 0
-    assert offsets.max() + 8 + 1 <= num_bytes
-
-
-def test_steps_and_seeds_draw_differently():
-    drawn = {
-        tuple(draw_offsets(seed=seed, step=step, batch_size=8, num_bytes=10_000, context=8))
-        for seed in range(3)
-        for step in range(1, 4)
-    }
-    assert len(drawn) == 9
 
 
 def test_spread_offsets_reach_both_ends():

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from shoal.report.metrics import StepRecord
 from shoal.train.config import TrainConfig
-from shoal.train.divergence import advice_after, divergence
+from shoal.train.divergence import advice_after, nonfinite
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
+from shoal.train.told import Told, Word
 
 JOB = Job(config=TrainConfig(), folder=RunFolder(Path("runs/x")), checkpoint=None)
 
@@ -24,7 +24,11 @@ JOB = Job(config=TrainConfig(), folder=RunFolder(Path("runs/x")), checkpoint=Non
     ],
 )
 def test_what_is_not_finite_is_named(losses, norm, expected):
-    assert divergence(StepRecord(step=5, loss=1.0, grad_norm=norm), losses) == expected
+    words = [
+        Word(loss=loss, own_ms=1, memory_bytes=1, stop=False, save_status=0, collectives=0)
+        for loss in losses
+    ]
+    assert nonfinite(5, Told(tuple(words)), norm) == expected
 
 
 def test_the_way_on_starts_from_the_last_checkpoint():

@@ -12,10 +12,12 @@ from shoal.errors import EXIT_INTERRUPTED, CheckpointError, DivergedError, RankE
 from shoal.train.failure import (
     as_error,
     reporting_failure,
+    shared_error,
     was_interrupted,
     write_failure,
 )
 from shoal.train.folder import RunFolder
+from shoal.watch.log import CollectiveLog, log_path
 
 FOLDER = RunFolder(Path("runs/x"))
 
@@ -91,6 +93,38 @@ def test_an_exit_without_a_word_is_told_with_its_status():
     assert "rank 3 (local rank 3, pid 103) exited with status 7" in str(
         as_error({3: ended(3, 7)}, FOLDER)
     )
+
+
+def test_of_ranks_that_gloo_aborted_the_logs_tell(tmp_path):
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir()
+    for rank, numel in enumerate((4, 4, 9)):
+        log = CollectiveLog(log_path(folder.logs, rank))
+        log.add("0", "the gather of unit 'a'", f"{numel} of float32")
+    failures = {rank: ended(rank, -signal.SIGABRT) for rank in range(3)}
+    text = str(as_error(failures, folder))
+    assert "rank 2 launched the gather of unit 'a' with another size" in text
+
+
+def test_an_error_that_ranks_left_behind_is_found(tmp_path):
+    assert shared_error(tmp_path) is None
+    raised(tmp_path, 0, RankError("gone"))
+    assert shared_error(tmp_path) is None
+    raised(tmp_path, 1, CheckpointError("a bad file"))
+    error = shared_error(tmp_path)
+    assert type(error) is CheckpointError
+    assert str(error) == "a bad file"
+
+
+def test_where_an_error_began_is_told(tmp_path):
+    error = ValueError("boom")
+    error.add_note("in step 7, in the forward of unit 'blocks.1'")
+    text = str(as_error({1: raised(tmp_path, 1, error)}, FOLDER))
+    assert "failed with ValueError: boom\nin step 7, in the forward of unit 'blocks.1'\n" in text
+
+
+def test_ranks_that_were_started_again_have_logs_of_their_own():
+    assert "logs/rank-3.restart-2.err" in str(as_error({3: ended(3, 7)}, FOLDER, restart=2))
 
 
 def test_being_asked_to_stop_is_no_failure():

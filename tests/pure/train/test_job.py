@@ -18,7 +18,7 @@ from shoal.train.job import Job, check_devices, count_parameters, new_job, resum
 from shoal.train.model import Transformer
 from shoal.train.state import Progress
 
-PROGRESS = {"step": 7, "tokens": 700, "data_digest": "x"}
+PROGRESS = {"step": 7, "samples": 28, "tokens": 700, "data_digest": "x", "scale": {}}
 
 
 @pytest.fixture

@@ -27,12 +27,13 @@ from shoal.train.config import (
     RunConfig,
     TrainConfig,
 )
-from shoal.train.data import draw_offsets, load_corpus, share_of, windows
+from shoal.train.data import load_corpus, share_of, windows
 from shoal.train.environment import Place
 from shoal.train.job import Job, new_job, resumed_job
 from shoal.train.loop import train
 from shoal.train.model import Transformer, next_byte_loss
 from shoal.train.optimizer import learning_rate
+from shoal.train.sampler import sample_offsets
 from shoal.train.world import World
 
 STEPS = 12
@@ -54,7 +55,7 @@ def make_config(
             seed=3,
             validate_every=0,
             save_every=5,
-            keep=0,
+            keep_last=0,
             sample_tokens=4,
             out=folder,
             name="run",
@@ -114,10 +115,11 @@ def unsharded(config: TrainConfig) -> tuple[list[float], list[float]]:
 
 
 def global_batch(config: TrainConfig, corpus, step: int) -> torch.Tensor:
-    offsets = draw_offsets(
+    batch_size = config.run.batch_size
+    offsets = sample_offsets(
         seed=config.run.seed,
-        step=step,
-        batch_size=config.run.batch_size,
+        seen=(step - 1) * batch_size,
+        num=batch_size,
         num_bytes=len(corpus.training),
         context=config.model.context,
     )

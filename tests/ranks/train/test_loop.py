@@ -66,7 +66,7 @@ def test_all_ranks_stop_after_the_step_in_which_one_was_asked_to(tmp_path):
     assert on_ranks(2, run_until_one_asks, job) == [False, False]
     assert [line["step"] for line in lines_of(job, "step")] == [1, 2, 3]
     assert lines_of(job, "validation") == []
-    assert [path.name for path in job.folder.checkpoints.iterdir()] == ["step-00000003"]
+    assert [path.name for path in job.folder.checkpoints.glob("step-*")] == ["step-00000003"]
     assert job.folder.report.exists()
     assert not job.folder.sample.exists()
 
@@ -80,10 +80,10 @@ def run_until_one_diverges(job: Job) -> tuple[str, bool]:
         broken = next(calls) == 3 and world.rank == 1
         return next_byte_loss(logits, targets) * (torch.nan if broken else 1.0)
 
-    def step(model, optimizer, batch, *, clip):
+    def step(model, *arguments, **options):
         kept.update({name: p.detach().clone() for name, p in model.named_parameters()})
         kept["model"] = model
-        return training_step(model, optimizer, batch, clip=clip)
+        return training_step(model, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shoal.train.step.next_byte_loss", loss)
@@ -99,13 +99,13 @@ def run_until_one_diverges(job: Job) -> tuple[str, bool]:
 
 
 def test_all_ranks_stop_before_a_diverged_step_is_saved(tmp_path):
-    job = make_job(tmp_path, lr=1e-2, steps=50, save_every=1, keep=0)
+    job = make_job(tmp_path, lr=1e-2, steps=50, save_every=1, keep_last=0)
     (message, moved), other = on_ranks(2, run_until_one_diverges, job)
     assert other == (message, False)
     assert not moved
     assert message.startswith("step 3: the loss of rank 1 is not finite")
     assert "Go on from step 2 with: shoal train --resume" in message
-    names = sorted(path.name for path in job.folder.checkpoints.iterdir())
+    names = sorted(path.name for path in job.folder.checkpoints.glob("step-*"))
     assert names == ["step-00000001", "step-00000002"]
     assert [line["loss"] is None for line in lines_of(job, "step")] == [False, False, True]
     assert job.folder.report.exists()
@@ -116,15 +116,16 @@ def run_to_the_end(job: Job) -> bool:
 
 
 def test_a_run_leaves_behind_what_it_promises(tmp_path):
-    job = make_job(tmp_path, steps=7, save_every=2, keep=2, validate_every=3, sample_tokens=5)
+    job = make_job(tmp_path, steps=7, save_every=2, keep_last=2, validate_every=3, sample_tokens=5)
     assert on_ranks(2, run_to_the_end, job) == [True, True]
     folder = job.folder
-    assert sorted(path.name for path in folder.checkpoints.iterdir()) == [
+    assert sorted(path.name for path in folder.checkpoints.glob("step-*")) == [
         "step-00000006",
         "step-00000007",
     ]
     assert [line["step"] for line in lines_of(job, "validation")] == [3, 6, 7]
     assert len(folder.sample.read_text(encoding="utf-8")) > 0
+    assert (folder.checkpoints / "latest").readlink() == Path("step-00000007")
     timeline = json.loads(folder.timeline.read_text())
     kinds = {event["kind"] for event in timeline["events"]}
     assert {"forward", "backward", "gather", "reduce", "optimizer"} <= kinds

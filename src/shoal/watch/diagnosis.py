@@ -1,0 +1,167 @@
+"""Why ranks do not meet, found by comparing what each of them launched; pure.
+
+The collectives of a group are numbered on every rank. Two ranks whose entries of one number differ
+have left each other there, whatever hung later; where none differ, the rank whose numbers end
+first did not come.
+
+    group 0       rank 0                 rank 1
+    number 7      gather of unit 'a'     gather of unit 'a'
+    number 8      gather of unit 'b'     gather of unit 'c'       rank 1 skipped 'b', or
+    number 9      gather of unit 'c'     ...                      launched it out of order
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from shoal.watch.log import Entry
+from shoal.watch.witness import Witness
+
+_MOST = 8
+"""As many ranks are told of; thousands may miss the one that is gone."""
+
+
+def diagnose(witnesses: Sequence[Witness]) -> str:
+    """Say which rank left the others, where, and what it did instead."""
+    by_rank = {witness.rank: witness for witness in witnesses}
+    groups = {name: ranks for witness in witnesses for name, ranks in witness.groups.items()}
+    found = [
+        text
+        for name, ranks in groups.items()
+        for text in _in_group(name, {rank: by_rank[rank] for rank in ranks if rank in by_rank})
+    ]
+    silent = [witness for witness in witnesses if witness.is_silent]
+    found += [_silence(witness) for witness in silent]
+    if not found:
+        found = [_waiting(witness) for witness in witnesses if witness.waits_for]
+    if not found:
+        return "all ranks answer, and none of them waits for another"
+    found = list(dict.fromkeys(found))
+    more = [f"and {len(found) - _MOST} more like these"] if len(found) > _MOST else []
+    return "\n".join(found[:_MOST] + more)
+
+
+def differences(logs: Mapping[int, Sequence[Entry]]) -> str:
+    """Say in which collectives ranks differ that cannot be asked any more, given their logs."""
+    groups = dict.fromkeys(entry.group for entries in logs.values() for entry in entries)
+    found = []
+    for name in groups:
+        members = {
+            rank: numbered for rank, entries in logs.items() if (numbered := _of(name, entries))
+        }
+        found += _first_difference(members)
+    return "\n".join(found[:_MOST])
+
+
+def _in_group(name: str, witnesses: Mapping[int, Witness]) -> list[str]:
+    """Compare the ranks of one group."""
+    entries = {rank: _of(name, witness.entries) for rank, witness in witnesses.items()}
+    different = _first_difference(entries)
+    if different:
+        return different
+    last = max((max(numbers) for numbers in entries.values() if numbers), default=0)
+    absent = [rank for rank, found in entries.items() if max(found, default=0) < last]
+    return [_absence(rank, entries, last, witnesses) for rank in absent]
+
+
+def _of(group: str, entries: Sequence[Entry]) -> dict[int, Entry]:
+    return {entry.number: entry for entry in entries if entry.group == group}
+
+
+def _first_difference(entries: Mapping[int, Mapping[int, Entry]]) -> list[str]:
+    """Find the first number at which ranks launched different things, and name who did."""
+    # What the logs of all still hold; a rank that launched nothing at all has not come to 1.
+    first = max((min(numbers) for numbers in entries.values() if numbers), default=1)
+    last = max((max(numbers) for numbers in entries.values() if numbers), default=0)
+    for number in range(first, last + 1):
+        there = {rank: found[number] for rank, found in entries.items() if number in found}
+        if len({(entry.what, entry.size) for entry in there.values()}) > 1:
+            return _difference(number, there, entries)
+    return []
+
+
+def _difference(
+    number: int, there: Mapping[int, Entry], entries: Mapping[int, Mapping[int, Entry]]
+) -> list[str]:
+    """Name the ranks that are alone with what they launched."""
+    counts = Counter((entry.what, entry.size) for entry in there.values())
+    usual = max(there.values(), key=lambda entry: counts[entry.what, entry.size])
+    others = [rank for rank, entry in there.items() if entry == usual]
+    texts = []
+    for rank, entry in there.items():
+        if entry == usual:
+            continue
+        did = _manner(entry, usual, entries[rank], entries[others[0]])
+        texts.append(
+            f"rank {rank} {did}: its collective {number} of group {entry.group} was {entry}, that "
+            f"of {_ranks(others)} was {usual}"
+        )
+    return texts
+
+
+def _manner(
+    entry: Entry, usual: Entry, own: Mapping[int, Entry], theirs: Mapping[int, Entry]
+) -> str:
+    """In which way a rank left the others."""
+    if entry.what == usual.what:
+        return f"launched {entry.what} with another size"
+    launched_later = any(
+        later.what == usual.what for number, later in own.items() if number > entry.number
+    )
+    if launched_later:
+        return f"launched {usual.what} out of order"
+    awaited = any(
+        later.what == entry.what for number, later in theirs.items() if number > entry.number
+    )
+    if awaited:
+        return f"skipped {usual.what}"
+    return f"launched {entry.what} instead of {usual.what}"
+
+
+def _absence(
+    rank: int,
+    entries: Mapping[int, Mapping[int, Entry]],
+    last: int,
+    witnesses: Mapping[int, Witness],
+) -> str:
+    """Say of a rank that has stopped before the others what it does."""
+    number = max(entries[rank], default=0) + 1
+    there = {other: found[number] for other, found in entries.items() if number in found}
+    if not there:  # the others' logs have forgotten what came right after
+        there = {other: found[last] for other, found in entries.items() if last in found}
+    entry = next(iter(there.values()))
+    waited_s = max(witnesses[other].waited_s for other in there)
+    text = (
+        f"rank {rank} did not come to {entry}, collective {entry.number} of group {entry.group}, "
+        f"for which {_ranks(list(there))} waited {waited_s:.1f} s"
+    )
+    own = witnesses[rank]
+    if own.is_silent:
+        return f"{text}; it does not answer"
+    if own.waits_for:
+        return f"{text}; it waits for {own.waits_for}{_at(own)}"
+    return f"{text}; it does something else{_at(own)}"
+
+
+def _silence(witness: Witness) -> str:
+    last = f"; the last that it launched was {witness.entries[-1]}" if witness.entries else ""
+    return (
+        f"rank {witness.rank} does not answer: its process is gone or stopped, or its host "
+        f"cannot be reached{last}"
+    )
+
+
+def _waiting(witness: Witness) -> str:
+    return (
+        f"rank {witness.rank} has waited {witness.waited_s:.1f} s for "
+        f"{witness.waits_for}{_at(witness)}"
+    )
+
+
+def _at(witness: Witness) -> str:
+    return f", at {' < '.join(witness.stack)}" if witness.stack else ""
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

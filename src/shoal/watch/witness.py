@@ -1,0 +1,60 @@
+"""What one rank can say when ranks do not meet: what it did, and where it is."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from dataclasses import asdict, dataclass, field
+
+from shoal.watch.log import Entry
+
+_NUM_FRAMES = 4
+_NOT_TELLING = ("/shoal/comm/", "/torch/", "/threading.py")
+"""Where code waits for others: every rank that waits is there, so it tells nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Witness:
+    """One rank's account."""
+
+    rank: int
+    entries: tuple[Entry, ...] = ()
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The ranks of each group that it used."""
+    waits_for: str = ""
+    waited_s: float = 0.0
+    stack: tuple[str, ...] = ()
+    """Where its main thread is, innermost first."""
+    is_silent: bool = False
+    """Whether it did not answer, so that this is all that is known of it."""
+
+    def to_json(self) -> str:
+        """The account as text for another rank."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Witness:
+        """The account that another rank sent."""
+        fields = json.loads(text)
+        fields["entries"] = tuple(Entry(**entry) for entry in fields["entries"])
+        fields["groups"] = {name: tuple(ranks) for name, ranks in fields["groups"].items()}
+        fields["stack"] = tuple(fields["stack"])
+        return cls(**fields)
+
+
+def stack_of_main_thread() -> tuple[str, ...]:
+    """Where the main thread is: the innermost frames of code that does more than wait."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    if frame is None:
+        return ()
+    frames = [
+        entry
+        for entry in reversed(traceback.extract_stack(frame))
+        if not any(part in entry.filename for part in _NOT_TELLING)
+    ]
+    return tuple(
+        f"{'/'.join(entry.filename.split('/')[-2:])}:{entry.lineno} {entry.name}"
+        for entry in frames[:_NUM_FRAMES]
+    )

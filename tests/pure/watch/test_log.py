@@ -1,0 +1,49 @@
+"""The log of collectives: what others can read of a rank, dead or alive."""
+
+from shoal.watch.log import CollectiveLog, read_log
+
+
+def test_the_log_can_be_read_by_others_while_it_is_written(tmp_path):
+    path = tmp_path / "rank-0.collectives"
+    log = CollectiveLog(path)
+    assert read_log(path) == []
+    log.add("0", "the gather of unit 'a'", "8 of float32")
+    log.add("1", "the all-reduce of unit 'a'", "4 of float32")
+    log.add("0", "the gather of unit 'b'", "8 of float32")
+    found = read_log(path)
+    assert found == log.entries()
+    assert [(entry.group, entry.number, entry.what[-3:]) for entry in found] == [
+        ("0", 1, "'a'"),
+        ("1", 1, "'a'"),
+        ("0", 2, "'b'"),
+    ]
+
+
+def test_it_remembers_the_last_ones_in_order():
+    log = CollectiveLog()
+    for number in range(1000):
+        log.add("0", f"gather {number}", "1 of int64")
+    numbers = [entry.number for entry in log.entries()]
+    assert numbers == list(range(1000 - len(numbers) + 1, 1001))
+    assert len(numbers) == 128
+
+
+def test_a_name_without_end_costs_its_line_only():
+    log = CollectiveLog()
+    log.add("0", "x" * 1000, "1 of int64")
+    log.add("0", "short", "1 of int64")
+    assert [entry.what for entry in log.entries()] == ["short"]
+
+
+def test_digests_are_of_what_and_in_which_order_but_not_of_where():
+    logs = [CollectiveLog() for _ in range(4)]
+    for log, group, whats in zip(logs, "0170", ("ab", "ab", "ab", "ba"), strict=True):
+        for what in whats:
+            log.add(group, what, "1 of int64")
+    first, second, third, fourth = (log.take_digest() for log in logs)
+    assert first == second == third != fourth
+    assert {log.take_digest() for log in logs} == {0}, "asked again, nothing has happened since"
+
+
+def test_there_may_be_no_log(tmp_path):
+    assert read_log(tmp_path / "nobody") == []
