@@ -11,6 +11,11 @@ from torch.distributed.fsdp.wrap import (
     wrap,
 )
 
+# Torch does not list these; recipes in the wild combine policies with them.
+from shoal._torch import _or_policy as _or_policy
+from shoal._torch import _Policy as _Policy
+from shoal._torch import _wrap_module_cls_individually as _wrap_module_cls_individually
+
 __all__ = [
     "CustomPolicy",
     "ModuleWrapPolicy",

@@ -110,9 +110,11 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
         self.backward_prefetch = backward_prefetch
+        self.forward_prefetch = forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self.compute_device = device
         self.process_group = placing.shard_group
+        self._inter_node_pg = placing.replicate_group
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
         self._use_orig_params = use_orig_params
         self._device_mesh = device_mesh
@@ -186,6 +188,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 form=PlainForm(
                     shape=local.shape if is_whole else None,
                     before=spec_of(item.parameter),
+                    is_flat=not self._use_orig_params,
                 ),
             )
             for item in found
@@ -196,6 +199,11 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
     def module(self) -> nn.Module:
         """The wrapped module, without what recomputes or offloads its activations."""
         return _innermost(self._modules[WRAPPED])
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What optimizers hold of this wrapper: the flat parameter, or the original ones."""
+        return [] if self._unit is None else list(self._unit.sharded_parameters())
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -227,6 +235,8 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             if self._flat_members is not None and self._unit is not None:
                 self._flat_members.show(self._unit.full.parameters[0])
             output = wrapped(*args, **kwargs)
+            if self._unit is not None:
+                output = self._unit.apart(output)
         except BaseException:
             state.abort()
             raise

@@ -120,7 +120,7 @@ def _here(state: State | None, member: NamedMember) -> State | None:
 
 
 def _local(entry: Entry, whole: State) -> State | None:
-    """This rank's elements of a state; None where it has none."""
+    """This rank's elements of a state; None where it has none, and optimizers keep none."""
     assert entry.wrapper is not None
     unit = entry.wrapper._unit
     assert unit is not None
@@ -131,9 +131,9 @@ def _local(entry: Entry, whole: State) -> State | None:
     for value in cut.values():  # before some ranks leave
         _check_shape(value, shape, entry.names[0])
     piece = unit.shards.packing.piece(entry.index, unit.rank)
-    if piece.numel == 0:
+    if piece.numel == 0 and entry.wrapper._flat_members is None:
         return None
-    start, _ = flat_span(shape, piece.regions[0])
+    start = flat_span(shape, piece.regions[0])[0] if piece.regions else 0
     stop = start + piece.numel
     return whole | {kind: value.reshape(-1)[start:stop].clone() for kind, value in cut.items()}
 

@@ -30,6 +30,9 @@ class PlainForm(Form):
     """The shape of the parameter where every rank has all of it."""
     before: Spec = None
     """How the full parameter is distributed over other axes."""
+    is_flat: bool = False
+    """Whether it is the flat parameter of a unit, of which every rank has a gradient and optimizer
+    state, even if without elements."""
 
     def adopt(self, original: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
         """See `Form.adopt`: the object stays, so that whoever holds it holds the shard."""
@@ -51,8 +54,8 @@ class PlainForm(Form):
         return local if self.shape is None else local.view(self.shape)
 
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
-        """See `Form.grad`; where a rank has no elements there is no gradient either."""
-        return self.shard(local) if local.numel() > 0 else None
+        """See `Form.grad`; a rank without elements has none, unless the parameter is flat."""
+        return self.shard(local) if self.is_flat or local.numel() > 0 else None
 
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `Form.local_of`."""

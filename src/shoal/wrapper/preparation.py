@@ -78,10 +78,11 @@ def check_unreplicated(module: nn.Module) -> None:
 
 def own_modules(module: nn.Module) -> Iterator[nn.Module]:
     """A module and what is below it, down to other wrappers."""
+    if state_of(module) is not None:
+        return
     yield module
     for child in module.children():
-        if state_of(child) is None:
-            yield from own_modules(child)
+        yield from own_modules(child)
 
 
 def prepared(

@@ -54,6 +54,11 @@ class Placing:
         """The ranks that share one copy of the parameters; without sharding, all of them."""
         return self.groups[0] if isinstance(self.groups, tuple) else self.groups
 
+    @property
+    def replicate_group(self) -> dist.ProcessGroup | None:
+        """The ranks that hold the same shards, if the strategy is hybrid."""
+        return self.groups[1] if isinstance(self.groups, tuple) else None
+
 
 def place(
     strategy: ShardingStrategy | None,
@@ -80,18 +85,19 @@ def place(
         mesh = mesh if mesh.ndim == 1 else DeviceMesh.from_group(group, mesh.device_type)
     else:
         group = groups if groups is not None else _default_group()
-        mesh = DeviceMesh.from_group(group, device.type)
+        mesh = _mesh_over(group, device)
     if group.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
             stacklevel=4,
         )
         strategy = ShardingStrategy.NO_SHARD
-    info: DataParallelMeshInfo = (
-        DDPMeshInfo(mesh, replicate_mesh_dim=0)
-        if strategy is ShardingStrategy.NO_SHARD
-        else FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    )
+    if not isinstance(group, dist.ProcessGroup):
+        info = DataParallelMeshInfo(mesh, replicate_mesh_dim=0)  # nobody to talk to
+    elif strategy is ShardingStrategy.NO_SHARD:
+        info = DDPMeshInfo(mesh, replicate_mesh_dim=0)
+    else:
+        info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
     return Placing(strategy=strategy, mesh_info=info, groups=group)
 
 
@@ -164,6 +170,18 @@ def _groups_per_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.Proc
     assert isinstance(shard, dist.ProcessGroup)
     assert isinstance(replicate, dist.ProcessGroup)
     return shard, replicate
+
+
+def _mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+    """The mesh of a group; what only looks like a group can be of one rank."""
+    if isinstance(group, dist.ProcessGroup):
+        return DeviceMesh.from_group(group, device.type)
+    if group.size() != 1:
+        raise NotImplementedError(
+            f"process_group is a {type(group).__name__} of {group.size()} ranks, which is no "
+            "torch.distributed.ProcessGroup: only one of a single rank can stand in for it"
+        )
+    return _torch.lone_mesh(device.type)
 
 
 def _default_group() -> dist.ProcessGroup:

@@ -41,6 +41,16 @@ class Summoning(Wrapper):
         computes = self._unit is not None and self._unit.phase in _COMPUTES
         return _STATES.FORWARD_BACKWARD if computes else _STATES.IDLE
 
+    def _assert_state(self, state: _torch.TrainingState | list[_torch.TrainingState]) -> None:
+        """Refuse what a wrapper cannot do now; under torch's name, whose own helpers call it."""
+        allowed = state if isinstance(state, list) else [state]
+        if self.training_state not in allowed:
+            raise ValueError(
+                f"expected to be in states {allowed} but current state is "
+                f"{self.training_state}: call this outside of forward, backward and "
+                "summon_full_params"
+            )
+
     @staticmethod
     @contextmanager
     def summon_full_params(
@@ -106,12 +116,7 @@ class Summoning(Wrapper):
 
     def apply(self, fn: Callable[[nn.Module], None]) -> Self:
         """Call `fn` on all modules inside, which have their whole parameters then."""
-        if self.training_state is not _STATES.IDLE:
-            raise ValueError(
-                f"expected to be in states {[_STATES.IDLE]} but current state is "
-                f"{self.training_state}: call apply() outside of forward, backward and "
-                "summon_full_params"
-            )
+        self._assert_state(_STATES.IDLE)
         with shown_whole(self, writeback=True):
             return super().apply(fn)
 
@@ -161,7 +166,8 @@ def shown_whole(
             grads = _WholeGrads(unit) if with_grads else None
             if grads is not None and is_shown:
                 # When the parameters are shards again.
-                stack.callback(grads.put_back, writeback=writeback)
+                keeps = writeback or _shows_own(wrapper, unit)
+                stack.callback(grads.put_back, writeback=keeps)
             stack.enter_context(_whole(wrapper, unit, writeback, is_shown, offload_to_cpu))
             if grads is not None and is_shown:
                 grads.show()
@@ -184,7 +190,10 @@ def _whole(
         )
     unit.reshard()
     unit.shards.follow()
-    data = _gathered(unit, unit.shards.buffer)
+    shard = unit.shards.buffer
+    if wrapper.cpu_offload.offload_params and not unit.offloads:
+        shard = shard.clone()  # as where the shards are elsewhere than the compute
+    data = _gathered(unit, shard)
     if not is_shown:
         yield
         return
@@ -209,7 +218,7 @@ def _whole(
         for parameter, tensor in zip(parameters, local, strict=True):
             parameter.data = tensor
         unit.shards.register()
-        if writeback or _shows_own(unit):
+        if writeback or _shows_own(wrapper, unit):
             _write(parameters, _pieces(unit, data))
 
 
@@ -255,7 +264,7 @@ class _WholeGrads:
     def put_back(self, *, writeback: bool) -> None:
         """Give the parameters, which are shards, gradients that are."""
         grads = self._local
-        if writeback or _shows_own(self._unit):
+        if writeback:
             unit, params = self._unit, self._unit.shards.packing.params
             zeros = [torch.zeros(p.shape, dtype=p.dtype, device=unit.device) for p in params]
             whole = [z if g is None else g for z, g in zip(zeros, self._whole, strict=True)]
@@ -279,9 +288,9 @@ def _gathered(unit: Unit, shard: torch.Tensor) -> list[torch.Tensor]:
     return full_tensors(unit.shards.packing, shard)
 
 
-def _shows_own(unit: Unit) -> bool:
+def _shows_own(wrapper: Wrapper, unit: Unit) -> bool:
     """Whether what is shown is this rank's own memory, so that writing to it is for good."""
-    return unit.size == 1 and not unit.offloads
+    return unit.size == 1 and not wrapper.cpu_offload.offload_params
 
 
 def _pieces(unit: Unit, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from shoal.runtime.phase import Phase
+from shoal.runtime.reach import Reach, map_tensors
 from shoal.runtime.reduction import Reduction
 from shoal.runtime.unit import Unit
 
@@ -49,6 +50,12 @@ class WrappedUnit(Unit):
         if self.phase is Phase.HELD and not self.is_kept:
             self.shards.register()
             self._shows_shards = True
+
+    def apart(self, output: Any) -> Any:
+        """What a forward returns, without the unit's memory: a parameter is returned as a copy."""
+        if any(self.full.holds(tensor) for tensor in Reach.of(output).tensors):
+            return map_tensors(lambda t: t.clone() if self.full.holds(t) else t, output)
+        return output
 
     def keep_grads(self) -> None:
         """See `Unit.keep_grads`; in the dtype of compute, and where `zero_grad` finds them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import operator
 import os
 from typing import Any
 
@@ -13,7 +15,12 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.optim import _apply_optimizer_in_backward
 
 from harness import ranks
-from shoal.fsdp import BackwardPrefetch, FullyShardedDataParallel, MixedPrecision
+from shoal.fsdp import (
+    BackwardPrefetch,
+    FullyShardedDataParallel,
+    MixedPrecision,
+    ShardingStrategy,
+)
 from shoal.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -62,6 +69,94 @@ def test_wrappers_of_one_model_must_be_alike() -> None:
         model = FSDP(nn.Sequential(inner, nn.Linear(4, 4)), device_id=CPU)
         with pytest.raises(ValueError, match="Expects one homogeneous value"):
             model(torch.ones(2, 4))
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_wrapper_of_a_wrapper_has_nothing_of_its_own(use_orig_params: bool) -> None:
+    options: dict[str, Any] = {"device_id": CPU, "use_orig_params": use_orig_params}
+    torch.manual_seed(0)
+    plain = nn.Linear(4, 4)
+    model = FSDP(FSDP(copy.deepcopy(plain), **options), **options)
+    x = torch.arange(8.0).view(2, 4)
+    assert torch.equal(model(x), plain(x))
+    model(x).sum().backward()
+    total = sum((p.grad.sum() for p in model.parameters() if p.grad is not None), torch.zeros(()))
+    dist.all_reduce(total)
+    plain(x).sum().backward()
+    assert total == sum(p.grad.sum() for p in plain.parameters() if p.grad is not None)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name])
+
+
+class LooksLikeAGroup:
+    """All that a rank that is alone needs to know."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def rank(self) -> int:
+        return 0
+
+    def size(self) -> int:
+        return self._size
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_a_stand_in_for_a_group_of_one_rank(use_orig_params: bool) -> None:
+    """A wrapper of one rank talks to nobody, and trains as the plain module does."""
+    torch.manual_seed(dist.get_rank())
+    plain = nn.Linear(4, 4)
+    model = FSDP(
+        copy.deepcopy(plain),
+        process_group=LooksLikeAGroup(1),  # pyright: ignore[reportArgumentType]
+        device_id=CPU,
+        use_orig_params=use_orig_params,
+    )
+    x = torch.randn(2, 4)
+    plain(x).sum().backward()
+    model(x).sum().backward()
+    grads = torch.cat([p.grad.reshape(-1) for p in model.params if p.grad is not None])
+    expected = [p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None]
+    assert torch.equal(grads, torch.cat(expected))
+    with pytest.raises(NotImplementedError, match="of 2 ranks, which is no"):
+        FSDP(nn.Linear(4, 4), process_group=LooksLikeAGroup(2))  # pyright: ignore
+
+
+@ranks(2)
+def test_what_a_wrapper_tells_of_itself() -> None:
+    """Under torch's names: what it was given, and what it holds."""
+    for wrapper in (FSDP, TorchWrapper):
+        flat = wrapper(nn.Linear(8, 8), device_id=CPU, forward_prefetch=True)
+        assert flat.forward_prefetch
+        assert flat.backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        assert all(map(operator.is_, flat.params, flat.parameters()))
+        assert len(flat.params) == 1
+        flat._assert_state(flat.training_state)
+        with pytest.raises(ValueError, match="expected to be in states"), flat.no_sync():
+            flat._assert_state([])
+        assert wrapper(nn.ReLU(), device_id=CPU).params == []
+    replicate = [dist.new_group([0]), dist.new_group([1])][dist.get_rank()]
+    hybrid = FSDP(
+        nn.Linear(8, 8),
+        process_group=(dist.group.WORLD, replicate),
+        sharding_strategy=ShardingStrategy.HYBRID_SHARD,
+        device_id=CPU,
+    )
+    assert hybrid._inter_node_pg is replicate
+    assert hybrid.process_group is dist.group.WORLD
+
+
+@ranks(2)
+def test_a_parameter_of_another_shape_is_no_shard() -> None:
+    model = FSDP(nn.Linear(8, 8), device_id=CPU, use_orig_params=True)
+    model.module.weight = nn.Parameter(torch.ones(3))
+    with (
+        pytest.raises(RuntimeError, match=r"Cannot writeback: parameter 'weight'"),
+        FSDP.summon_full_params(model),
+    ):
+        pass
 
 
 @ranks(2)

@@ -277,3 +277,45 @@ def test_one_rank_shards_nothing(use_orig_params: bool) -> None:
         "weight": (3, 3),
         "bias": (3,),
     }
+
+
+class Giving(nn.Module):
+    """Returns its parameter, and a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+
+    def forward(self) -> dict[str, torch.Tensor]:
+        return {"whole": self.weight, "row": self.weight[1]}
+
+
+@ranks(2)
+@every_strategy
+@both_ways
+def test_a_forward_may_return_a_parameter(
+    strategy: ShardingStrategy, use_orig_params: bool
+) -> None:
+    """What it returns is good for as long as the caller likes, and gradients come through it."""
+    inner = FullyShardedDataParallel(
+        Giving(), device_id=CPU, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self) -> dict[str, torch.Tensor]:
+            return self.inner()
+
+    model = FullyShardedDataParallel(
+        Around(), device_id=CPU, sharding_strategy=strategy, use_orig_params=use_orig_params
+    )
+    given = model()
+    assert given["whole"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    (given["whole"].sum() + given["row"].sum()).backward()
+    assert given["row"].tolist() == [3.0, 4.0, 5.0]
+    # On each of two replicas, if nothing is sharded: 3 elements count once and 3 twice.
+    num_copies = 2 if strategy is ShardingStrategy.NO_SHARD else 1
+    assert total(grads(model)) == num_copies * (3 * 1.0 + 3 * 4.0)

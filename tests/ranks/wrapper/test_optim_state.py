@@ -338,6 +338,25 @@ def test_frozen_and_ignored_parameters() -> None:
 
 
 @ranks(2)
+def test_a_flat_parameter_that_is_too_small_for_all_ranks() -> None:
+    """Every rank has its gradient and its state, as with torch, if only without elements."""
+    model = FSDP(nn.Linear(2, 4), device_id=CPU)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(3, 2)).sum().backward()
+        assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
+        optimizer.step()
+    numels = [torch.tensor(0) for _ in range(2)]
+    dist.all_gather(numels, torch.tensor(model.params[0].numel()))
+    assert sorted(numel.item() for numel in numels) == [0, 12]
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = FSDP.optim_state_dict(model, optimizer)
+    optimizer.state.clear()
+    optimizer.load_state_dict(FSDP.optim_state_dict_to_load(model, optimizer, saved))
+    check_same(optimizer.state_dict(), before)
+
+
+@ranks(2)
 def test_refusals() -> None:
     model = wrapped(FSDP)
     held = list(model.parameters())

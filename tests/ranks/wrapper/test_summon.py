@@ -13,7 +13,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 
 from harness import ranks
-from shoal.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from shoal.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -252,6 +252,21 @@ def test_one_rank_alone() -> None:
         assert all(bool((p == 3).all()) for p in model.parameters())
         model(torch.ones(4, 3)).sum().backward()
         assert bool((model.state_dict()["0.weight"] == 3).all())
+        # With offloading a copy is shown, also where the compute is on the host itself.
+        offload = CPUOffload(offload_params=True)
+        model = nested(use_orig_params=use_orig_params, cpu_offload=offload)
+        before = [p.detach().clone() for p in model.parameters()]
+        for writeback in (False, True):
+            with (
+                FullyShardedDataParallel.summon_full_params(model, writeback=writeback),
+                torch.no_grad(),
+            ):
+                for parameter in model.parameters():
+                    parameter.fill_(3)
+            kept = [bool((p == 3).all()) for p in model.parameters()]
+            assert kept == [writeback] * len(before)
+            if not writeback:
+                assert all(map(torch.equal, model.parameters(), before))
 
 
 @ranks(2)
