@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from shoal import _torch
 from shoal.comm.pending import Pending
@@ -44,6 +44,10 @@ class Reducer:
         self._hook: Callable[[GradBucket, Tensor, str], Pending] | None = None
         self.averages = True
         """Whether gradients are averaged; without, they stay this rank's own."""
+        self.is_in_graph = False
+        """Whether gradients come averaged, from a graph."""
+        self.has_own = False
+        """Whether forwards may have left gradients that are this rank's own still."""
         self._device = self._named[0][1].device
         self._numbers: dict[Tensor, int] = {p: i for i, (_, p) in enumerate(self._named)}
         self._items = [Item(num_bytes=p.nbytes, key=(p.dtype, p.device)) for _, p in self._named]
@@ -82,6 +86,11 @@ class Reducer:
                 self._bucket_of[number] = bucket
         self._forget()
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients these are."""
+        return [parameter for _, parameter in self._named]
+
     def average_by(self, state: object, hook: Hook) -> None:
         """Let a communication hook average the buckets."""
         if not callable(hook):
@@ -92,6 +101,13 @@ class Reducer:
                 "both into one function"
             )
         self._hook = lambda bucket, flat, reason: run_hook(hook, state, bucket, flat, reason)
+
+    def begin_forward(self, *, averages: bool, in_graph: bool) -> None:
+        """Say how gradients of the backwards to come are averaged. Also traced."""
+        self.averages = averages
+        self.is_in_graph = in_graph
+        if not averages:
+            self.has_own = True
 
     def before_forward(self) -> None:
         """Clear away a backward that was broken off; take the recorded order over. Collective."""
@@ -148,6 +164,10 @@ class Reducer:
 
     def mark(self, number: int) -> None:
         """A gradient was accumulated."""
+        if self.is_in_graph:
+            if self._waiting:
+                self._tell_of(number)
+            return
         if self._usage is not None:
             self._usage.note(number)
         if not self.averages:
@@ -207,6 +227,7 @@ class Reducer:
         for bucket in self._buckets:
             bucket.wait()
         unused = frozenset() if self._usage is None else self._usage.unused_everywhere()
+        self.has_own = False
         for bucket in self._buckets:
             bucket.deliver(as_views=self._options.gradient_as_bucket_view, skipped=unused)
         if self._waiting:
@@ -226,9 +247,14 @@ class Reducer:
 
     def _tell(self, unused: frozenset[int]) -> None:
         """Call the hooks that have waited for averages."""
-        for number, listeners in enumerate(self._listeners):
-            if listeners in self._waiting and number not in unused:
-                listeners.call(self._named[number][1])
+        for number in range(len(self._named)):
+            if number not in unused:
+                self._tell_of(number)
+
+    def _tell_of(self, number: int) -> None:
+        listeners = self._listeners[number]
+        if listeners in self._waiting:
+            listeners.call(self._named[number][1])
 
     def _complaint(self, missed: Sequence[int]) -> str:
         names = ", ".join(repr(self._named[number][0]) for number in missed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from shoal import _torch
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
 from shoal.ddp.bucket import Named
+from shoal.ddp.inputs import Device, device_of_inputs, move_inputs
 from shoal.ddp.options import Options
 from shoal.ddp.reducer import Reducer
 from shoal.ddp.replicated import Replica, ReplicatedModule
@@ -40,6 +41,8 @@ def replicate(
     mixed_precision: object = None,
     ignored_modules: Iterable[nn.Module] = (),
     ignored_params: Iterable[nn.Parameter] = (),
+    device_id: Device | None = None,
+    device_ids: Sequence[Device] | None = None,
 ) -> Module:
     """Give all ranks rank 0's parameters and buffers, and average gradients in every backward.
 
@@ -50,7 +53,8 @@ def replicate(
     is complete. `gradient_as_bucket_view` makes `.grad` a view of a bucket: one copy less, but its
     memory is written again in the next backward. `find_unused_parameters` allows backwards that do
     not come to all parameters, `static_graph` says that all steps come to the same ones, as often
-    as the first one. Frozen parameters, and what is ignored, are left alone in backward.
+    as the first one. Frozen parameters, and what is ignored, are left alone in backward. Inputs are
+    moved to `device_id`, or to the one of `device_ids`, if it is given.
     """
     options = Options(
         bucket_cap_mb=bucket_cap_mb,
@@ -72,15 +76,18 @@ def replicate(
     named = [(n, p) for n, p in _parameters(modules) if p not in ignored]
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     _check(module, modules, named, trained)
+    device = device_of_inputs(trained[0][1].device, device_id, device_ids)
     buffers = [
         (one, name) for _, one in modules for name, b in one._buffers.items() if b is not None
     ]
     described = {n if p.requires_grad else f"{n} (frozen)": p.detach() for n, p in named}
     check_tensors_agree(transport.group, described)
-    replica = Replica(Reducer(trained, transport, options), transport, options, buffers)
+    replica = Replica(module, Reducer(trained, transport, options), transport, options, buffers)
     broadcast([parameter for _, parameter in named], transport, reason="parameters of rank 0")
     replica.broadcast_buffers()
     replica.attach(module)
+    if device is not None:
+        move_inputs(module, device)
     _torch.register_composable(module, "replicate")
     become(module, ReplicatedModule, "DDP", _COPY_REFUSAL)
     return module

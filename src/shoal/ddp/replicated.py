@@ -13,6 +13,7 @@ from shoal import _torch
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
 from shoal.ddp.comm_hook import Hook
+from shoal.ddp.in_graph import InGraph
 from shoal.ddp.options import Options
 from shoal.ddp.reducer import Reducer
 
@@ -24,6 +25,7 @@ class Replica:
 
     def __init__(
         self,
+        module: nn.Module,
         reducer: Reducer,
         transport: Transport,
         options: Options,
@@ -35,6 +37,7 @@ class Replica:
         self._transport = transport
         self._buffers = tuple(buffers) if options.broadcast_buffers else ()
         self._have_buffers_changed = True
+        self.in_graph = InGraph(module, reducer.parameters, transport)
 
     def attach(self, module: nn.Module) -> None:
         """Stand around the module's calls."""
@@ -51,14 +54,22 @@ class Replica:
             buffers: list[Tensor] = [buffer for buffer in found if buffer is not None]
             broadcast(buffers, self._transport, reason="buffers of rank 0")
 
-    @_torch.unwrapped_by_dynamo
     def _before(self, _: nn.Module, __: tuple[Any, ...]) -> None:
+        if not (torch.compiler.is_compiling() and _is_captured()):
+            self._before_eager()
+
+    def _after(self, _: nn.Module, __: tuple[Any, ...], output: object) -> None:
+        if not (torch.compiler.is_compiling() and _is_captured()):
+            self._after_eager(output)
+
+    @_torch.unwrapped_by_dynamo
+    def _before_eager(self) -> None:
         if _torch.inside_backward():
             return  # a checkpoint recomputes
         is_averaged = torch.is_grad_enabled() and self.averages
         if torch.is_grad_enabled():
             # Forward decides for its backward, wherever that is called.
-            self.reducer.averages = self.averages
+            self.reducer.begin_forward(averages=self.averages, in_graph=False)
         if is_averaged:
             self.reducer.before_forward()
         # A forward that is averaged has left ranks with buffers of their own.
@@ -67,9 +78,29 @@ class Replica:
         self._have_buffers_changed = is_averaged
 
     @_torch.unwrapped_by_dynamo
-    def _after(self, _: nn.Module, __: tuple[Any, ...], output: object) -> None:
+    def _after_eager(self, output: object) -> None:
         if self.averages and torch.is_grad_enabled() and not _torch.inside_backward():
             self.reducer.after_forward(output)
+
+    def enter_graph(self, module: nn.Module) -> dict[str, Tensor]:
+        """By name what stands for the parameters in a graph. Traced: what is read is guarded."""
+        trains, reducer = torch.is_grad_enabled(), self.reducer
+        averages = trains and self.averages
+        # What a rank has accumulated by itself is for the reducer to average, with the rest.
+        by_graph = averages and self.in_graph.can_average and not reducer.has_own
+        if trains:
+            reducer.begin_forward(averages=self.averages, in_graph=by_graph)
+        if self._have_buffers_changed and self._buffers:
+            found = [module._buffers[name] for module, name in self._buffers]
+            self.in_graph.share([buffer for buffer in found if buffer is not None])
+        self._have_buffers_changed = averages
+        return self.in_graph.parameters(module) if by_graph else {}
+
+
+@_torch.constant_in_graph
+def _is_captured() -> bool:
+    """Whether a graph that is being traced takes the averages in."""
+    return _torch.tracing_backend() == "shoal"
 
 
 class ReplicatedModule(nn.Module):
@@ -78,6 +109,14 @@ class ReplicatedModule(nn.Module):
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class without replicas, as when a container is sliced."""
         return cls.__mro__[2](*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; in a graph of shoal's, with parameters whose gradients are averaged."""
+        replica: Replica = self.__dict__[_REPLICA]
+        if torch.compiler.is_compiling() and _is_captured():
+            with _torch.parameters_replaced(self, replica.enter_graph(self)):
+                return super().__call__(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool) -> None:
         """Say whether the backward of the forwards to come averages gradients.
@@ -102,7 +141,9 @@ class ReplicatedModule(nn.Module):
         The contract is that of torch's `DistributedDataParallel`, and its hooks work:
         `torch.distributed.algorithms.ddp_comm_hooks`.
         """
-        _replica(self).reducer.average_by(state, hook)
+        replica = _replica(self)
+        replica.reducer.average_by(state, hook)
+        replica.in_graph.average_by(state, hook)
 
 
 def _replica(module: nn.Module) -> Replica:

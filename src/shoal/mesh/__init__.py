@@ -17,6 +17,7 @@ from shoal.mesh.info import (
     FSDPMeshInfo,
     HSDPMeshInfo,
     device_of,
+    own_mesh_info,
 )
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "default_mesh",
     "device_of",
     "mesh_info_of",
+    "own_mesh_info",
     "post_forward_mesh_info",
     "validate_mesh",
 ]

@@ -94,13 +94,14 @@ class Axes:
             self._check_names(dims)
         elif len(self.sizes) not in (1, 2):
             raise MeshError(
-                f"expected a mesh of one axis (shard) or two (replicate, shard), got shape "
-                f"{self.sizes}. For a larger mesh say which axes are data-parallel: "
-                "dp_mesh_dims=DataParallelMeshDims(shard=...)"
+                f"fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh of shape "
+                f"{self.sizes}: one axis (shard) or two (replicate, shard). For a larger mesh say "
+                "which axes are data-parallel: dp_mesh_dims=DataParallelMeshDims(shard=...)"
             )
         elif len(self.sizes) == 2 and self.names is None:
             raise MissingAxisError(
-                f"a 2-D mesh needs named axes, got shape {self.sizes} without: "
+                f"got a mesh of shape {self.sizes} without names. Please init the 2D mesh for "
+                "HSDP with mesh_dim_names specified: "
                 'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
             )
 
@@ -115,7 +116,7 @@ class Axes:
             raise MeshError(f"expected at least one axis to shard or replicate over, got {dims}")
         unknown = [name for name in used if name not in self.names]
         if unknown:
-            raise MeshError(f"the mesh has axes {self.names}, and none named {unknown}")
+            raise MeshError(f"{unknown} not found in mesh.mesh_dim_names, which are {self.names}")
         repeated = [name for name, count in Counter(used).items() if count > 1]
         if repeated:
             raise MeshError(f"an axis has one role, but {repeated} are named twice in {dims}")

@@ -73,7 +73,7 @@ def post_forward_mesh_info(
     is_number = reshard_after_forward is not None and not isinstance(reshard_after_forward, bool)
     if is_number and mesh_info.is_spmd_mesh:
         raise NotImplementedError(
-            "reshard_after_forward as a number of ranks is not supported together with "
+            "reshard_after_forward as int (a number of ranks) is not supported together with "
             f"dp_mesh_dims, got {reshard_after_forward}: pass True or False"
         )
     if reshard_after_forward is False or (is_number and size == 1):

@@ -7,6 +7,7 @@ pass: an axis that is not there, one axis in both roles, a role that the class w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,23 @@ class DDPMeshInfo(DataParallelMeshInfo):
 @dataclass(frozen=True)
 class HSDPMeshInfo(FSDPMeshInfo, DDPMeshInfo):
     """A mesh that shards over one axis and replicates over another."""
+
+
+def own_mesh_info(info: Any) -> FSDPMeshInfo:
+    """A mesh info that shards, as one of ours: torch's own have the same fields."""
+    if isinstance(info, FSDPMeshInfo):
+        return info
+    if isinstance(info, DataParallelMeshInfo) or getattr(info, "shard_mesh_dim", None) is None:
+        raise MeshError(f"expected an FSDPMeshInfo or an HSDPMeshInfo, got {info!r}")
+    cls = FSDPMeshInfo if info.replicate_mesh_dim is None else HSDPMeshInfo
+    return cls(
+        info.mesh,
+        info.shard_mesh_dim,
+        info.replicate_mesh_dim,
+        getattr(info, "dp_mesh_dims", None),
+        getattr(info, "spmd_mesh", None),
+        reduce_scatter_process_group=getattr(info, "reduce_scatter_process_group", None),
+    )
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shoal import _torch
 from shoal.errors import UsageError
 from shoal.layout import Even, Layout, ParamSpec
-from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo
+from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo, own_mesh_info
 from shoal.runtime.form import Form, ShardedForm, bytes_of, dtensor_form
 from shoal.runtime.gather_hooks import has_hooks_before_sharding, refusal
 from shoal.runtime.module_state import state_of
@@ -66,8 +66,7 @@ def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen: set[nn.Module] = set()
     while queue:
         prefix, current = queue.pop(0)
-        is_other = current not in modules and state_of(current) is not None
-        if current in seen or is_other or _torch.replicates(current):
+        if current in seen or state_of(current) is not None or _torch.replicates(current):
             continue
         seen.add(current)
         yield prefix, current
@@ -87,8 +86,9 @@ def move_to(
             continue
         if isinstance(tensor, DTensor):
             raise UsageError(
-                f"a DTensor parameter on {tensor.device} cannot train on a mesh of "
-                f"{device.type!r} devices; distribute it over a mesh of that type"
+                "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
+                f"{tensor.device_mesh.device_type} for DTensor and {device.type} for FSDP; "
+                "distribute it over a mesh of that type"
             )
         _move(tensor, device)
 
@@ -105,25 +105,36 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
     torch.utils.swap_tensors(tensor, moved)
 
 
+def without_shared(found: Sequence[Found]) -> tuple[list[Found], str | None]:
+    """The parameters that no other unit has sharded, and what is wrong if there are others."""
+    refusal, own = None, []
+    for item in found:
+        elsewhere = replaced_name(item.parameter)
+        if elsewhere is None:
+            own.append(item)
+        elif refusal is None:
+            refusal = (
+                f"parameter {item.name!r} is already managed by another unit, which has sharded it "
+                f"as {elsewhere!r}. Shared parameters must be in one unit: give all modules that "
+                "use it to one call, fully_shard([a, b])"
+            )
+    return own, refusal
+
+
 def check(found: Sequence[Found]) -> None:
     """Refuse what cannot be sharded, by name; every rank sees the same and raises alike."""
     for item in found:
         name, parameter = item.name, item.parameter
-        elsewhere = replaced_name(parameter)
-        if elsewhere is not None:
-            raise UsageError(
-                f"parameter {name!r} is also {elsewhere!r} of another unit, which has sharded it. "
-                "Shared parameters must be in one unit: give all modules that use it to one call, "
-                "fully_shard([a, b])"
-            )
         if parameter.dim() == 0:
             raise UsageError(
-                f"fully_shard doesn't support scalar parameters: make {name!r} 1-D, of one element"
+                f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "
+                "numel equal to 1."
             )
         if not parameter.is_contiguous():
             raise NotImplementedError(
-                f"parameter {name!r} is not contiguous (strides {parameter.stride()}), which "
-                "fully_shard does not support; replace it by a contiguous copy before"
+                f"FSDP does not support non-contiguous parameters: {name!r} has shape "
+                f"{tuple(parameter.shape)} and strides {parameter.stride()}; replace it by a "
+                "contiguous copy before fully_shard"
             )
         has_hooks_before_sharding(name, bytes_of(parameter))
 
@@ -146,8 +157,14 @@ def group(
             "shard_placement_fn needs a mesh with an axis that shards, got one that replicates"
         )
     by_group: dict[Any, tuple[FSDPMeshInfo, list[Found], list[int]]] = {}
+    known: list[tuple[Any, FSDPMeshInfo]] = []
     for item in found:
-        dim, own = _placed(item, place(item.parameter), info)
+        placement, given = _answer(place(item.parameter), info)
+        own = next((ours for other, ours in known if other is given), None)
+        if own is None:
+            own = own_mesh_info(given)
+            known.append((given, own))
+        dim = _dim(item, placement, own)
         replicas = own.replicate_process_group if isinstance(own, HSDPMeshInfo) else None
         entry = by_group.setdefault((own.shard_process_group, replicas), (own, [], []))
         if entry[0] is not own:
@@ -160,30 +177,34 @@ def group(
     return [_group(items, dims, None, own) for own, items, dims in by_group.values()]
 
 
-def _placed(item: Found, result: Any, info: FSDPMeshInfo) -> tuple[int, FSDPMeshInfo]:
-    own = info
-    # torch's result has the same two fields
+def _answer(result: Any, info: FSDPMeshInfo) -> tuple[Any, Any]:
+    """A placement, and the mesh info it is for; torch's result has the same two fields."""
     if isinstance(result, ShardPlacementResult) or hasattr(result, "mesh_info"):
-        result, own = result.placement, result.mesh_info
-    if result is None:
-        return 0, own
-    if not isinstance(result, Shard):
+        return result.placement, result.mesh_info
+    return result, info
+
+
+def _dim(item: Found, placement: Any, own: FSDPMeshInfo) -> int:
+    if placement is None:
+        return 0
+    if not isinstance(placement, Shard):
         raise UsageError(
             f"shard_placement_fn must return None, Shard or ShardPlacementResult for "
-            f"{item.name!r}, got {result!r}"
+            f"{item.name!r}, got {placement!r}"
         )
     data = bytes_of(item.parameter)
-    dim = result.dim + data.dim() if result.dim < 0 else result.dim
+    dim = placement.dim + data.dim() if placement.dim < 0 else placement.dim
     if not 0 <= dim < data.dim():
         raise AssertionError(
-            f"parameter {item.name!r} of shape {tuple(data.shape)} has no dim {result.dim} to shard"
+            f"Shard dim {placement.dim} is invalid for {data.dim()}D tensor: parameter "
+            f"{item.name!r} has shape {tuple(data.shape)}"
         )
     if dim > 0 and data.shape[dim] % own.shard_mesh_size != 0:
         raise NotImplementedError(
-            f"parameter {item.name!r} of shape {tuple(data.shape)} would need uneven sharding on "
-            f"dim {dim} over {own.shard_mesh_size} ranks, which is supported on dim 0 only"
+            f"FSDP does not support uneven sharding on dim {dim}, on dim 0 only: parameter "
+            f"{item.name!r} of shape {tuple(data.shape)} is cut over {own.shard_mesh_size} ranks"
         )
-    return dim, own
+    return dim
 
 
 def _group(

@@ -162,6 +162,7 @@ class Context:
         # The root's backward has begun: if it is not held, backward needs no more of it.
         return unit.options.gathers_in_backward and unit not in self.roots
 
+    @_torch.unwrapped_by_dynamo
     def gradient_arrived(self, unit: Unit) -> None:
         """A gradient was accumulated; if the unit is not in its backward, it waits for the end.
 
@@ -176,6 +177,7 @@ class Context:
             self._refuse_blind(unit)
         unit.has_late_grads = True
 
+    @_torch.unwrapped_by_dynamo
     def leave_backward(self, unit: Unit, run: Pass) -> None:
         """One pass has reached its inputs; after the last one the unit is reduced and freed."""
         if run not in unit.open_passes:  # its outputs were not part of the loss
@@ -210,6 +212,12 @@ class Context:
     def _begin_backward(self) -> None:
         if self._end is not None and self._end() is not None:
             return
+        if _torch.inside_compiled_autograd():
+            raise NotImplementedError(
+                "shoal: compiled autograd is not supported for sharded modules, because it "
+                "accumulates gradients when the engine has ended the step; compile forwards "
+                "(module.compile()), or the step with torch.compile(model, backend='shoal')"
+            )
         self._abandon_broken_backward()
         # All units at once, and not each when its turn comes: a third of the time.
         for unit in self.units:

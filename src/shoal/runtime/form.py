@@ -211,7 +211,8 @@ def _on_named_axes(
     assert dims is not None
     if before.mesh is not info.spmd_mesh:
         raise UsageError(
-            f"parameter {name!r} is on {before.mesh}, which is not the mesh given to fully_shard"
+            f"parameter {name!r} and fully_shard must have the same mesh, got {before.mesh} and "
+            f"{info.spmd_mesh}"
         )
     names = before.mesh.mesh_dim_names or ()
     shard_axes = [names.index(n) for n in dims.shard_names]
@@ -219,7 +220,7 @@ def _on_named_axes(
     for axis in data_axes:
         if not isinstance(before.placements[axis], Replicate):
             raise UsageError(
-                f"parameter {name!r} must be replicated on the data-parallel axis "
+                f"Expected Replicate for parameter {name!r} on the data-parallel axis "
                 f"{names[axis]!r}, got {before.placements[axis]}"
             )
     placements = list(before.placements)

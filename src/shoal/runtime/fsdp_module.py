@@ -20,6 +20,7 @@ from shoal.mesh import FSDPMeshInfo, HSDPMeshInfo
 from shoal.runtime.module_state import ModuleState, context_of, state_of
 from shoal.runtime.policy import AllGather, ReduceScatter
 from shoal.runtime.streams import Streams
+from shoal.runtime.torch_state import TorchState
 from shoal.runtime.unit import Unit
 
 
@@ -155,7 +156,7 @@ class FSDPModule(TorchFSDPModule):
         _refuse_several(self, "set_all_reduce_hook")
         for unit in own_state(self).units:
             if stream is not None and isinstance(unit.mesh_info, HSDPMeshInfo):
-                raise UsageError("stream cannot be set when the mesh replicates as well")
+                raise UsageError("stream cannot be set when using native HSDP")
         _set(self, False, all_reduce_hook=hook, all_reduce_hook_stream=stream)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
@@ -244,8 +245,8 @@ class FSDPModule(TorchFSDPModule):
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: every gather is asynchronous here, and all memory is of compute's stream."""
 
-    def _get_fsdp_state(self) -> NoReturn:
-        raise NotImplementedError("shoal has no torch FSDPState: this module is sharded by shoal")
+    def _get_fsdp_state(self) -> TorchState:  # pyright: ignore
+        return TorchState(own_state(self))
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         self.reshard()

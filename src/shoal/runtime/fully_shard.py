@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from shoal.mesh import (
     mesh_info_of,
     post_forward_mesh_info,
 )
-from shoal.runtime.collect import check, collect, group, move_to
+from shoal.runtime.collect import check, collect, group, move_to, without_shared
 from shoal.runtime.form import DTensorForm
 from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.gather_hooks import refusal
@@ -29,9 +29,19 @@ from shoal.runtime.managed_class import become
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.post_forward import PostForward
+from shoal.runtime.torch_state import torch_state
 from shoal.runtime.unit import Unit
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 
+
+def _with_state(function: Function) -> Function:
+    """As torch has it: `fully_shard.state(module)`."""
+    vars(function)["state"] = torch_state
+    return function
+
+
+@_with_state
 def fully_shard(
     module: Any,
     *,
@@ -57,15 +67,40 @@ def fully_shard(
     by default all but the root's are freed. `layout` says how parameters are cut: `Even()` gives
     DTensors, `Flat()`, `Rows()`, `Block(k)` and `Whole()` give `ShardedTensor`s.
     """
-    modules = _modules_of(module)
-    ignored = ignored_params or set()
-    policy, offload = mp_policy or MixedPrecisionPolicy(), offload_policy or OffloadPolicy()
+    modules = modules_of(module, "fully_shard")
     mesh = mesh if mesh is not None else default_mesh()
-    _check_device(mesh)
+    check_device(mesh)
     info = mesh_info_of(mesh, dp_mesh_dims)
+    make_units(
+        modules,
+        info,
+        mp_policy or MixedPrecisionPolicy(),
+        offload_policy or OffloadPolicy(),
+        ignored_params or set(),
+        reshard_after_forward,
+        shard_placement_fn,
+        layout,
+    )
+    for one in modules:
+        _torch.register_composable(one, "fully_shard")
+        become(one, FSDPModule, "FSDP", COPY_REFUSAL)
+    return module
+
+
+def make_units(
+    modules: list[nn.Module],
+    info: DataParallelMeshInfo,
+    policy: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    ignored: set[nn.Parameter],
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = None,
+    layout: Layout | None = None,
+) -> None:
+    """Let the engine manage the parameters of modules that `modules_of` has checked."""
     _post_forward(reshard_after_forward, info)  # refuses a wrong number before anything changes
     device = device_of(info.mesh)
-    found = collect(modules, ignored)
+    found, refusal = without_shared(collect(modules, ignored))
     check(found)
     move_to(found, modules, device, ignored)
     units = []
@@ -79,41 +114,35 @@ def fully_shard(
     reshards = None if reshard_after_forward is None else reshard_after_forward is not False
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward == 1:
         reshards = False
-    ModuleState(modules, units, policy, reshards, device)
-    for one in modules:
-        _torch.register_composable(one, "fully_shard")
-        become(one, FSDPModule, "FSDP", _COPY_REFUSAL)
-    return module
+    ModuleState(modules, units, policy, reshards, device, refusal)
 
 
-def _modules_of(module: object) -> list[nn.Module]:
-    """The outermost of the modules that were given, none of which was sharded before."""
+def modules_of(module: object, function: str) -> list[nn.Module]:
+    """The outermost of the modules that were given, none of which is managed already."""
     given = [module] if isinstance(module, nn.Module) else module
     if not isinstance(given, (list, tuple)) or not given:
-        raise UsageError(f"fully_shard takes a module or a list of modules, got {module!r}")
+        raise UsageError(f"{function} takes a module or a list of modules, got {module!r}")
     for one in given:
         if not isinstance(one, nn.Module):
-            raise UsageError(f"fully_shard takes modules, got a {type(one).__name__} in the list")
+            raise UsageError(f"{function} takes modules, got a {type(one).__name__} in the list")
         if getattr(one.forward, "__func__", None) is nn.Module.forward:
             raise UsageError(
-                f"fully_shard does not support containers that do not implement forward: got "
+                f"{function} does not support containers that do not implement forward: got "
                 f"{type(one).__name__}; call it on each of its children"
             )
-        if state_of(one) is not None:
+        is_replicated = _torch.replicates(one)
+        if is_replicated or state_of(one) is not None:
             raise ShardedTwiceError(
-                f"fully_shard was called twice on the same {type(one).__name__}; call it once on "
+                "Each distinct composable distributed API can only be applied to a module once. "
+                f"{'replicate' if is_replicated else 'fully_shard'} manages this "
+                f"{type(one).__name__} already, so {function} cannot: call one of the two, once on "
                 "each block and once on the whole model"
-            )
-        if _torch.replicates(one):
-            raise ShardedTwiceError(
-                f"replicate() manages this {type(one).__name__} already, so it cannot be sharded; "
-                "use one of the two"
             )
     below = {child for one in given for child in one.modules() if child is not one}
     return [one for one in given if one not in below]
 
 
-def _check_device(mesh: DeviceMesh) -> None:
+def check_device(mesh: DeviceMesh) -> None:
     """A mesh of devices that are not there has no process groups either."""
     kind = mesh.device_type
     if kind == "cuda" and not torch.cuda.is_available():
@@ -148,7 +177,7 @@ def _keep_within(info: FSDPMeshInfo, unit: Unit) -> PostForward:
     return PostForward(unit, info)
 
 
-_COPY_REFUSAL = (
-    "a sharded module cannot be deep-copied: copy it before fully_shard, or build another "
+COPY_REFUSAL = (
+    "FSDP does not support deepcopy: copy the module before fully_shard, or build another "
     "one and load_state_dict() this one's state_dict()"
 )

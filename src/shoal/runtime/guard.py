@@ -8,7 +8,6 @@ would hang in just the case that this is for.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
 
 _TIMEOUT = timedelta(minutes=5)
-_counters: dict[tuple[int, ...], itertools.count[int]] = {}
 
 
 def check_ranks_agree(units: Sequence[Unit]) -> None:
@@ -108,7 +106,9 @@ def _compare(
 ) -> None:
     store, rank = _torch.default_store(), dist.get_rank()
     digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
-    key = f"shoal/agree/{digest}/{next(_counters.setdefault(ranks, itertools.count()))}"
+    # The store counts, not the process: ranks may be threads, and a new job has a new store.
+    number = store.add(f"shoal/agree/{digest}/count/{rank}", 1)
+    key = f"shoal/agree/{digest}/{number}"
     store.set(f"{key}/{rank}", json.dumps(mine))
     if rank == ranks[0]:
         verdict = ""

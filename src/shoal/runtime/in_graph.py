@@ -104,6 +104,19 @@ class InGraph:
             shard = shard / self.num_ranks
         return shard.to(self.leaf.dtype)
 
+    def piece_of(self, shard: Tensor, index: int) -> Tensor:
+        """One parameter's part of this rank's shard, or of its gradient; a graph may look at it."""
+        piece = self.stored.piece(index, self._rank)
+        start = piece.offset_bytes // self.stored.params[index].dtype.itemsize
+        return shard.view(-1)[start : start + piece.numel].view(piece.shape)
+
+    def total_of_squares(self, grad: Tensor) -> Tensor:
+        """The squared norm of the unit's gradient on all ranks, from this rank's shard of it."""
+        total = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
+        if self._gather_group is not None and self.size > 1:
+            total = _torch.all_reduce_in_graph(total, self._gather_group)
+        return total
+
     def _deliver(self, leaf: Tensor) -> None:
         """Give the sharded parameters their gradients."""
         unit, grad = self._unit(), leaf.grad

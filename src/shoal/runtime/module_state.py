@@ -18,7 +18,7 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from shoal import _torch
-from shoal.errors import InvariantError
+from shoal.errors import InvariantError, UsageError
 from shoal.runtime.context import Context
 from shoal.runtime.guard import check_ranks_agree
 from shoal.runtime.in_graph import DEFAULTS, lower, names_in
@@ -44,7 +44,10 @@ class ModuleState:
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         device: torch.device,
+        refusal: str | None = None,
     ) -> None:
+        self.refusal = refusal
+        """Why the modules cannot run. It is said at the first forward, as torch does."""
         self.modules = tuple(modules)
         self.units = tuple(units)
         self.policy = policy
@@ -260,6 +263,7 @@ class Boundary:
         """When the gradient is there, backward has also left this pass."""
         self._left.append((unit, run))
 
+    @_torch.unwrapped_by_dynamo
     def __call__(self, _: object) -> None:
         """The gradient is there; of several hooks in one backward the first counts."""
         task = _torch.backward_task()
@@ -299,8 +303,9 @@ def context_of(module: nn.Module, state: ModuleState) -> Context:
         if len(state.modules) > 1:
             names = ", ".join(type(module).__name__ for module in state.modules)
             raise RuntimeError(
-                f"a model needs a single root module, but the first to run was one of a list given "
-                f"to fully_shard ({names}). Call fully_shard on the module that contains them, too."
+                f"FSDP requires a single root module but got {names}: the first to run was one of "
+                "a list given to fully_shard. Call fully_shard on the module that contains them, "
+                "too."
             )
         found: dict[ModuleState, str] = {}
         for name, child in module.named_modules():
@@ -313,6 +318,9 @@ def context_of(module: nn.Module, state: ModuleState) -> Context:
             for unit in below.units:
                 unit.name = name or "root"
                 units.append(unit)
+        for below in found:
+            if below.refusal is not None:
+                raise UsageError(below.refusal)
         check_ranks_agree(units)
         context = Context(units, state.units, state.streams)
         for below in found:

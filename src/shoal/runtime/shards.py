@@ -158,7 +158,9 @@ class Shards:
         if not isinstance(self._offload, CPUOffloadPolicy) or buffer.is_meta:
             return buffer
         buffer = buffer.cpu()
-        return buffer.pin_memory() if self._offload.pin_memory else buffer
+        # Pinned for copies to a device; without one there are none, and torch refuses to pin.
+        pins = self._offload.pin_memory and torch.accelerator.is_available()
+        return buffer.pin_memory() if pins else buffer
 
     def _views(self) -> list[torch.Tensor]:
         """This rank's local tensors: memory of the buffer, but each a tensor of its own."""
@@ -222,9 +224,9 @@ class Shards:
         if found is None or local is None or local.shape != member.local.shape:
             what = "taken away" if found is None else f"replaced by a {type(found).__name__}"
             raise InvariantError(
-                f"parameter {member.spec.name!r} of unit {self.unit!r} was {what} after "
-                f"fully_shard; expected a sharded one with a local tensor of "
-                f"{tuple(member.local.shape)}, got "
+                f"Cannot writeback: parameter {member.spec.name!r} of unit {self.unit!r} was "
+                f"{what} after fully_shard, or the wrapper; expected a sharded one with a local "
+                f"tensor of {tuple(member.local.shape)}, got "
                 f"{None if local is None else tuple(local.shape)}. Change it in place "
                 "(load_state_dict, parameter.copy_), or call fully_shard after replacing it "
                 "(torch.func.functional_call with other parameters is not supported)."

@@ -73,9 +73,10 @@ class Streams:
         if stream is None:
             hook(output)
             return
-        current = torch.cuda.current_stream(self.device)
+        device = torch.get_device_module(self.device)  # on CPU streams are there, and do nothing
+        current = device.current_stream(self.device)
         stream.wait_stream(current)
-        with torch.cuda.stream(stream):
+        with device.stream(stream):
             hook(output)
         current.wait_stream(stream)
 

@@ -196,25 +196,30 @@ class Unit:
         if self._prepared is None:
             self.prepare(Arena(self.device), Streams(self.device))
 
+    def qualified(self, name: str) -> str:
+        """What something in the unit is called in the model."""
+        return ".".join(part for part in (self.name, name) if part and part != "root")
+
     def _check_materialised(self) -> None:
-        names = [m.spec.name for m in self.shards.members if m.local.is_meta]
+        names = [self.qualified(m.spec.name) for m in self.shards.members if m.local.is_meta]
         if names:
             raise RuntimeError(
-                f"parameters of unit {self.name!r} are still on the meta device: {names}. "
-                "Materialise them before the first forward: module.to_empty(device=...), then "
-                "initialise them (reset_parameters) or load a state dict."
+                "FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: {names}. Call "
+                "module.to_empty(device=...), then initialise them (reset_parameters) or load a "
+                "state dict."
             )
         wanted = self.shards.home_device(self.device)
         elsewhere = [
-            f"{m.spec.name!r} on {m.local.device}"
+            (self.qualified(m.spec.name), m.local.device)
             for m in self.shards.members
             if m.local.device.type != wanted.type
         ]
         if elsewhere:
             raise RuntimeError(
-                f"parameters of unit {self.name!r} should be on {wanted}, but are elsewhere: "
-                f"{', '.join(elsewhere)}. Move them back (module.to({wanted.type!r}), or load a "
-                "state dict of that device)."
+                f"Found following parameters on non-{wanted.type.upper()} device: {elsewhere}. "
+                f"Those of unit {self.name!r} should be on {wanted}: move them back "
+                f"(module.to({wanted.type!r}), or load a state dict of that device)."
             )
 
     @property

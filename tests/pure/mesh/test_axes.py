@@ -39,7 +39,7 @@ def test_a_mesh_shards_or_also_replicates() -> None:
 
 
 def test_torch_answers_a_nameless_2d_mesh_with_an_assertion_so_we_do_too() -> None:
-    with pytest.raises(AssertionError, match="named axes") as caught:
+    with pytest.raises(AssertionError, match="2D mesh for HSDP with mesh_dim_names") as caught:
         Axes(sizes=(2, 2)).check_data_parallel(None)
     assert isinstance(caught.value, MissingAxisError)
     assert isinstance(caught.value, ValueError)
@@ -48,8 +48,8 @@ def test_torch_answers_a_nameless_2d_mesh_with_an_assertion_so_we_do_too() -> No
 @pytest.mark.parametrize(
     ("dims", "message"),
     [
-        (DataParallelMeshDims(shard="d"), "none named"),
-        (DataParallelMeshDims(shard="a", replicate="d"), "none named"),
+        (DataParallelMeshDims(shard="d"), "not found in mesh"),
+        (DataParallelMeshDims(shard="a", replicate="d"), "not found in mesh"),
         (DataParallelMeshDims(shard=("a", "a")), "named twice"),
         (DataParallelMeshDims(shard="a", replicate=("a", "b")), "named twice"),
         (DataParallelMeshDims(shard=("b", "a")), "mesh's order"),

@@ -18,6 +18,7 @@ from shoal.mesh import (
     FSDPMeshInfo,
     HSDPMeshInfo,
     device_of,
+    own_mesh_info,
 )
 
 SHARD = ("shard_mesh_dim", "shard_mesh_size", "shard_mesh_rank", "shard_process_group")
@@ -138,3 +139,17 @@ def test_a_separate_reduce_group_must_have_the_same_ranks(join_world) -> None:
 def test_the_device_of_a_cpu_mesh_is_the_cpu(join_world) -> None:
     join_world(0, 2)
     assert device_of(init_device_mesh("cpu", (2,))) == torch.device("cpu")
+
+
+def test_mesh_infos_of_torch_become_ours(join_world) -> None:
+    join_world(0, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    ours = own_mesh_info(oracle.HSDPMeshInfo(mesh, 1, 0))
+    assert ours == HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    line = mesh["shard"]
+    assert own_mesh_info(oracle.FSDPMeshInfo(line, 0)) == FSDPMeshInfo(line, 0)
+    own = FSDPMeshInfo(line, 0)
+    assert own_mesh_info(own) is own
+    for info in (DDPMeshInfo(line, replicate_mesh_dim=0), None, mesh):
+        with pytest.raises(MeshError, match="expected an FSDPMeshInfo"):
+            own_mesh_info(info)

@@ -48,9 +48,30 @@ def test_bf16_compression():
     assert not torch.equal(ours.last.weight.grad, theirs.module.last.weight.grad)
 
 
+def group_of_two_threads() -> Any:
+    """PowerSGD waits for one all-reduce in the callback of another, on a thread of the group."""
+    gloo: Any = dist.ProcessGroupGloo
+    make = gloo.__init__
+
+    def make_with_two(self: Any, store: Any, rank: int, size: int, timeout: Any) -> None:
+        options = gloo._Options()
+        options._threads, options._timeout = 2, timeout
+        options._devices = [gloo.create_default_device()]
+        make(self, store, rank, size, options)
+
+    gloo.__init__ = make_with_two
+    try:
+        return dist.new_group()
+    finally:
+        gloo.__init__ = make
+
+
 def power_sgd() -> powerSGD_hook.PowerSGDState:
     return powerSGD_hook.PowerSGDState(
-        None, matrix_approximation_rank=1, start_powerSGD_iter=2, min_compression_rate=0.5
+        group_of_two_threads(),
+        matrix_approximation_rank=1,
+        start_powerSGD_iter=2,
+        min_compression_rate=0.5,
     )
 
 

@@ -1,11 +1,13 @@
 """How gradients are reduced: own collectives, hooks, factors, unused parameters."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.debug import CommDebugMode
 
 from collectives import LoggedGather, LoggedReduce
 from differential import (
@@ -241,3 +243,54 @@ class Unused(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.used(x)
+
+
+_MODE_WARNS = "ignore:(Full backward hook is firing|FSDP2-wrapped module)"
+"""`CommDebugMode` puts hooks on all modules, which make views of outputs."""
+
+
+def counted(engine: Engine, mesh_axes: int) -> list[Any]:
+    """How many collectives of which kind a watcher sees, with and without reshard."""
+    mesh = two_axes() if mesh_axes == 2 else None
+    seen = []
+    for reshard_after_forward in (True, False):
+        model = engine.shard(stack(num=2), mesh=mesh, reshard_after_forward=reshard_after_forward)
+        for batch in engine.batches(2):
+            with CommDebugMode() as mode:
+                loss_of(model(batch)).backward()
+            counts = {str(op): count for op, count in mode.get_comm_counts().items()}
+            seen.append(sorted(counts.items()))
+    return seen
+
+
+@pytest.mark.filterwarnings(_MODE_WARNS)
+@ranks(2)
+def test_whoever_counts_collectives_sees_gathers_and_reductions() -> None:
+    """Although on gloo both are exchanges: what is asked for counts, not how it is done."""
+    check_engines_agree(counted, 1, plain=False)
+
+
+@pytest.mark.filterwarnings(_MODE_WARNS)
+@ranks(4)
+def test_whoever_counts_collectives_sees_all_reductions() -> None:
+    check_engines_agree(counted, 2, plain=False)
+
+
+@pytest.mark.filterwarnings(_MODE_WARNS)
+@ranks(2)
+def test_one_rank_alone_may_count() -> None:
+    model = SHOAL.shard(stack(num=2))
+    plain = stack(num=2)
+    loss_of(plain(PLAIN.batches(1)[0])).backward()
+    with CommDebugMode() if dist.get_rank() == 0 else nullcontext():
+        loss_of(model(SHOAL.batches(1)[0])).backward()
+    check_like_plain(gradients(model), gradients(plain))
+
+
+@ranks(2)
+def test_the_stream_of_an_all_reduce_hook_on_cpu() -> None:
+    model = SHOAL.api.fully_shard(stack(num=2))
+    stream, used = torch.cpu.Stream(), []
+    model.set_all_reduce_hook(lambda _: used.append(torch.cpu.current_stream()), stream=stream)
+    loss_of(model(SHOAL.batches(1)[0])).backward()
+    assert used == [stream]

@@ -241,6 +241,17 @@ def test_compiled_autograd_is_right_or_refused_by_name() -> None:
 
 
 @ranks(2, timeout_s=COMPILE_S)
+def test_compiled_autograd_of_one_unit_is_refused_by_name() -> None:
+    """Nothing is freed before its backward; torch's engine leaves this rank's own gradients."""
+    sharded = SHOAL.api.fully_shard(stack())
+    with (
+        compiled_autograd._enable(torch.compile(backend=BACKEND)),
+        pytest.raises(NotImplementedError, match="compiled autograd is not supported"),
+    ):
+        loss_of(sharded(SHOAL.batches(1)[0])).backward()
+
+
+@ranks(2, timeout_s=COMPILE_S)
 def test_another_shape_is_what_recompiling_looks_like() -> None:
     """Otherwise the tests above could not fail for it."""
     model = compiled(SHOAL, "in place")

@@ -404,3 +404,13 @@ def test_indexing_into_a_sharded_sequential() -> None:
         ]
 
     check_engines_agree(run, plain=False)
+
+
+@ranks(2)
+def test_offload_pins_no_memory_where_no_device_copies_from_it() -> None:
+    if torch.accelerator.is_available():
+        pytest.skip("there is a device to copy to")
+    model, plain = SHOAL.shard(stack(), offload_policy=SHOAL.api.CPUOffloadPolicy()), stack()
+    loss_of(plain(PLAIN.batches(1)[0])).backward()
+    loss_of(model(SHOAL.batches(1)[0])).backward()
+    check_close(model, plain)

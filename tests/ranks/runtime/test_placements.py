@@ -19,6 +19,7 @@ import shoal.mesh
 from differential import (
     DIM,
     SHOAL,
+    TORCH,
     Engine,
     check_close,
     check_engines_agree,
@@ -178,9 +179,16 @@ class Experts(nn.Module):
         return self.expert(torch.relu(self.dense(x)))
 
 
-def _on_two_meshes(engine: Engine, everyone: DeviceMesh, few: DeviceMesh, **options: Any) -> Any:
+def _on_two_meshes(
+    engine: Engine,
+    everyone: DeviceMesh,
+    few: DeviceMesh,
+    *,
+    infos_of: Engine | None = None,
+    **options: Any,
+) -> Any:
     """Dense weights over all ranks, the expert's over the inner axis: two groups, one unit."""
-    ours = engine is SHOAL
+    ours = (infos_of or engine) is SHOAL
     result = engine.api.ShardPlacementResult if ours else torch_common.ShardPlacementResult
     info = (shoal.mesh if ours else torch_common).FSDPMeshInfo
     of_dense, of_expert = info(everyone, shard_mesh_dim=0), info(few, shard_mesh_dim=0)
@@ -215,6 +223,18 @@ def _check_means(model: Any, everyone: DeviceMesh, few: DeviceMesh) -> None:
         for parameter in part.parameters():
             dist.all_reduce(parameter.grad, op=dist.ReduceOp.AVG, group=mesh.get_group())
     check_close(model, plain)
+
+
+@_needs_placement_results
+@ranks(4)
+def test_mesh_infos_of_torch_are_taken() -> None:
+    """Torch has them in a private module, and nothing else to say a mesh by."""
+    everyone, few = _flat_and_folded()
+    model = _on_two_meshes(SHOAL, everyone, few, infos_of=TORCH)
+    assert model.expert.weight.to_local().shape == (6, 6)
+    assert model.dense.weight.to_local().shape == (3, DIM)
+    loss_of(model(SHOAL.batches(1)[0])).backward()
+    _check_means(model, everyone, few)
 
 
 @_needs_placement_results

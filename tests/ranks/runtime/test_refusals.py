@@ -1,5 +1,6 @@
 """Bad input: an error on every rank, of torch's type where torch has one, and no hang."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 from torch.distributed._composable.replicate import replicate
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate_by_fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from differential import (
     DIM,
@@ -300,3 +301,44 @@ def test_a_replicated_module_inside_a_sharded_one_keeps_its_parameters() -> None
         return result
 
     check_engines_agree(run, plain=False)
+
+
+def _misuses(engine: Engine) -> dict[str, Callable[[], Any]]:
+    """Mistakes, by words that people search for and tests match."""
+    fully_shard = engine.api.fully_shard
+    named = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    on_meta = nn.Sequential(nn.Linear(DIM, DIM, device="meta"))
+    fully_shard(on_meta[0])
+    fully_shard(on_meta)
+    sharded = fully_shard(_layer())
+    dims = getattr(engine.api, "DataParallelMeshDims", None)
+    misuses: dict[str, Callable[[], Any]] = {
+        "applied to a module once": lambda: fully_shard(sharded),
+        "does not support deepcopy": lambda: copy.deepcopy(sharded),
+        "Change gain to a 1D tensor": lambda: fully_shard(_with("gain", torch.ones(()))),
+        "non-contiguous parameters": lambda: fully_shard(_with("weight", torch.ones(DIM, 8).t())),
+        "Shard dim 2 is invalid for 2D tensor": lambda: fully_shard(
+            nn.Linear(DIM, 8, bias=False), shard_placement_fn=lambda _: Shard(2)
+        ),
+        "uneven sharding on dim 1": lambda: fully_shard(
+            nn.Linear(DIM + 1, 8, bias=False), shard_placement_fn=lambda _: Shard(1)
+        ),
+        "still on meta device: ['0.weight', '0.bias']": lambda: on_meta(torch.ones(2, DIM)),
+    }
+    if dims is not None:
+        misuses["not found in mesh.mesh_dim_names"] = lambda: fully_shard(
+            _layer(), mesh=named, dp_mesh_dims=dims(shard="nowhere")
+        )
+        misuses["reshard_after_forward as int"] = lambda: fully_shard(
+            _layer(), mesh=named, dp_mesh_dims=dims(shard="dp"), reshard_after_forward=2
+        )
+    return misuses
+
+
+@ranks(2)
+@pytest.mark.parametrize("engine", [TORCH, SHOAL], ids=lambda engine: engine.name)
+def test_refusals_have_words_that_are_known(engine: Engine) -> None:
+    for words, call in _misuses(engine).items():
+        error = error_of(call)
+        assert error is not None, words
+        assert words in str(error)

@@ -89,8 +89,11 @@ def test_a_parameter_shared_across_units_is_refused() -> None:
     model = build()
     model.blocks[1].up.weight = model.blocks[0].up.weight
     fully_shard(model.blocks[0])
-    with pytest.raises(UsageError, match=r"'up\.weight' is also 'up\.weight' of another unit"):
-        fully_shard(model.blocks[1])
+    fully_shard(model.blocks[1])
+    fully_shard(model)
+    ((_, part),) = batches(1, dist.get_rank(), 2)
+    with pytest.raises(UsageError, match=r"'up\.weight' is already managed by another unit"):
+        loss_of(model, part)
 
 
 @ranks(2)
@@ -301,3 +304,16 @@ def test_what_the_user_unsharded_stays_until_resharded() -> None:
     assert not isinstance(model.blocks[0].up.weight, DTensor)
     model.blocks[0].reshard()
     assert isinstance(model.blocks[0].up.weight, DTensor)
+
+
+@ranks(2)
+def test_a_unit_may_run_before_its_root() -> None:
+    """Torch's engine raises when the root runs then; here the unit is of the root's model."""
+    plain, sharded = build(), shard(build())
+    (first, second) = batches(2, dist.get_rank(), 2)
+    for model, index in ((plain, 0), (sharded, 1)):
+        hidden = nn.functional.one_hot(first[index] % 7, 7).float()
+        model.blocks[0](hidden).square().mean().backward()
+        for tokens in (first[index], second[index]):
+            loss_of(model, tokens).backward()
+    check_equal(plain, sharded)
