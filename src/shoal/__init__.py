@@ -11,6 +11,7 @@ from shoal import _register
 from shoal.version import __version__
 
 if TYPE_CHECKING:
+    from shoal.compile.step.compile_step import compile_step
     from shoal.ddp.replicate import replicate
     from shoal.runtime.fsdp_module import (
         FSDPModule,
@@ -31,6 +32,7 @@ __all__ = [
     "ShardedTensor",
     "UnshardHandle",
     "__version__",
+    "compile_step",
     "full_parameters",
     "fully_shard",
     "register_fsdp_forward_method",
@@ -45,6 +47,7 @@ _MODULES = {
     "OffloadPolicy": "shoal.runtime.policy",
     "ShardedTensor": "shoal.tensor.sharded",
     "UnshardHandle": "shoal.runtime.fsdp_module",
+    "compile_step": "shoal.compile.step.compile_step",
     "full_parameters": "shoal.runtime.full_parameters",
     "fully_shard": "shoal.runtime.fully_shard",
     "register_fsdp_forward_method": "shoal.runtime.fsdp_module",

@@ -71,8 +71,10 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass as is_traceable_wrapper_subclass,
 )
+from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
 
 Class = TypeVar("Class", bound=type)
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -183,7 +185,8 @@ def run_gloo_in_one_thread() -> None:
     torch gives it two, and when both end a collective at the same moment they write the name of
     the last one to the same string. Where one of the names is long (a coalesced all-gather has
     one) that is a write to freed memory, and the process dies of a corrupt heap, up to torch 2.13
-    at least. Who owns the process calls this before it makes groups: a trainer, a test.
+    at least. Who owns the process calls this before it makes groups: a trainer, a test. It is not
+    for hooks that wait for a collective in the callback of another, as PowerSGD's do.
     """
     if not dist.is_gloo_available() or _ONE_THREAD in vars(dist.ProcessGroupGloo):
         return
@@ -441,6 +444,12 @@ def inside_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def inside_compiled_autograd() -> bool:
+    """Whether this backward is one that `torch._dynamo.compiled_autograd` has captured."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and getattr(module, "in_compiled_autograd_region", False)
+
+
 def call_after_backward(callback: Callable[[], None]) -> None:
     """Queue a call for the end of the backward that is being executed."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -684,6 +693,24 @@ no_torch_function_subclass: Callable[[], Any] = torch._C.DisableTorchFunctionSub
 """A context in which tensor subclasses' `__torch_function__` is passed by."""
 
 
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """An optimizer's step, as its class has it, without what stands around it for profilers."""
+    private: Any = optimizer
+    hooks = (private._optimizer_step_pre_hooks, private._optimizer_step_post_hooks)
+    if any(hooks):
+        raise NotImplementedError(
+            "shoal: hooks on an optimizer's step are not called in a captured one; call them "
+            "around the step instead"
+        )
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def count_update(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know that an optimizer has updated its parameters, though not by `step`."""
+    cast(Any, optimizer)._opt_called = True
+
+
 def group_for_optimizers(group: Callable[[str, list[list[Any]]], dict[Any, Any] | None]) -> None:
     """Offer the lists that an optimizer groups by device and dtype to `group` first.
 
@@ -860,9 +887,14 @@ def auto_wrap(
     _wrap_utils._auto_wrap(module, policy, ignored_modules, ignored_params, options, wrapper)
 
 
+def lone_mesh(device_type: str) -> DeviceMesh:
+    """A mesh of this rank alone, which needs no process group."""
+    return DeviceMesh(device_type, torch.tensor([0]), _init_backend=False, _rank=0)
+
+
 def device_count(device: torch.device) -> int:
     """How many devices of a kind this host has; one for the CPU."""
-    return torch.cuda.device_count() if device.type == "cuda" else 1
+    return torch.get_device_module(device).device_count()
 
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2
@@ -926,8 +958,28 @@ def constant_in_graph(function: Callable[[], Constant]) -> Callable[[], Constant
     return function
 
 
+_captures_for: list[str] = []
+"""For which backends captures without Dynamo are under way."""
+
+
+@contextmanager
+def captured_for(backend: str) -> Iterator[None]:
+    """A context in which programs are told that a backend captures them, as Dynamo tells them."""
+    compiler: Any = torch.compiler
+    before = compiler._is_compiling_flag
+    compiler._is_compiling_flag = True
+    _captures_for.append(backend)
+    try:
+        yield
+    finally:
+        _captures_for.pop()
+        compiler._is_compiling_flag = before
+
+
 def tracing_backend() -> str | None:
-    """The name of the backend that Dynamo traces for, while it does."""
+    """The name of the backend that Dynamo traces for, while it does, or that captures by itself."""
+    if _captures_for:
+        return _captures_for[-1]
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     if convert is None:
         return None

@@ -6,6 +6,7 @@ Tested on torch 2.11 and 2.13. Apart from `_torch`, because importing torch's co
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import operator
@@ -115,6 +116,14 @@ def functional(tensor: Tensor) -> Tensor:
     return with_inner(tensor, FunctionalTensor.to_functional)
 
 
+def is_functional(value: object) -> bool:
+    """Whether a value is a tensor of a running trace, or wraps one."""
+    if wraps_others(value):
+        names, _ = cast(Any, value).__tensor_flatten__()
+        return any(is_functional(getattr(value, name)) for name in names)
+    return isinstance(value, FunctionalTensor)
+
+
 def value_of(tensor: Tensor) -> Tensor:
     """What a functional tensor holds now."""
     if isinstance(tensor, FunctionalTensor):
@@ -158,6 +167,13 @@ def below_python(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+def without_bindings(mode: FakeTensorMode) -> Any:
+    """Run operators with data-dependent sizes though no graph binds the symbols of these."""
+    if mode.shape_env is None:
+        return contextlib.nullcontext()
+    return mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
 def trace(
     function: Callable[..., Any],
     args: tuple[Any, ...],
@@ -169,10 +185,9 @@ def trace(
 
 
 def traced_nodes() -> list[torch.fx.Node]:
-    """The nodes that the running trace has made so far."""
+    """The nodes that the running trace has made so far; none without a trace."""
     mode = get_proxy_mode()
-    assert mode is not None
-    return list(mode.tracer.graph.nodes)
+    return [] if mode is None else list(mode.tracer.graph.nodes)
 
 
 @contextlib.contextmanager
@@ -311,8 +326,13 @@ def keep_rng() -> Iterator[None]:
 
 
 def no_autocast() -> Any:
-    """Backward runs outside the autocast regions of its forward."""
+    """Backward runs outside the autocast regions of its forward, and so do traced graphs."""
     return torch._C._DisableAutocast()
+
+
+def is_autocast() -> bool:
+    """Whether autocast is on, for any device."""
+    return torch._C._is_any_autocast_enabled()
 
 
 def is_impure(node: torch.fx.Node) -> bool:
@@ -369,6 +389,19 @@ def inductor_decompositions() -> Mapping[Any, Callable[..., Any]]:
 
     with config.patch(fallback_random=True):
         return select_decomp_table()
+
+
+def pointwise_decompositions() -> Mapping[Any, Callable[..., Any]]:
+    """Activations, their derivatives and batch norm, in terms of arithmetic."""
+    from torch._decomp import get_decompositions
+
+    derivatives = "elu gelu hardsigmoid hardswish hardtanh leaky_relu sigmoid silu tanh threshold"
+    others = (
+        "conj_physical cudnn_batch_norm cudnn_batch_norm_backward detach elu hardsigmoid hardswish "
+        "hardtanh is_same_size leaky_relu masked_fill"
+    )
+    names = [*(f"{name}_backward" for name in derivatives.split()), *others.split()]
+    return get_decompositions([getattr(torch.ops.aten, name) for name in names])
 
 
 class CudaGraphs:
@@ -441,29 +474,62 @@ def check_unlike_jit(module: torch.nn.Module) -> None:
         raise NotImplementedError("a TorchScript module cannot be compiled ahead of time")
 
 
+class Replay(torch.fx.Interpreter):
+    """Runs a graph of Dynamo's."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call; a checkpointed block only tags what it does.
+
+        The partition is what computes again. A checkpoint that did so in the trace would want its
+        arguments unchanged, among them the buffers that batch norm writes to.
+        """
+        if target is not torch.ops.higher_order.tag_activation_checkpoint:
+            return super().call_function(target, args, kwargs)
+        autograd: Any = vars(torch._C)["_autograd"]
+        before = autograd._saved_tensors_hooks_set_tracing(True)
+        try:
+            return super().call_function(target, args, kwargs)
+        finally:
+            autograd._saved_tensors_hooks_set_tracing(before)
+
+
 def call_with(module: torch.nn.Module, given: Mapping[str, Tensor], args: Sequence[Any]) -> Any:
     """Call a module with other tensors in place of its parameters and buffers."""
     if isinstance(module, GraphModule):
         with torch.nn.utils.stateless._reparametrize_module(module, dict(given)):
-            return torch.fx.Interpreter(module).run(*args)
+            return Replay(module).run(*args)
     return torch.func.functional_call(module, dict(given), tuple(args))
 
 
 def torchscript(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A graph compiled by TorchScript."""
+    """A graph compiled by TorchScript, which knows operators without their overloads."""
+    module = GraphModule(module, copy.deepcopy(module.graph))
     for node in module.graph.nodes:
-        if (
-            node.target is torch.ops.aten._to_copy.default
-            and len(node.args) == 1
-            and set(node.kwargs) == {"dtype"}
-        ):
-            node.target = torch.ops.aten.to.dtype
-            node.args, node.kwargs = (node.args[0], node.kwargs["dtype"]), {}
+        if node.op == "output":
+            node.args = (tuple(node.args[0]),)
+        if isinstance(node.target, OpOverload):
+            node.target = node.target.overloadpacket
+        if node.target is torch.ops.aten._to_copy and set(node.kwargs) == {"dtype"}:
+            node.target = torch.ops.aten.to
+        # Where no number is named, the current device of the kind is meant.
+        named = {k: v.type if isinstance(v, torch.device) else v for k, v in node.kwargs.items()}
+        node.kwargs = named
     module.graph.lint()
     module.recompile()
-    scripted = torch.jit.script(module)
-    torch._C._jit_pass_remove_mutation(scripted.graph)
-    return torch.jit.freeze(scripted.eval())
+    with _no_autocast_in_torchscript():
+        scripted = torch.jit.script(module)
+        torch._C._jit_pass_remove_mutation(scripted.graph)
+        return torch.jit.freeze(scripted.eval())
+
+
+@contextlib.contextmanager
+def _no_autocast_in_torchscript() -> Iterator[None]:
+    """Let TorchScript cast nothing: a traced graph has its casts in it."""
+    before = torch._C._jit_set_autocast_mode(False)
+    try:
+        yield
+    finally:
+        torch._C._jit_set_autocast_mode(before)
 
 
 def has_effects(op: Any) -> bool:
@@ -476,7 +542,7 @@ def run_as_it_is(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     Graphs run in the order in which they were traced, so effects need no values that order them.
     """
-    plain_args, plain_kwargs = pytree.tree_map_only(FunctionalTensor, value_of, (args, kwargs))
+    plain_args, plain_kwargs = pytree.tree_map_only(Tensor, value_of, (args, kwargs))
     with disable_functional_mode():
         result = op(*plain_args, **plain_kwargs)
     return pytree.tree_map_only(Tensor, functional, result)

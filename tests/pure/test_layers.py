@@ -22,6 +22,7 @@ LAYERS = (
     "runtime",
     "wrapper",
     "ddp",
+    "watch",
     "compile",
     "checkpoint",
     "rehearse",

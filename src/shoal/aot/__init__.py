@@ -1,12 +1,17 @@
 """Ahead-of-time compilation under functorch's names: change `functorch.compile` to `shoal.aot`."""
 
+from shoal.compile.aot.naming import get_aot_compilation_context, get_aot_graph_name
 from shoal.compile.aot_function import (
     aot_function,
     aot_module,
     aot_module_simplified,
     compiled_function,
     compiled_module,
+)
+from shoal.compile.fusion import memory_efficient_fusion, nnc_jit
+from shoal.compile.graph_compilers import (
     debug_compile,
+    default_decompositions,
     make_boxed_compiler,
     make_boxed_func,
     nop,
@@ -15,6 +20,9 @@ from shoal.compile.aot_function import (
 )
 from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
 
+get_graph_being_compiled = get_aot_graph_name
+"""The older name of `get_aot_graph_name`."""
+
 __all__ = [
     "aot_function",
     "aot_module",
@@ -22,10 +30,16 @@ __all__ = [
     "compiled_function",
     "compiled_module",
     "debug_compile",
+    "default_decompositions",
     "default_partition",
+    "get_aot_compilation_context",
+    "get_aot_graph_name",
+    "get_graph_being_compiled",
     "make_boxed_compiler",
     "make_boxed_func",
+    "memory_efficient_fusion",
     "min_cut_rematerialization_partition",
+    "nnc_jit",
     "nop",
     "print_compile",
     "ts_compile",

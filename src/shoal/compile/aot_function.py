@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.capture import Decompositions
@@ -15,9 +14,8 @@ from shoal.compile.aot.inner import Given, Role
 from shoal.compile.aot.pipeline import Partition, Pipeline
 from shoal.compile.aot.subclasses import flat as inner_tensors
 from shoal.compile.aot.subclasses import kind_of
+from shoal.compile.graph_compilers import Compiler
 from shoal.compile.partition import default_partition
-
-Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
 
 def _pipeline(
@@ -63,11 +61,10 @@ def aot_function(
 
     It is traced again when its arguments differ in what a graph depends on: structure, dtypes,
     devices, which require gradients, sizes (unless `dynamic`), and values that are no tensors.
-    Mutations of inputs always stay in the graph where autograd allows it, so
-    `keep_inference_input_mutations` changes nothing; nor do `num_params_buffers` and `enable_log`.
+    Mutations of inputs always stay in the graph where autograd allows it, and all others never:
+    `keep_inference_input_mutations` and `disable_functionalization` change nothing; nor do
+    `num_params_buffers` and `enable_log`. Where another trace passes through, it sees `fn`.
     """
-    if disable_functionalization:
-        raise NotImplementedError("aot_function(disable_functionalization=True) is not supported")
     pipeline = _pipeline(
         fw_compiler, bw_compiler, inference_compiler, partition_fn, decompositions, dynamic=dynamic
     )
@@ -75,7 +72,9 @@ def aot_function(
 
     def call(*args: Any, **kwargs: Any) -> Any:
         flat, spec = adapter.pytree.tree_flatten((args, kwargs))
-        key = (spec, torch.is_grad_enabled(), *_key_of(flat, dynamic))
+        if any(map(adapter.is_functional, flat)):
+            return fn(*args, **kwargs)
+        key = (spec, torch.is_grad_enabled(), _autocast(flat), *_key_of(flat, dynamic))
         entry = known.get(key)
         if entry is None:
             entry = known[key] = _compile(fn, flat, spec, pipeline)
@@ -84,10 +83,17 @@ def aot_function(
     return call
 
 
+def _autocast(flat: list[Any]) -> str | None:
+    """Where autocast is on, if anywhere: a graph has its casts in it."""
+    if not adapter.is_autocast():
+        return None
+    return str(adapter.autocast_state({one.device.type for one in flat if isinstance(one, Tensor)}))
+
+
 def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
     """What a graph depends on in the values that it is called with."""
     first: dict[int, int] = {}
-    memory: dict[int, int] = {}
+    memory: dict[int, tuple[int, Tensor]] = {}
     keys: list[Any] = []
     for i, one in enumerate(flat):
         if not isinstance(one, Tensor):
@@ -96,9 +102,11 @@ def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
         at = first.setdefault(id(one), i)
         keys.append((kind_of(one), one.requires_grad, one.is_leaf, at))
         for inner in inner_tensors(one, symbols=False):
-            shared = i
+            shared = None
             if adapter.has_storage(inner):
-                shared = memory.setdefault(inner.untyped_storage()._cdata, i)
+                earlier, other = memory.setdefault(inner.untyped_storage()._cdata, (i, inner))
+                if other is not inner:
+                    shared = (earlier, other.storage_offset(), inner.storage_offset())
             sizes = inner.dim() if dynamic else (tuple(inner.shape), tuple(inner.stride()))
             keys.append((inner.dtype, inner.device, sizes, shared))
     return keys
@@ -201,58 +209,8 @@ def aot_module_simplified(
     return forward
 
 
-def make_boxed_func(f: Callable[..., Any]) -> Callable[[list[Any]], Any]:
-    """`f` as a function that takes its arguments in a list."""
-
-    def g(args: list[Any]) -> Any:
-        return f(*args)
-
-    g._boxed_call = True  # type: ignore[attr-defined]
-    return g
-
-
-def make_boxed_compiler(compiler: Compiler) -> Compiler:
-    """`compiler`, with functions that take their arguments in a list."""
-
-    def compile_boxed(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-        return make_boxed_func(compiler(module, inputs))
-
-    return compile_boxed
-
-
-def nop(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """The compiler that changes nothing."""
-    return module
-
-
-def print_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """The compiler that prints the graph, and changes nothing."""
-    print(module.code)
-    return module
-
-
-def ts_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """Compile a graph with TorchScript."""
-    return adapter.torchscript(module, inputs)
-
-
-def debug_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
-    """The compiler that prints the graph and its inputs' shapes, and changes nothing."""
-    print(module.code)
-    for one in inputs:
-        print(tuple(one.shape) if isinstance(one, Tensor) else one)
-    return module
-
-
-def compiled_function(
-    fn: Callable[..., Any],
-    fw_compiler: Compiler,
-    bw_compiler: Compiler | None = None,
-    **kwargs: Any,
-) -> Callable[..., Any]:
-    """The older name of `aot_function`."""
-    return aot_function(fn, fw_compiler, bw_compiler, **kwargs)
-
+compiled_function = aot_function
+"""The older name of `aot_function`."""
 
 compiled_module = aot_module
 """The older name of `aot_module`."""

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -14,6 +13,7 @@ from shoal import _torch_compile as adapter
 from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.aot.inner import Inductor, directly
 from shoal.compile.aot.pipeline import Pipeline
+from shoal.compile.aot.sharing import where_shared_alike
 from shoal.compile.cache.door import lower_cached
 from shoal.compile.communication import schedule_collectives
 from shoal.compile.observe.dynamo import news
@@ -65,6 +65,7 @@ def shoal(
         schedule_collectives(lowered, chosen)
         check_ranks_agree(lowered)
         compiled = pipeline.build(lowered)
+        compiled = where_shared_alike(compiled, function, lowered, args, fixed)
     return partial(compiled, *lifted) if lifted else compiled
 
 
@@ -90,7 +91,7 @@ def lift_attributes(module: GraphModule) -> tuple[Callable[..., Any], list[Tenso
     names = list(dict.fromkeys(names))
     lifted = [adapter.attribute(module, name) for name in names]
 
-    class Lifted(torch.fx.Interpreter):
+    class Lifted(adapter.Replay):
         def __init__(self, given: Mapping[str, Any]) -> None:
             super().__init__(module)
             self._given = given

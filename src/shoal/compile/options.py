@@ -11,6 +11,7 @@ from shoal.errors import UsageError
 
 InnerName = Literal["direct", "inductor"]
 PartitionName = Literal["min_cut", "default"]
+PrefetchName = Literal["early", "just_in_time"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,8 @@ class Options:
     """Up to which size collectives of one kind become one."""
     in_flight_mb: float | None = None
     """How much may be on its way at a time; None: twice the largest collective."""
+    prefetch: PrefetchName = "early"
+    """When gathers start: as early as there is room, or by a model of compute and link."""
     cache: bool = True
     """Whether what was traced is kept for other processes, and found again."""
     logs: str = ""
@@ -39,6 +42,7 @@ class Options:
         for name, allowed in (
             ("inner", get_args(InnerName)),
             ("partition", get_args(PartitionName)),
+            ("prefetch", get_args(PrefetchName)),
         ):
             if getattr(self, name) not in allowed:
                 raise UsageError(

@@ -1,13 +1,17 @@
 """Graph passes over collectives: `shoal.passes.ddp_fusion` has torch's names."""
 
+from shoal.compile.keep import keep_gathered
 from shoal.compile.passes import (
     CommBlock,
     CommKey,
+    Costs,
     Fact,
     Limits,
+    Machine,
     Pass,
     Pipeline,
     Report,
+    Timeline,
     Traffic,
     bucket_all_gathers,
     bucket_all_reduces,
@@ -15,21 +19,26 @@ from shoal.compile.passes import (
     check_graph,
     count_traffic,
     delay_waits,
+    drop_idle_views,
     get_all_comm_blocks,
     get_comm_block,
     overlap,
     replicated,
     sharded,
+    timeline,
 )
 
 __all__ = [
     "CommBlock",
     "CommKey",
+    "Costs",
     "Fact",
     "Limits",
+    "Machine",
     "Pass",
     "Pipeline",
     "Report",
+    "Timeline",
     "Traffic",
     "bucket_all_gathers",
     "bucket_all_reduces",
@@ -37,9 +46,12 @@ __all__ = [
     "check_graph",
     "count_traffic",
     "delay_waits",
+    "drop_idle_views",
     "get_all_comm_blocks",
     "get_comm_block",
+    "keep_gathered",
     "overlap",
     "replicated",
     "sharded",
+    "timeline",
 ]

@@ -125,3 +125,21 @@ def test_one_tensor_reshaped_under_two_names() -> None:
     assert torch.equal(out, program(want, want))
     assert got.shape == want.shape
     assert got._version == want._version
+
+
+def test_argument_made_to_require_a_gradient() -> None:
+    """What was computed of it before that has no gradient, what follows has one."""
+
+    def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        before = x * 5
+        x.requires_grad_()
+        return x * 3, y * 4, before
+
+    (x, y), (a, b) = pair(False, True), pair(False, True)
+    for call, args in ((program, (x, y)), (aot_function(program, nop), (a, b))):
+        out = call(*args)
+        assert [one.requires_grad for one in out] == [True, True, False]
+        sum(one.sum() for one in out[:2]).backward()  # type: ignore[union-attr]
+    assert a.requires_grad
+    assert torch.equal(x.grad, a.grad)  # type: ignore[arg-type]
+    assert torch.equal(y.grad, b.grad)  # type: ignore[arg-type]

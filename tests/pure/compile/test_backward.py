@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compile_compare import BACKEND, ENTRIES, Entry, Given, compare, compiled, leaf, two_leaves
+from shoal.aot import aot_function, nop
 
 
 def outputs_of_three(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -255,3 +256,40 @@ def test_what_backward_must_not_change_in_place(function: Any) -> None:
     call = compiled(lambda x, y: function.apply(x, y), backend=BACKEND, through="aot")
     with pytest.raises(AssertionError, match=r"mutated (in|during) the backward"):
         call(torch.randn(3, 3, requires_grad=True), torch.randn(3, 3))
+
+
+def test_write_in_backward_and_create_graph() -> None:
+    """What is written there to an input that requires a gradient could not be differentiated."""
+
+    class Writes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+            ctx.save_for_backward(y)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+            with torch.no_grad():
+                ctx.saved_tensors[0].mul_(2)
+            return grad * 2, None
+
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    call = aot_function(Writes.apply, nop)
+    out = call(x, y).sum()
+    with pytest.raises(NotImplementedError, match="create_graph=True"):
+        torch.autograd.grad(out, x, create_graph=True, retain_graph=True)
+    assert torch.equal(y, torch.ones(3))
+    assert torch.equal(torch.autograd.grad(out, x)[0], torch.full((3,), 2.0))
+    assert torch.equal(y, torch.full((3,), 2.0))
+
+
+def test_operators_with_effects_in_backward() -> None:
+    """Of `eigvals` the derivative asks a solver for its errors."""
+    x = torch.randn(4, 4, requires_grad=True)
+
+    def program(x: Tensor) -> Tensor:
+        return torch.linalg.eigvals(x).abs().sum()
+
+    want, got = program(x), aot_function(program, nop)(x)
+    (want_grad,), (got_grad,) = (torch.autograd.grad(one, x) for one in (want, got))
+    assert torch.allclose(want_grad, got_grad)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from compile_compare import BACKEND, compare
+from compile_compare import BACKEND, ENTRIES, Entry, compare
 
 SIZES = (5, 7, 9, 5)
 
@@ -110,3 +110,21 @@ def test_size_one_and_zero() -> None:
         y.sum().backward()
         assert x.grad is not None
         assert x.grad.shape == x.shape
+
+
+def masked(x: Tensor, mask: Tensor) -> Tensor:
+    return x[mask] * 2
+
+
+def masked_inside(x: Tensor, mask: Tensor) -> Tensor:
+    return x[x[:, 0] > 0].exp()
+
+
+@pytest.mark.parametrize("program", [masked, masked_inside])
+@pytest.mark.parametrize("through", ENTRIES)
+def test_sizes_that_depend_on_data(through: Entry, program: Callable[..., Tensor]) -> None:
+    def inputs() -> tuple[Tensor, Tensor]:
+        return torch.randn(5, 5, requires_grad=True), torch.tensor([1, 0, 1, 1, 0]).bool()
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compare(program, inputs, through=through, scenarios=("train",), steps=2)

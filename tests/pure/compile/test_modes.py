@@ -10,6 +10,7 @@ from torch import Tensor
 
 from compile_compare import (
     BACKEND,
+    ENTRIES,
     Case,
     Entry,
     compare,
@@ -202,3 +203,24 @@ def test_inference_mode_then_training() -> None:
     want = torch.autograd.grad(program(x).sum(), x)[0]
     assert x.grad is not None
     assert torch.equal(x.grad, want)
+
+
+def partly_disabled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.autocast("cpu", enabled=False):
+        exact = x @ y.t()
+    return exact, x @ y.t()
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+def test_autocast_around_a_region_without(through: Entry) -> None:
+    """What is not cast in the graph is not cast by the autocast that the call comes in either."""
+    call = compiled(partly_disabled, backend=BACKEND, through=through)
+    x, y = two_leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        want, got = partly_disabled(x, y), call(x, y)
+    assert [one.dtype for one in got] == [torch.float32, torch.bfloat16]
+    assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True))
+    grads = [torch.autograd.grad(one[0].sum() + one[1].float().sum(), x)[0] for one in (want, got)]
+    assert torch.equal(*grads)
+    plain = call(x, y)
+    assert [one.dtype for one in plain] == [torch.float32, torch.float32]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from compile_compare import Case, Entry, Given, inner, leaf, plain, table, two_leaves
+from compile_compare import Case, Entry, Given, compare, inner, leaf, plain, table, two_leaves
+from shoal.aot import aot_function, nop
 
 
 def is_input(x: Tensor) -> Tensor:
@@ -377,3 +379,23 @@ UNTIED = {"scenarios": ("train", "infer"), "ignore": ("*: relation (out*",)}
 )
 def test_views_that_come_several_at_once(case: Case, through: Entry) -> None:
     case.check(through)
+
+
+def test_view_taken_without_grad() -> None:
+    """It says that it requires a gradient, as its base does, and has no history."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 3
+        with torch.no_grad():
+            view = y.view(-1)
+        return y.sum(), view
+
+    compare(program, leaf, through="aot", scenarios=("train",))
+
+
+def test_detached_output_with_a_new_history_is_refused() -> None:
+    def program(x: Tensor) -> Tensor:
+        return x.detach().add_(x)
+
+    with pytest.raises(NotImplementedError, match="detached"):
+        aot_function(program, nop)(torch.ones(3, requires_grad=True))

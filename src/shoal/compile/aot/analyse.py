@@ -87,7 +87,12 @@ def analyse(
     """Run the function and say what it does."""
     grad_mode = torch.is_grad_enabled()
     try:
-        with adapter.below_python(mode), adapter.FunctionalTensorMode(), adapter.keep_rng():
+        with (
+            adapter.below_python(mode),
+            adapter.without_bindings(mode),
+            adapter.FunctionalTensorMode(),
+            adapter.keep_rng(),
+        ):
             inputs = functional_inputs(fakes)
             watched = run_watched(function, arrangement, inputs, inputs)
             signature = watched.classified.signature

@@ -183,8 +183,8 @@ def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
             if wrapper is not None and not written.isdisjoint((at, other)) and _meet(one, two):
                 raise NotImplementedError(
                     "Encountered aliased inputs that are mutated in the graph, but one of them is "
-                    "a tensor subclass, whose inner tensors share memory with each other or with "
-                    "another argument: this is not supported; got one of type "
+                    "a tensor subclass. This is not supported today: its inner tensors share "
+                    "memory with each other or with another argument; got one of type "
                     f"{type(inputs[wrapper]).__name__}. Clone one of them."
                 )
 
@@ -202,25 +202,39 @@ def _extent_of(tensor: Tensor) -> tuple[Any, Any]:
     )
 
 
-def memory_of(first: Tensor, members: Sequence[Tensor]) -> Tensor:
-    """One tensor that all of these are views of."""
+def memory_of(first: Tensor, members: Sequence[Tensor], *, is_seen: bool = False) -> Tensor:
+    """One tensor that all of these are views of.
+
+    With `is_seen`, autograd is to see what is written to it, as a write to each of them.
+    """
     if len({member.element_size() for member in members}) > 1:
         raise NotImplementedError(
             "arguments that share memory, of which one is written to, must have elements of one "
             f"size; got {sorted({str(m.dtype) for m in members})}. Clone one of them."
         )
     differentiable = [member for member in members if member.requires_grad]
-    if not differentiable:
-        numel = first.untyped_storage().nbytes() // first.element_size()
+    base = _base_of(differentiable or members)
+    if base is not None and base.requires_grad is not bool(differentiable):
+        base = None
+    if differentiable and base is not None and all(m.dtype is base.dtype for m in members):
+        return base
+    if differentiable or (is_seen and base is None):
+        raise NotImplementedError(
+            "arguments that share memory, of which one is written to and one requires a gradient "
+            "or is given one by that, are not supported unless those that require gradients are "
+            f"views of one tensor that has all of the memory; got {len(members)} such arguments. "
+            "Pass one tensor and take the views inside the function, or clone them."
+        )
+    numel = first.untyped_storage().nbytes() // first.element_size()
+    if base is None:
         return first.detach().as_strided((numel,), (1,), 0)
-    bases = {id(base): base for base in (m if m._base is None else m._base for m in differentiable)}
+    with torch.enable_grad():
+        return base.as_strided((numel,), (1,), 0)
+
+
+def _base_of(members: Sequence[Tensor]) -> Tensor | None:
+    """The tensor that all of these are views of to autograd, if it has all of the memory."""
+    bases = {id(base): base for base in (m if m._base is None else m._base for m in members)}
     base = next(iter(bases.values()))
     is_whole = base.untyped_storage().nbytes() == base.numel() * base.element_size()
-    if len(bases) == 1 and is_whole and all(m.dtype is base.dtype for m in members):
-        return base
-    raise NotImplementedError(
-        "arguments that share memory, of which one is written to and one requires a gradient, are "
-        "not supported unless those that require gradients are views of one tensor that has all "
-        f"of the memory; got {len(members)} such arguments. Pass one tensor and take the views "
-        "inside the function, or clone them."
-    )
+    return base if len(bases) == 1 and is_whole else None

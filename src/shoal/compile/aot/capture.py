@@ -13,6 +13,7 @@ from torch.fx import GraphModule, Node
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_watched
 from shoal.compile.aot.arrange import Arrangement
+from shoal.compile.aot.rebind import rebind_sizes
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.subclasses import (
     Wrapped,
@@ -22,6 +23,7 @@ from shoal.compile.aot.subclasses import (
     rebuild,
     wrappings_of,
 )
+from shoal.compile.aot.watch import Effects
 from shoal.errors import InvariantError
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -136,7 +138,7 @@ class _Trace:
         given = rebuild(tangents, self._analysis.tangents, adapter.functional, symbols=False)
         before = _values(given, symbols=False)
         adapter.carry_lines(outs)
-        with adapter.no_autocast():
+        with adapter.no_autocast(), Effects():
             grads = _differentiate(outs, [inputs[i] for i in wanted], given)
         after = _values(given, symbols=False)
         if any(a is not b for a, b in zip(before, after, strict=True)):
@@ -242,6 +244,8 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
     for node in (*placeholders[num_inputs:], *(n for n in nodes if "phase" not in n.meta)):
         node.meta["phase"] = BACKWARD
     _check_constants(module)
+    rebind_sizes(graph, placeholders[num_inputs:], FORWARD)
+    nodes = list(graph.nodes)
     primals = placeholders[:num_inputs]
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     num_forward = sum(map(len, places(wrappings.returned))) + signature.num_symbols

@@ -88,7 +88,7 @@ class Run:
             if before is None
             else Input(
                 is_tensor=True,
-                requires_grad=before.requires_grad,
+                requires_grad=before.requires_grad or mutation.is_made_leaf,
                 is_leaf=before.is_leaf,
                 is_wrapper=adapter.wraps_others(value),
                 mutation=mutation,
@@ -147,10 +147,13 @@ class Run:
                 f"{type(value).__name__} that was given another tensor's memory"
             )
         now_requires = value.requires_grad or any(self._arguments[m].requires_grad for m in members)
-        if now_requires and not (before.requires_grad or writes or gave):
+        is_leaf = now_requires and not (before.requires_grad or writes or gave)
+        lost = before.requires_grad and before.is_leaf and not value.requires_grad
+        if lost or (is_leaf and (self._arrangement.is_memory[at] or adapter.wraps_others(value))):
             raise NotImplementedError(
-                "requires_grad_() on an argument, inside a function that is compiled, is not "
-                "supported; call it before the function is called"
+                "requires_grad_(False) on an argument, or requires_grad_() on one that shares "
+                "memory with another or is a tensor subclass, inside a function that is compiled, "
+                "is not supported; call it before the function is called"
             )
         was_seen = any(written[member] for member in writes) and before.requires_grad
         return Mutation(
@@ -159,6 +162,7 @@ class Run:
             is_set=gave,
             num_versions=max(versions, default=0),
             is_reshaped=any(id(self._arguments[m]) in self._watch.reshaped for m in members),
+            is_made_leaf=is_leaf,
         )
 
     def _num_reshapes(self, argument: int) -> int:
@@ -199,6 +203,7 @@ class Run:
                 # The backward of a custom function stands between the two.
                 outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=True, is_view=True)
             elif argument is not None:
+                _refuse_new_history(out, taken)
                 outputs[k] = self._view_of_input(out, argument, taken)
             else:
                 views.setdefault(id(root), []).append((k, root, taken))
@@ -224,7 +229,7 @@ class Run:
         """Outputs that share memory which is no input's."""
         root = members[0][1]
         returned = seen.get(id(root))
-        if returned is None and len(members) == 1:
+        if returned is None and len(members) == 1 and not _is_cut(root, members[0][2]):
             k, _, taken = members[0]
             out = self._outputs[k]
             outputs[k] = Output(
@@ -246,6 +251,7 @@ class Run:
                     is_view=self._is_made_view(root, ()),
                 )
             else:
+                _refuse_new_history(self._outputs[k], taken)
                 outputs[k] = Output(kind=kind, of=of, steps=self._steps(taken))
 
     def _is_new_leaf(self, out: Tensor, root: Tensor, taken: Sequence[Taken]) -> bool:
@@ -278,3 +284,17 @@ class Run:
             self._symbols.append(value)
             return Symbol(len(self._symbols) - 1)
         return value
+
+
+def _is_cut(root: Tensor, taken: Sequence[Taken]) -> bool:
+    """Whether a view says that it requires a gradient, since its root does, but has no history."""
+    return root.requires_grad and any(not one.with_grad for one in taken)
+
+
+def _refuse_new_history(out: Tensor, taken: Sequence[Taken]) -> None:
+    """Refuse an output that was detached, and got a history of its own by a write after that."""
+    if any(one.is_detaching for one in taken) and out.requires_grad and not out.is_leaf:
+        raise NotImplementedError(
+            "an output that was detached from a tensor, shares its memory, and was then written to "
+            "with something that requires a gradient is not supported. Clone what is detached."
+        )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shoal import _torch_compile as adapter
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.frame import Frame, in_mode
 from shoal.compile.aot.signature import Signature
@@ -25,12 +26,14 @@ def emit(
     *,
     graph: Wrappings | None = None,
     checks: bool = False,
+    autocast: bool = False,
 ) -> Callable[..., Any]:
     """The function to call instead of the one that was captured.
 
     `run` is an autograd function's, or that of a `graph`, whose inputs come in a list that it
     empties, and which knows nothing of tensors that wrap others. With `checks`, arguments unlike
-    those that it was compiled for are refused.
+    those that it was compiled for are refused. With `autocast`, calls come inside of it: what it
+    has to cast is cast in the graph already, and the rest is to stay as it is.
     """
     source = Source("call")
     frame = Frame(signature, arrangement, checks)
@@ -50,7 +53,11 @@ def emit(
     line = f"{''.join(f'{name}, ' for name in names)}= {call}" if names else call
     # Without anything to differentiate, nothing may be recorded; the graph was traced so.
     records = signature.trains or not any(one.requires_grad for one in signature.inputs)
+    if autocast:
+        source.begin(f"with {source.name('no_autocast', adapter.no_autocast)}():")
     in_mode(source, frame, signature.trains or (records and signature.grad_mode), line)
+    if autocast:
+        source.end()
     put_together(source, returned, wrapped)
     for wrapper in WRAPPERS:
         wrapper.after(source, frame)

@@ -40,6 +40,8 @@ class Graphs:
     """Fake gradients that the backward graph takes; None for parts that it does not take."""
     dependence: tuple[frozenset[int], ...]
     """For each gradient that the backward graph returns, the tangents it depends on."""
+    writes_late: bool = False
+    """Whether backward writes to an input that requires a gradient."""
     wrappings: Wrappings
 
     def is_partial(self, numbers: frozenset[int]) -> bool:
@@ -169,10 +171,12 @@ def _write_backward(source: Source, signature: Signature, graphs: Graphs) -> Non
         else:
             source.line(f"{name} = {name}.contiguous()")
     inputs = ", ".join(("*ctx.symbols", "*ctx.saved_tensors", *given))
+    is_on = source.name("is_grad_enabled", torch.is_grad_enabled)
+    if graphs.writes_late:
+        source.line(f"if {is_on}(): {source.name('refuse_writes', _refuse_writes)}()")
     source.line(f"grads = {lazy}.run([{inputs}])")
     _write_gradients(source, graphs.wrappings.gradients)
     _write_omissions(source, graphs)
-    is_on = source.name("is_grad_enabled", torch.is_grad_enabled)
     source.line(f"if {is_on}(): grads = {source.name('refuse', _refuse_twice)}(grads)")
     source.line("return tuple(grads)")
     source.end()
@@ -257,11 +261,25 @@ class _Lazy:
 
     def __init__(self, make: Callable[[], Boxed]) -> None:
         self._make = make
+        self._graph: Boxed | None = None
 
     def run(self, inputs: list[Any]) -> list[Any]:
-        """Compile, run, and stand aside."""
-        self.run = self._make()  # type: ignore[method-assign]
-        return self.run(inputs)
+        """Compile if need be, and run."""
+        if self._graph is None:
+            self._graph = self._make()
+        if not adapter.is_autocast():
+            return self._graph(inputs)
+        # What was not cast in the graph must not be cast because backward is called in there.
+        with adapter.no_autocast():
+            return self._graph(inputs)
+
+
+def _refuse_writes() -> None:
+    raise NotImplementedError(
+        "aot_autograd does not support input mutations with requires_grad in backward for "
+        "create_graph=True: what is written could not be differentiated. Run the function without "
+        "a compiler for second derivatives."
+    )
 
 
 def _refuse_twice(grads: list[Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from torch.fx import GraphModule
 
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.graph_code import Boxed, compile_graph
+from shoal.compile.aot.naming import compiling
 
 
 class Role(StrEnum):
@@ -33,6 +34,8 @@ class Task:
     """Inputs that stay where they are from call to call."""
     num_visible: int = 0
     """The first outputs, which callers see."""
+    number: int = 0
+    """Of the function, in the order of compilation."""
 
 
 Inner = Callable[[Task], Boxed]
@@ -70,7 +73,8 @@ class Given:
 
     def __call__(self, task: Task) -> Boxed:
         """Compile one; what comes back takes a list, or its arguments one by one."""
-        function = self._compilers[task.role](task.module, list(task.inputs))
+        with compiling(task.number, str(task.role)):
+            function = self._compilers[task.role](task.module, list(task.inputs))
         takes_list = getattr(function, "_boxed_call", False)
 
         def run(given: list[Any]) -> list[Any]:

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.signature import Signature
-from shoal.compile.aot.subclasses import Wrappings
+from shoal.compile.aot.subclasses import Wrappings, places
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,23 @@ class Lowered:
     def saved(self) -> list[Any]:
         """What forward returns for backward: tensors, then symbols."""
         return outputs_of(self.forward)[self.num_visible :]
+
+    @property
+    def writes_late(self) -> bool:
+        """Whether backward writes to an input that requires a gradient."""
+        if self.backward is None:
+            return False
+        inputs = self.forward.graph.find_nodes(op="placeholder")
+        differentiable = {
+            inputs[at].name
+            for one, place in zip(self.signature.inputs, places(self.wrappings.inputs), strict=True)
+            for at in place
+            if one.requires_grad
+        }
+        copies = self.backward.graph.find_nodes(
+            op="call_function", target=torch.ops.aten.copy_.default
+        )
+        return any(node.args[0].name in differentiable for node in copies)
 
 
 def outputs_of(module: GraphModule) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -20,6 +21,8 @@ from shoal.compile.aot.function import Graphs, make_function
 from shoal.compile.aot.graph_code import Boxed
 from shoal.compile.aot.inner import Inner, Role, Task
 from shoal.compile.aot.lowered import Lowered, count_saved, outputs_of
+from shoal.compile.aot.naming import functions
+from shoal.compile.aot.sharing import where_shared_alike
 from shoal.compile.aot.subclasses import places
 from shoal.compile.observe.observation import current, observing, resumed, say, stage, tell_lowered
 from shoal.compile.observe.text import graph_text, saved_text, signature_text
@@ -47,7 +50,11 @@ class Pipeline:
         Those in `fixed` stay where they are from call to call, as parameters do.
         """
         with observing():
-            return self.build(self.lower(function, args, fixed))
+            lowered = self.lower(function, args, fixed)
+            run = self.build(lowered)
+        if not self.checks:
+            return run
+        return where_shared_alike(run, function, lowered, args, fixed)
 
     def mode_for(self, args: Sequence[Any]) -> adapter.FakeTensorMode:
         """The mode that the fake tensors of arguments live in."""
@@ -108,17 +115,22 @@ class Pipeline:
         tell_lowered(lowered)
         say(Topic.SIGNATURE, lambda: signature_text(signature, arrangement))
         say(Topic.GRAPHS, lambda: graph_text("forward", lowered.forward))
+        number = next(functions)
+        around = partial(
+            emit, signature, arrangement, checks=self.checks, autocast=adapter.is_autocast()
+        )
         task = Task(
             module=lowered.forward,
             inputs=lowered.inputs,
             role=Role.INFERENCE if lowered.backward is None else Role.FORWARD,
             fixed=lowered.fixed,
             num_visible=lowered.num_visible,
+            number=number,
         )
         if lowered.backward is None:
             with stage("compile"):
                 run = self.inner(task)
-            return emit(signature, arrangement, run, graph=lowered.wrappings, checks=self.checks)
+            return around(run=run, graph=lowered.wrappings)
         backward = lowered.backward
         say(Topic.GRAPHS, lambda: graph_text("backward", backward))
         say(Topic.PARTITION, lambda: saved_text(lowered))
@@ -132,13 +144,15 @@ class Pipeline:
                 backward,
                 {node.name: one for node, one in zip(saved, laid, strict=False)},
                 num_fixed=len(saved),
+                number=number,
             ),
             num_saved=lowered.num_saved,
             tangents=lowered.tangents,
             dependence=dependence_of(backward.graph, lowered.tangents, lowered.wrappings),
+            writes_late=lowered.writes_late,
             wrappings=lowered.wrappings,
         )
-        return emit(signature, arrangement, make_function(signature, graphs), checks=self.checks)
+        return around(run=make_function(signature, graphs))
 
     def _analyse(
         self,
@@ -173,12 +187,19 @@ class _Later:
     """Compiles a backward graph when it is needed, in the context of its forward."""
 
     def __init__(
-        self, inner: Inner, module: GraphModule, strides: dict[str, Any], *, num_fixed: int
+        self,
+        inner: Inner,
+        module: GraphModule,
+        strides: dict[str, Any],
+        *,
+        num_fixed: int,
+        number: int,
     ) -> None:
         self._inner = inner
         self._module = module
         self._strides = strides
         self._num_fixed = num_fixed
+        self._number = number
         self._context = adapter.TracingContext.try_get()
         self._observation = current()
 
@@ -189,6 +210,7 @@ class _Later:
             inputs=fakes,
             role=Role.BACKWARD,
             fixed=tuple(range(self._num_fixed)),
+            number=self._number,
         )
         with resumed(self._observation), stage("compile backward"):
             with adapter.tracing(self._context):

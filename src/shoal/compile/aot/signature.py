@@ -51,6 +51,8 @@ class Mutation:
     """Whether its shape or strides change too."""
     is_set: bool = False
     """Whether it was given another tensor's memory."""
+    is_made_leaf: bool = False
+    """Whether it was made to require a gradient, which it did not before."""
     num_versions: int = 0
     """By how much its version counter went up, but for changes of shape or strides."""
 

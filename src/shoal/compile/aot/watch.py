@@ -42,10 +42,25 @@ class Write:
     with_grad: bool
 
 
-class Watch(adapter.TorchDispatchMode):
-    """Remembers every view of the tensors that pass through it, and every write to them."""
+class Effects(adapter.TorchDispatchMode):
+    """Traces operators that do something besides their results as they are."""
 
     supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if adapter.has_effects(func):
+            return adapter.run_as_it_is(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+
+class Watch(Effects):
+    """Remembers every view of the tensors that pass through it, and every write to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,9 +88,9 @@ class Watch(adapter.TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        result = super().__torch_dispatch__(func, types, args, kwargs)
         if adapter.has_effects(func):
-            return adapter.run_as_it_is(func, args, kwargs)
-        result = func(*args, **kwargs)
+            return result
         if not torch.is_grad_enabled():
             made = (one for one in adapter.pytree.tree_leaves(result) if isinstance(one, Tensor))
             self._unseen.update((id(one), one) for one in made)

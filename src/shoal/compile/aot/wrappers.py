@@ -46,6 +46,16 @@ class Assumptions(Wrapper):
         source.line(f"if {test}: raise AssertionError({message!r})")
 
 
+class Leaves(Wrapper):
+    """Arguments that the function makes require a gradient do so before autograd sees them."""
+
+    def before(self, source: Source, frame: Frame) -> None:
+        """Let them require one."""
+        for at, one in enumerate(frame.signature.inputs):
+            if one.mutation.is_made_leaf:
+                source.line(f"{frame.input(at)}.requires_grad_()")
+
+
 class Memory(Wrapper):
     """Arguments that share memory, one of which is written to, enter as one tensor."""
 
@@ -55,8 +65,10 @@ class Memory(Wrapper):
             if is_memory:
                 members = [frame.argument(i) for i in frame.arrangement.members(at)]
                 first = frame.argument(frame.arrangement.sources[at])
+                is_seen = frame.signature.inputs[at].mutation.by_autograd
                 make = source.name("memory_of", memory_of)
-                source.line(f"{frame.input(at)} = {make}({first}, [{', '.join(members)}])")
+                given = f"{first}, [{', '.join(members)}], is_seen={is_seen}"
+                source.line(f"{frame.input(at)} = {make}({given})")
 
 
 class Mutations(Wrapper):
@@ -159,5 +171,12 @@ class GradMode(Wrapper):
             source.line(f"{source.name('set_grad', torch.set_grad_enabled)}({after})")
 
 
-WRAPPERS: tuple[Wrapper, ...] = (Assumptions(), Memory(), Mutations(), Outputs(), GradMode())
+WRAPPERS: tuple[Wrapper, ...] = (
+    Assumptions(),
+    Leaves(),
+    Memory(),
+    Mutations(),
+    Outputs(),
+    GradMode(),
+)
 """The order in which they are written, before and after alike: views are of what was written."""

@@ -5,8 +5,8 @@
     BACKWARD   backward                     it depends on a tangent, or its order matters
     FLOATING   either, once                 cheap, traced in backward, of forward's values alone
 
-Phases come from the trace (`node.meta["phase"]`) and are never guessed: an in-place write that ran
-in backward must not move to forward, and dataflow alone does not show which it was.
+Phases come from the trace (`node.meta["phase"]`; torch's own graphs have tags instead): an in-place
+write that ran in backward must not move to forward, and dataflow alone does not show which it was.
 """
 
 from __future__ import annotations

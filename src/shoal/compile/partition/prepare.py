@@ -9,6 +9,7 @@ from torch import fx
 from shoal.compile.partition.dedupe import drop_repeated
 from shoal.compile.partition.joint import Joint, read_joint
 from shoal.compile.partition.mutation import protect_old_values, storages, written_in
+from shoal.compile.partition.phases import complete_phases
 from shoal.compile.partition.tags import complete_tags
 
 
@@ -19,12 +20,13 @@ def prepare(
     mutated_inputs: Collection[int] = (),
     dedupe: bool,
 ) -> Joint:
-    """Copy a joint graph, complete its tags, keep old values apart, and read it.
+    """Copy a joint graph, complete its tags and phases, keep old values apart, and read it.
 
     `mutated_inputs` are the places of inputs that the caller writes to after forward, besides those
     whose nodes say so: `node.meta["written"]`.
     """
     graph = copy_graph(module.graph)
+    complete_phases(graph)
     complete_tags(graph)
     inputs = graph.find_nodes(op="placeholder")
     outside = {i for i, node in enumerate(inputs) if node.meta.get("written")} | {*mutated_inputs}

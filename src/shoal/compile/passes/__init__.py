@@ -15,20 +15,26 @@ from shoal.compile.passes.comm_block import (
     get_comm_block,
 )
 from shoal.compile.passes.contract import Fact, Pass
+from shoal.compile.passes.cost import Costs, Machine
 from shoal.compile.passes.metadata import check_graph
 from shoal.compile.passes.pipeline import Pipeline, Report
 from shoal.compile.passes.schedule import delay_waits, overlap
 from shoal.compile.passes.standard import replicated, sharded
+from shoal.compile.passes.tidy import drop_idle_views
+from shoal.compile.passes.timeline import Timeline, timeline
 from shoal.compile.passes.traffic import Traffic, count_traffic
 
 __all__ = [
     "CommBlock",
     "CommKey",
+    "Costs",
     "Fact",
     "Limits",
+    "Machine",
     "Pass",
     "Pipeline",
     "Report",
+    "Timeline",
     "Traffic",
     "bucket_all_gathers",
     "bucket_all_reduces",
@@ -36,9 +42,11 @@ __all__ = [
     "check_graph",
     "count_traffic",
     "delay_waits",
+    "drop_idle_views",
     "get_all_comm_blocks",
     "get_comm_block",
     "overlap",
     "replicated",
     "sharded",
+    "timeline",
 ]

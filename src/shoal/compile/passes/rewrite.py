@@ -81,6 +81,8 @@ def flatten(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
     dims = _dims_in_memory(value(like))
     if dims is not None:
         node = call_function(graph, aten.permute.default, (node, dims))
+    if value(node).dim() == 1:
+        return node
     return call_function(graph, aten.flatten.using_ints, (node,))
 
 
@@ -88,7 +90,7 @@ def unflatten(graph: fx.Graph, row: fx.Node, shape: list[Any], like: fx.Node) ->
     """A row as a tensor of a shape, with the strides of `like`."""
     dims = _dims_in_memory(value(like))
     if dims is None:
-        return call_function(graph, aten.reshape.default, (row, shape))
+        return row if len(shape) == 1 else call_function(graph, aten.reshape.default, (row, shape))
     row = call_function(graph, aten.reshape.default, (row, [shape[dim] for dim in dims]))
     back = [dims.index(dim) for dim in range(len(dims))]
     return call_function(graph, aten.permute.default, (row, back))

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -28,6 +28,8 @@ from shoal.compile.passes.comm_block import (
     CommBlock,
     get_all_comm_blocks,
 )
+from shoal.compile.passes.cost import Costs
+from shoal.compile.passes.deadlines import start_places
 from shoal.compile.passes.dependencies import Dependencies
 from shoal.compile.passes.order import put_in_order
 from shoal.errors import UsageError
@@ -44,26 +46,38 @@ def delay_waits(graph: fx.Graph, kinds: Collection[CommKind] = tuple(CommKind)) 
     graph.lint()
 
 
-def overlap(graph: fx.Graph, max_in_flight_bytes: int | None = None) -> None:
-    """Start collectives early and wait late, with a bound on what is on its way at a time."""
+def overlap(
+    graph: fx.Graph, max_in_flight_bytes: int | None = None, costs: Costs | None = None
+) -> None:
+    """Start collectives early and wait late, with a bound on what is on its way at a time.
+
+    With costs, gathers start no earlier than they have to, so that less memory is taken.
+    """
     if max_in_flight_bytes is not None and max_in_flight_bytes <= 0:
         raise UsageError(f"expected a bound above 0 bytes, got {max_in_flight_bytes}")
     blocks = get_all_comm_blocks(graph)
     if blocks:
-        order = schedule(Dependencies(graph), blocks, early=True, bound=max_in_flight_bytes)
+        order = schedule(
+            Dependencies(graph), blocks, early=True, bound=max_in_flight_bytes, costs=costs
+        )
         put_in_order(graph, order)
     graph.lint()
 
 
 def schedule(
     dependencies: Dependencies,
-    blocks: Iterable[CommBlock],
+    blocks: Sequence[CommBlock],
     *,
     early: bool,
     bound: int | None = None,
+    costs: Costs | None = None,
 ) -> list[fx.Node]:
     """The nodes of a graph in the order in which they should run."""
-    return _Walk(dependencies, list(blocks), early=early, bound=bound).run()
+    walk = _Walk(dependencies, blocks, early=early, bound=bound)
+    if costs is not None:
+        needs = {one.block.comm_node: one.need for one in walk.launches}
+        walk.not_before = start_places(walk.nodes, blocks, needs, costs)
+    return walk.run()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -85,7 +99,12 @@ class _Walk:
     """The state of one walk over a graph."""
 
     def __init__(
-        self, dependencies: Dependencies, blocks: list[CommBlock], *, early: bool, bound: int | None
+        self,
+        dependencies: Dependencies,
+        blocks: Sequence[CommBlock],
+        *,
+        early: bool,
+        bound: int | None,
     ) -> None:
         self.before, self.index = dependencies.before, dependencies.index
         self.nodes = dependencies.nodes
@@ -102,6 +121,9 @@ class _Walk:
         self.pressing: set[_Launch] = set()
         self.ready: list[tuple[int, int, _Launch]] = []
         self.waiting: dict[fx.Node, list[_Launch]] = {}
+        self.not_before: dict[fx.Node, int] = {}
+        """The places before which collectives should not start."""
+        self.place = 0
         if early:
             self._watch()
 
@@ -111,6 +133,7 @@ class _Walk:
         for node in self.nodes:
             if node in self.done or node.op == "output":
                 continue
+            self.place = self.index[node]
             self._start_early()
             launch = self.launch_of.get(node)
             if launch is None and node not in self.lazy:
@@ -121,7 +144,7 @@ class _Walk:
         self._finish(self.nodes)
         return self.order
 
-    def _lazy(self, blocks: list[CommBlock]) -> set[fx.Node]:
+    def _lazy(self, blocks: Sequence[CommBlock]) -> set[fx.Node]:
         """What is put off: items, waits, and cheap work on nothing but results."""
         lazy = {node for block in blocks for node in block.node_list} - {
             block.comm_node for block in blocks
@@ -240,11 +263,14 @@ class _Walk:
         while self.ready:
             launch = self.ready[0][2]
             started = launch.block.comm_node in self.done
-            if not started and not self._fits(launch):
+            if not started and not (self._is_time(launch) and self._fits(launch)):
                 return
             heapq.heappop(self.ready)
             if not started:
                 self._finish(launch.nodes)
+
+    def _is_time(self, launch: _Launch) -> bool:
+        return self.not_before.get(launch.block.comm_node, 0) <= self.place
 
     def _fits(self, launch: _Launch) -> bool:
         if self.bound is None or not self.in_flight:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from functools import partial
 
-from shoal.compile.passes.bucket import Limits
+from shoal.compile.passes.bucket import FIRST_BUCKET_BYTES, Limits
 from shoal.compile.passes.bucket_all_gather import bucket_all_gathers
 from shoal.compile.passes.bucket_all_reduce import bucket_all_reduces
 from shoal.compile.passes.bucket_reduce_scatter import bucket_reduce_scatters
 from shoal.compile.passes.contract import ORDER, Fact, Pass
+from shoal.compile.passes.cost import Costs
 from shoal.compile.passes.ddp_fusion import (
     fuse_ddp_with_coalesced_op,
     fuse_ddp_with_concat_op,
@@ -38,31 +39,38 @@ def replicated(*, bucket_size_mb: float, coalesced: bool = False) -> Pipeline:
     )
 
 
-def sharded(*, bucket_bytes: int, max_in_flight_bytes: int | None) -> Pipeline:
-    """For graphs that gather parameters and scatter gradients; all-reduces are HSDP's."""
+def sharded(
+    *, bucket_bytes: int, max_in_flight_bytes: int | None, costs: Costs | None = None
+) -> Pipeline:
+    """For graphs that gather parameters and scatter gradients, or average whole ones.
+
+    With costs, gathers start just in time instead of as early as there is room.
+    """
     limits = Limits(num_bytes=bucket_bytes)
+    # Gradients of replicas: their first bucket is small, so that it is on its way early.
+    first = Limits(num_bytes=bucket_bytes, first_bytes=min(bucket_bytes, FIRST_BUCKET_BYTES))
     bounded = () if max_in_flight_bytes is None else (Fact.BOUNDED_BYTES,)
     buckets = (
-        (bucket_all_gathers, Fact.BUCKETED_ALL_GATHERS),
-        (bucket_reduce_scatters, Fact.BUCKETED_REDUCE_SCATTERS),
-        (bucket_all_reduces, Fact.BUCKETED_ALL_REDUCES),
+        (bucket_all_gathers, limits, Fact.BUCKETED_ALL_GATHERS),
+        (bucket_reduce_scatters, limits, Fact.BUCKETED_REDUCE_SCATTERS),
+        (bucket_all_reduces, first, Fact.BUCKETED_ALL_REDUCES),
     )
     return Pipeline(
         passes=(
             *(
                 Pass(
                     name=bucket.__name__,
-                    run=partial(bucket, limits=limits),
+                    run=partial(bucket, limits=limit),
                     provides=frozenset({fact}),
                     undoes=ORDER,
                 )
-                for bucket, fact in buckets
+                for bucket, limit, fact in buckets
             ),
             Pass(
                 name="overlap",
-                run=partial(overlap, max_in_flight_bytes=max_in_flight_bytes),
+                run=partial(overlap, max_in_flight_bytes=max_in_flight_bytes, costs=costs),
                 # Buckets first: a schedule of single collectives would be undone by them.
-                requires=frozenset(fact for _, fact in buckets),
+                requires=frozenset(fact for *_, fact in buckets),
                 provides=frozenset({Fact.EARLY_STARTS, Fact.LATE_WAITS, *bounded}),
             ),
         )

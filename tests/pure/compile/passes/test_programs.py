@@ -22,6 +22,7 @@ from shoal.compile.passes import (
     sharded,
 )
 from shoal.compile.passes.comm_block import get_all_comm_blocks
+from shoal.compile.passes.tidy import drop_idle_views
 
 BOUND = 160
 PASSES = {
@@ -34,6 +35,7 @@ PASSES = {
     "small": functools.partial(bucket_all_reduces, limits=Limits(num_bytes=128)),
     "rows": replicated(bucket_size_mb=25).run,
     "lists": replicated(bucket_size_mb=25, coalesced=True).run,
+    "tidy": drop_idle_views,
     "sharded": sharded(bucket_bytes=1024, max_in_flight_bytes=BOUND).run,
 }
 quick = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])

@@ -1,0 +1,76 @@
+"""How long nodes take: by their work and bytes, or by a model of the link.
+
+Estimates serve to compare orders of one graph with each other, not to predict a clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from shoal.compile.partition.cost import work
+from shoal.compile.partition.ops import Kind, kind
+from shoal.compile.passes.collectives import CommKind, collective
+from shoal.compile.passes.comm_block import comm_bytes, tensor_bytes, tensors_of
+from shoal.errors import UsageError
+
+FREE = (Kind.INPUT, Kind.CONSTANT, Kind.ITEM, Kind.SIZE, Kind.VIEW)
+"""What moves no bytes."""
+TWICE = (CommKind.ALL_REDUCE,)
+"""What goes around a ring twice: first reduced, then gathered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What a rank computes with, and the link that it sends over."""
+
+    flops_per_us: float = 4e8
+    """400 TFLOP/s."""
+    memory_bytes_per_us: float = 3e6
+    """3 TB/s."""
+    call_us: float = 2.0
+    """What every operator costs, however small."""
+    link_bytes_per_us: float = 3.7e5
+    """370 GB/s."""
+    link_latency_us: float = 20.0
+
+    def __post_init__(self) -> None:
+        for name in ("flops_per_us", "memory_bytes_per_us", "link_bytes_per_us"):
+            if getattr(self, name) <= 0:
+                raise UsageError(f"expected a rate above 0, got {name}={getattr(self, name)}")
+        for name in ("call_us", "link_latency_us"):
+            if getattr(self, name) < 0:
+                raise UsageError(f"expected a time of 0 or more, got {name}={getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The time of each node: measured where it was, estimated otherwise."""
+
+    machine: Machine = Machine()
+    measured_us: Mapping[str, float] = field(default_factory=dict)
+    """By the name of a node."""
+
+    def of_compute(self, node: fx.Node) -> float:
+        """How long a node keeps this rank busy."""
+        if node.name in self.measured_us:
+            return self.measured_us[node.name]
+        if node.op != "call_function" or kind(node) in FREE:
+            return 0.0
+        moved = sum(map(tensor_bytes, tensors_of((node, *node.all_input_nodes))))
+        machine = self.machine
+        busy = max(work(node) / machine.flops_per_us, moved / machine.memory_bytes_per_us)
+        return machine.call_us + busy
+
+    def of_link(self, node: fx.Node) -> float:
+        """How long a collective occupies the link."""
+        if node.name in self.measured_us:
+            return self.measured_us[node.name]
+        op = collective(node)
+        if op is None:
+            return 0.0
+        rounds = 2 if op.kind in TWICE else 1
+        machine = self.machine
+        return rounds * (machine.link_latency_us + comm_bytes(node) / machine.link_bytes_per_us)

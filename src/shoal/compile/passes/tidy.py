@@ -1,0 +1,75 @@
+"""Views that show nothing new, taken out: each costs a call where operators run one by one.
+
+weight ─► t ─► t ─► mm      the second looks at the weight just as it is: mm reads the weight
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, fx
+
+from shoal.compile.partition.ops import Kind, flat, kind, op_name, value
+
+MAY_COPY = frozenset({"aten::reshape", "aten::flatten", "aten::contiguous", "aten::to"})
+"""What gives its input back where that is as it should be, and a copy otherwise."""
+
+
+def drop_idle_views(graph: fx.Graph) -> int:
+    """Read what idle views look at in their place; say how many went.
+
+    What a graph returns stays as it is: whoever gets it may tell a view from its base.
+    """
+    before = len(graph.nodes)
+    returned = set(graph.output_node().all_input_nodes)
+    for node in list(graph.nodes):
+        source = None if node in returned else _same_sight(node)
+        if source is not None:
+            node.replace_all_uses_with(source)
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (_is_pure_view(node) or op_name(node) in MAY_COPY):
+            graph.erase_node(node)
+    graph.lint()
+    return before - len(graph.nodes)
+
+
+def _same_sight(node: fx.Node) -> fx.Node | None:
+    """The nearest node before a chain of views that shows memory in the same way."""
+    sight = _sight(node)
+    if sight is None:
+        return None
+    for source in _sources(node):
+        if _sight(source) == sight:
+            return source
+    return None
+
+
+def _sources(node: fx.Node) -> Iterator[fx.Node]:
+    """What a node looks at, directly and through other views."""
+    if op_name(node) in MAY_COPY:
+        yield node.all_input_nodes[0]  # not through it: beyond, it may be a copy of something
+        return
+    while _is_pure_view(node):
+        node = node.all_input_nodes[0]
+        yield node
+
+
+def _is_pure_view(node: fx.Node) -> bool:
+    return (
+        node.op == "call_function"
+        and kind(node) is Kind.VIEW
+        and op_name(node) not in MAY_COPY
+        and len(node.all_input_nodes) == 1
+    )
+
+
+def _sight(node: fx.Node) -> tuple[Any, ...] | None:
+    """Which elements of memory a node's tensor shows, and as what; None where that is not fixed."""
+    held = value(node)
+    if not isinstance(held, Tensor) or type(held).__name__ != "FakeTensor":
+        return None
+    place = (*held.shape, *held.stride(), held.storage_offset())
+    if not all(isinstance(one, int) for one in flat(list(place))):
+        return None
+    return (held.dtype, held.device, held.dim(), *place, held.is_conj(), held.is_neg())

@@ -1,0 +1,53 @@
+"""Views that show nothing new go; everything else stays."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import Tensor
+
+from comm_graphs import capture, check_same
+from shoal.compile.passes.tidy import drop_idle_views
+
+aten = torch.ops.aten
+
+
+def calls_after(fn, *args: Tensor) -> Counter:
+    module = check_same(capture(fn, *args), args, drop_idle_views)
+    return Counter(node.target for node in module.graph.nodes if node.op == "call_function")
+
+
+def test_views_that_undo_each_other() -> None:
+    def fn(x: Tensor, w: Tensor) -> Tensor:
+        return x @ w.t().t().view(4, 4) + x.view(2, 2, 4).view(4, 4)
+
+    calls = calls_after(fn, torch.randn(4, 4), torch.randn(4, 4))
+    assert calls == {aten.mm.default: 1, aten.add.Tensor: 1}
+
+
+def test_views_that_show_something_else_stay() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.t() @ x.view(2, 8).t().reshape(4, 4)
+
+    calls = calls_after(fn, torch.randn(4, 4))
+    assert calls[aten.t.default] == 2
+    assert calls[aten.mm.default] == 1
+
+
+def test_a_copy_is_not_looked_through() -> None:
+    """What was copied before a write keeps the old bytes, though it looks the same."""
+
+    def fn(x: Tensor) -> Tensor:
+        old = x.t().clone().t()
+        x.add_(1)
+        return old * 2 + x.view(4, 4)
+
+    calls_after(fn, torch.randn(4, 4))
+
+
+def test_what_is_returned_stays_a_view() -> None:
+    def fn(x: Tensor) -> Tensor:
+        return x.view(4, 4)
+
+    assert calls_after(fn, torch.randn(4, 4)) == {aten.view.default: 1}

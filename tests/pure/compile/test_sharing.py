@@ -1,0 +1,110 @@
+"""A graph that writes to an argument holds for one way of sharing memory; others are right too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from compile_compare import ENTRIES, Entry, Given, compare, compiled
+from shoal.aot import aot_function, aot_module_simplified, nop
+
+OFFSETS = (None, 3, 4, 6, 10)
+"""Where the second argument begins in the memory of the first; None for memory of its own."""
+
+
+def written(x: Tensor, y: Tensor) -> tuple[Tensor]:
+    x.add_(1)
+    y.mul_(2)
+    return (x + y.sum(),)
+
+
+class Written(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+        return written(x, y)
+
+
+def arguments(offset: int | None) -> tuple[Tensor, Tensor]:
+    memory = torch.arange(24.0)
+    second = torch.arange(6.0) if offset is None else memory[offset : offset + 6]
+    return memory[:6], second
+
+
+def check(call: Callable[..., Any], offset: int | None) -> None:
+    want, got = arguments(offset), arguments(offset)
+    assert torch.equal(call(*got)[0], written(*want)[0])
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("first", [None, 3, 6])
+@pytest.mark.parametrize("through", ENTRIES)
+def test_sharing_may_change_between_calls(through: Entry, first: int | None) -> None:
+    call = compiled(written, backend="shoal", through=through)
+    for offset in (first, *OFFSETS, first):
+        check(call, offset)
+
+
+def test_sharing_may_change_for_a_simplified_module() -> None:
+    call = aot_module_simplified(Written(), arguments(3), nop)
+    for offset in OFFSETS:
+        check(call, offset)
+
+
+def test_nothing_is_compared_where_nothing_is_written() -> None:
+    """Readers do not pay: the generated function is what is called."""
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor]:
+            return (x + y,)
+
+    for module, is_compared in ((Reads(), False), (Written(), True)):
+        call = aot_module_simplified(module, arguments(3), nop)
+        (inner,) = [c.cell_contents for c in call.__closure__ if callable(c.cell_contents)]  # type: ignore[attr-defined]
+        assert hasattr(inner, "source") is not is_compared
+
+
+def receives(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    x.add_(y * 2)
+    return z * 1
+
+
+def whole_and_view() -> Given:
+    x = torch.randn(3, 4)
+    return Given(args=(x, torch.randn(3, 4, requires_grad=True), x[1:]))
+
+
+def two_views() -> Given:
+    memory = torch.randn(3, 8)
+    y = torch.randn(3, 4, requires_grad=True)
+    return Given(args=(memory[:, :4], y, memory[:, 2:4]), watched={"memory": memory})
+
+
+@pytest.mark.parametrize("make", [whole_and_view, two_views])
+def test_history_reaches_all_that_share(make: Callable[[], Given]) -> None:
+    """None of them requires a gradient until one is written to with something that does.
+
+    Dynamo itself does not read such a program.
+    """
+    compare(receives, make, through="aot", scenarios=("train",))
+
+
+def test_history_that_cannot_reach_all_is_refused() -> None:
+    memory, y = torch.randn(3, 4), torch.randn(3, 4, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="share memory"):
+        aot_function(receives, nop)(memory.detach(), y, memory.detach()[1:])
+
+
+def test_leaf_that_is_a_view_of_plain_memory_is_refused() -> None:
+    """Its base requires no gradient, so that nothing would come back through it."""
+    memory = torch.randn(3, 4)
+    leaf = memory[1:].requires_grad_()
+
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return y * 2
+
+    with pytest.raises(NotImplementedError, match="share memory"):
+        aot_function(program, nop)(memory, leaf)
