@@ -17,13 +17,18 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Name the marker that rank tests carry; give hypothesis time, since cores are shared."""
+    """Name the marker that rank tests carry; give hypothesis time, since cores are shared.
+
+    It draws the same examples in every ordinary run, so that a change is judged by itself; others
+    in every soak, which is there to find what nobody has thought of.
+    """
     if not config.pluginmanager.hasplugin("timeout"):
         config.addinivalue_line("markers", "timeout: ignored, pytest-timeout is not installed")
     if importlib.util.find_spec("hypothesis") is not None:
         from hypothesis import settings
 
-        settings.register_profile("shoal", deadline=None)
+        is_soak = config.getoption("markexpr") == "soak"
+        settings.register_profile("shoal", deadline=None, derandomize=not is_soak)
         settings.load_profile("shoal")
 
 

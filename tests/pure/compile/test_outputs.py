@@ -399,3 +399,13 @@ def test_detached_output_with_a_new_history_is_refused() -> None:
 
     with pytest.raises(NotImplementedError, match="detached"):
         aot_function(program, nop)(torch.ones(3, requires_grad=True))
+
+
+@pytest.mark.parametrize("through", ["aot", "compile"])
+def test_an_output_that_was_written_through_a_view_may_be_written_to(through: Entry) -> None:
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        y.view(-1).relu_()
+        return x * 3, y
+
+    compare(program, leaf, through=through, scenarios=("train", "edit"))

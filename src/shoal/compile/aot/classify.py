@@ -263,7 +263,8 @@ class Run:
 
     def _is_made_view(self, root: Tensor, taken: Sequence[Taken]) -> bool:
         """Whether the graph will make a tensor as a view, of whatever."""
-        return bool(taken) or id(root) in self._wrapper_of or id(root) in self._watch.reshaped
+        is_a_view = bool(taken) or id(root) in self._wrapper_of or id(root) in self._watch.reshaped
+        return is_a_view or self._watch.is_written_through_a_view(root)
 
     def _steps(self, taken: Sequence[Taken]) -> tuple[Step, ...]:
         return tuple(

@@ -144,6 +144,11 @@ class Watch(Effects):
         """Whether it was made without autograd: it says of gradients what it was made of does."""
         return self._unseen.get(id(tensor)) is tensor
 
+    def is_written_through_a_view(self, tensor: Tensor) -> bool:
+        """Whether its last value was written to a view of it: in a graph, it is that one's view."""
+        views = (write.tensor for write in self.writes if id(write.tensor) in self._views)
+        return any(self.chain(view)[0] is tensor for view in views)
+
     def chain(self, tensor: Tensor) -> tuple[Tensor, list[Taken]]:
         """What a tensor is a view of in the end, and the views on the way to it."""
         steps: list[Taken] = []
