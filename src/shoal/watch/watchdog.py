@@ -81,6 +81,7 @@ class Watchdog:
         self._heard_at = time.monotonic()
         self._asked = ""
         self._is_heard = False
+        self._deaf = ""  # why the store is not listened to any more
         self._verdict = ""
         self._concluded = threading.Event()
         self._stopping = threading.Event()
@@ -163,20 +164,25 @@ class Watchdog:
     # The threads.
 
     def _listen(self) -> None:
+        try:
+            self._hear()
+        except RuntimeError as error:  # without the store, the clock is left
+            self._deaf = f" ({error})"
+
+    def _hear(self) -> None:
         trouble = f"{self._prefix}/trouble"
-        with suppress(RuntimeError):  # without the store, the clock is left
-            while not self._stopping.wait(self._poll_s):
-                self._heard_at = time.monotonic()
-                overdue = self._overdue()
-                if self._asked or overdue:
-                    if self._claim(self._asked or overdue):
-                        self._lead()
-                        return
-                    self._follow()
+        while not self._stopping.wait(self._poll_s):
+            self._heard_at = time.monotonic()
+            overdue = self._overdue()
+            if self._asked or overdue:
+                if self._claim(self._asked or overdue):
+                    self._lead()
                     return
-                if self._store.check([trouble]):
-                    self._follow()
-                    return
+                self._follow()
+                return
+            if self._store.check([trouble]):
+                self._follow()
+                return
 
     def _mind_the_clock(self) -> None:
         while not self._stopping.wait(self._poll_s):
@@ -184,7 +190,7 @@ class Watchdog:
             if overdue and time.monotonic() - self._heard_at > _SILENCE_S:
                 self._conclude(
                     f"{overdue}. The store of the job cannot be reached either: the network is "
-                    f"cut, or the host of the first rank is gone"
+                    f"cut, or the host of the first rank is gone{self._deaf}"
                 )
                 return
 
