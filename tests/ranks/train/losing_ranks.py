@@ -17,6 +17,7 @@ import sys
 import time
 import uuid
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -25,7 +26,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.checkpoint import latest, read_manifest
-from shoal.train import environment, loop
+from shoal.train import environment, generation, loop
 from shoal.train.config import (
     DataConfig,
     FaultConfig,
@@ -42,6 +43,9 @@ from shoal.train.step import training_step
 
 NUM_RANKS = 4
 STEPS_PER_KILL = 4
+MEETING = timedelta(seconds=20)
+SPARE_RESTARTS = 3
+"""Forks of the agent, which has threads, rarely never come to life: ranks lost like others."""
 SAVE_EVERY = 2
 
 
@@ -60,7 +64,7 @@ def make_job(folder: Path, kills: int) -> Job:
             out=folder.parent,
             name=folder.name,
         ),
-        faults=FaultConfig(max_restarts=kills, stall_limit=30.0),
+        faults=FaultConfig(max_restarts=kills + SPARE_RESTARTS, stall_limit=30.0),
     )
     job = new_job(config, overwrite=False)
     job.create(num_ranks=NUM_RANKS)
@@ -91,6 +95,7 @@ def run(path: str, victims: list[tuple[int, int, float]]) -> None:
         return training_step(*arguments, **options)
 
     loop.training_step = step
+    generation._TIMEOUT = MEETING
     run_rank(place, Job.reopen(RunFolder(Path(path)), None), create=False, signals=[])
 
 
@@ -115,7 +120,7 @@ def launch(job: Job, victims: list[tuple[int, int, float]]) -> None:
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
-        max_restarts=len(victims),
+        max_restarts=len(victims) + SPARE_RESTARTS,
         monitor_interval=0.02,
         start_method="fork",
         logs_specs=DefaultLogsSpecs(log_dir=str(job.folder.logs), redirects=Std.ALL, tee=Std.NONE),
