@@ -219,6 +219,9 @@ _ONE_THREAD = "_shoal_one_thread"
 local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
 """`local_tensor`, in C."""
 
+spec_getter: operator.attrgetter[Any] = operator.attrgetter("_spec")
+"""How a DTensor is distributed, and what it is as a whole."""
+
 place_getter: operator.attrgetter[Any] = operator.attrgetter(
     "_spec.placements", "_spec.mesh", "_spec.tensor_meta.shape"
 )

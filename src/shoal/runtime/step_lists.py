@@ -1,32 +1,80 @@
-"""The lists that Adam's step works on, made at once from local tensors.
+"""Adam's step on the local tensors of sharded parameters.
 
-torch asks every parameter in turn for its gradient and its state, and then carries hundreds of
-tensors of a subclass through its operators. Adam's step never looks across elements, so that it
-may as well get the local tensors: the rest of the step is torch's own.
+torch asks every parameter in turn for its gradient and its state, carries hundreds of tensors of a
+subclass through its operators, and sorts them by device and dtype. Adam's step never looks across
+elements, so that it may as well get the local tensors, all lists at once; and what was found to be
+alike in one step needs no second look in the next.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
-from operator import attrgetter, itemgetter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import compress, repeat
+from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Adam, AdamW, Optimizer
 
 from shoal import _torch
 from shoal.tensor.sharded import ShardedTensor
 
-_LOCAL: dict[type, Any] = {DTensor: _torch.local_getter, ShardedTensor: attrgetter("local")}
-_WHERE: dict[type, Any] = {DTensor: _torch.place_getter, ShardedTensor: attrgetter("placement")}
 _GRAD = attrgetter("grad")
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = itemgetter("step")
+_MOMENTS = (itemgetter("exp_avg"), itemgetter("exp_avg_sq"))
+_KEYS = ("exp_avg", "exp_avg_sq", "step")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """How tensors of one type lie on ranks."""
+
+    local: Callable[[Any], Tensor] | None
+    """What gives this rank's part; None where a tensor is all there is."""
+    place: Callable[[Any], object]
+    """What must be equal in tensors that are added element by element."""
+    spec: Callable[[Any], object]
+    """What says the place, and is often the same object in every step."""
+    holds: type
+    """The type of gradients and moments."""
+
+    def locals_of(self, tensors: list[Any]) -> list[Tensor]:
+        """This rank's parts."""
+        return tensors if self.local is None else [*map(self.local, tensors)]
+
+    def are_alike(self, some: list[Any], others: list[Any]) -> bool:
+        """Whether two lists of tensors lie alike, one by one."""
+        return [*map(self.place, some)] == [*map(self.place, others)]
+
+
+_KINDS: dict[type, _Kind] = {
+    DTensor: _Kind(
+        local=_torch.local_getter,
+        place=_torch.place_getter,
+        spec=_torch.spec_getter,
+        holds=DTensor,
+    ),
+    ShardedTensor: _Kind(
+        local=attrgetter("local"),
+        place=attrgetter("placement"),
+        spec=attrgetter("placement"),
+        holds=ShardedTensor,
+    ),
+    nn.Parameter: _Kind(
+        local=None,
+        place=attrgetter("layout", "shape"),
+        spec=attrgetter("layout"),  # shapes are the parameters': autograd takes no others
+        holds=Tensor,
+    ),
+}
 
 
 def speed_up(optimizer: Optimizer) -> None:
-    """Let the steps of an optimizer that is known to be element-wise fill its lists faster."""
+    """Let the steps of an optimizer that is known to be element-wise work on local tensors."""
     if type(optimizer) in (Adam, AdamW) and "_init_group" not in vars(optimizer):
         optimizer._init_group = _Filler(optimizer)  # type: ignore[attr-defined]
 
@@ -36,36 +84,144 @@ class _Filler:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = weakref.ref(optimizer)  # which keeps this alive, and much memory
+        self._known: dict[int, _Known] = {}
 
     def __call__(self, group: dict[str, Any], *lists: list[Any]) -> Any:
-        """Fill the lists; returns whether any parameter is complex."""
+        """Fill the lists, or leave them empty if the step is done; returns if any is complex."""
         optimizer: Any = self._optimizer()
-        is_unusual = group["amsgrad"] or group["differentiable"] or isinstance(group["lr"], Tensor)
-        found = None
-        if not is_unusual and (group["fused"] or group["foreach"]):
-            found = _find(group["params"], optimizer.state)
-        if found is None:
+        known = self._find(group, optimizer) if _is_usual(group) else None
+        if known is None:
             return type(optimizer)._init_group(optimizer, group, *lists)
-        params, grads, first, second, steps = found
-        for target, values in zip(lists, (params, grads, first, second, (), steps), strict=True):
+        is_scaled = getattr(optimizer, "found_inf", None) is not None
+        if group["fused"] and known.is_uniform and not is_scaled:
+            known.step(group)
+            return False
+        for target, values in zip(lists, known.lists(), strict=True):
             target.extend(values)
-        return any(param.is_complex() for param in params)
+        return any(param.is_complex() for param in lists[0])
 
-
-def _find(params: list[Any], state: Mapping[Any, Any]) -> tuple[list[Any], ...] | None:
-    """Local tensors of parameters, gradients and moments, and steps; None if not all are alike."""
-    kinds = {*map(type, params)}
-    kind = next(iter(kinds), object)
-    if len(kinds) != 1 or kind not in _LOCAL:
-        return None
-    local, where = _LOCAL[kind], _WHERE[kind]
-    states = [*map(state.__getitem__, params)]
-    if not all(states):  # its first step makes them
-        return None
-    others = [[*map(_GRAD, params)], *([*map(itemgetter(name), states)] for name in _MOMENTS)]
-    places = [*map(where, params)]
-    for tensors in others:
-        if {*map(type, tensors)} != kinds or [*map(where, tensors)] != places:
+    def _find(self, group: dict[str, Any], optimizer: Any) -> _Known | None:
+        """What the step works on, unless it is nothing, or its first step makes some of it."""
+        params: list[Any] = group["params"]
+        grads = [*map(_GRAD, params)]
+        has_grad = [*map(is_not, grads, repeat(None))]
+        if not all(has_grad):
+            params, grads = [*compress(params, has_grad)], [*compress(grads, has_grad)]
+        # Not by index: that would make states for those that have none.
+        states: list[Any] = [*map(optimizer.state.get, params)]
+        if not params or not all(states):
             return None
-    steps = [*map(itemgetter("step"), states)]
-    return ([*map(local, params)], *([*map(local, tensors)] for tensors in others), steps)
+        known = self._known.get(id(group))
+        if known is None or not known.still_holds(params, states):
+            known = _Known.of(params, states)
+            if known is None:
+                self._known.pop(id(group), None)
+                return None
+            self._known[id(group)] = known
+        return known if known.take(grads) else None
+
+
+def _is_usual(group: Mapping[str, Any]) -> bool:
+    """Whether a group's options ask for nothing but Adam's step on lists of tensors."""
+    if torch.compiler.is_compiling() or not (group["fused"] or group["foreach"]):
+        return False
+    if group["amsgrad"] or group["differentiable"]:
+        return False
+    return not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
+
+
+class _Known:
+    """Parameters and moments that were seen to lie alike, and the gradients of this step."""
+
+    def __init__(self, kind: _Kind, params: list[Any], held: list[list[Any]]) -> None:
+        self._kind = kind
+        self._params = params
+        self._held = held
+        """First moments, second moments, steps."""
+        self._grads: list[Any] = []
+        self._specs: list[Any] = []
+        """Those of the last gradients that were seen to lie as the parameters do."""
+        tensors = self._local()
+        first = tensors[0]
+        places = {(t.device, t.dtype, t.layout) for t in tensors}
+        self.is_uniform = len(places) == 1 and {step.device for step in held[2]} == {first.device}
+        """Whether one call of one operator can take all of them."""
+        # The optimizer has steps to count for a rank's empty parts, and nothing else.
+        self._is_there = [tensor.numel() > 0 for tensor in tensors[: len(params)]]
+        self._are_all_there = all(self._is_there)
+
+    @classmethod
+    def of(cls, params: list[Any], states: list[Any]) -> _Known | None:
+        """Look at all of them; None if they are not all of one kind and alike."""
+        types = {*map(type, params)}
+        kind = _KINDS.get(next(iter(types))) if len(types) == 1 else None
+        if kind is None or not all(key in state for state in states for key in _KEYS):
+            return None
+        held = _held(states)
+        for moments in held[:2]:
+            if {*map(type, moments)} != {kind.holds} or not kind.are_alike(params, moments):
+                return None
+        return cls(kind, params, held)
+
+    def _local(self) -> list[Tensor]:
+        tensors = [self._params, *self._held[:2]]
+        return [local for some in tensors for local in self._kind.locals_of(some)]
+
+    def still_holds(self, params: list[Any], states: list[Any]) -> bool:
+        """Whether the optimizer holds the very same tensors."""
+        if not _are_same(params, self._params):
+            return False
+        return all(map(_are_same, _held(states), self._held))
+
+    def take(self, grads: list[Any]) -> bool:
+        """Take this step's gradients, unless they are of another kind."""
+        kind = self._kind
+        if {*map(type, grads)} != {kind.holds}:
+            return False
+        specs = [*map(kind.spec, grads)]
+        if not _are_same(specs, self._specs):
+            if not kind.are_alike(self._params, grads):
+                return False
+            self._specs = specs
+        self._grads = grads
+        return True
+
+    def lists(self) -> tuple[list[Any], ...]:
+        """Parameters, gradients, moments, nothing, steps: in the order of `_init_group`."""
+        local = self._kind.locals_of
+        first, second, steps = self._held
+        grads, self._grads = self._grads, []  # they are the model's to keep or to drop
+        return local(self._params), local(grads), local(first), local(second), [], steps
+
+    def step(self, group: Mapping[str, Any]) -> None:
+        """Adam's fused step, as torch makes it for tensors of one device and dtype."""
+        lists = self.lists()
+        torch._foreach_add_(lists[-1], 1)
+        if not self._are_all_there:
+            lists = tuple([*compress(one, self._is_there)] for one in lists)
+            if not lists[0]:
+                return
+        beta1, beta2 = group["betas"]
+        is_decoupled = group["decoupled_weight_decay"]
+        function: Any = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
+        function(
+            *lists,
+            amsgrad=False,
+            lr=group["lr"],
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            grad_scale=None,
+            found_inf=None,
+        )
+
+
+def _held(states: list[Any]) -> list[list[Any]]:
+    return [[*map(get, states)] for get in (*_MOMENTS, _STEP)]
+
+
+def _are_same(some: list[Any], others: list[Any]) -> bool:
+    """Whether two lists hold the same objects; comparing tensors would compare numbers."""
+    return len(some) == len(others) and all(map(is_, some, others))
