@@ -196,22 +196,33 @@ def test_a_few_steps(inputs: Callable[[], Any]) -> None:
         assert torch.equal(left, right)
 
 
+SIZES = {"vocab_size": VOCABULARY, "use_cache": False}
+PUBLISHED: dict[str, tuple[str, dict[str, Any]]] = {
+    "LlamaForCausalLM": (
+        "LlamaConfig",
+        {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2},
+    ),
+    "GPT2LMHeadModel": ("GPT2Config", {"n_embd": WIDTH, "n_layer": 2, "n_positions": LENGTH}),
+    "BertForMaskedLM": (
+        "BertConfig",
+        {"hidden_size": WIDTH, "intermediate_size": 2 * WIDTH, "num_hidden_layers": 2},
+    ),
+    "FalconForCausalLM": ("FalconConfig", {"hidden_size": WIDTH, "num_hidden_layers": 2}),
+}
+"""Models of transformers, with the classes and sizes of their configurations."""
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="transformers is not installed"
 )
-def test_model_of_transformers() -> None:
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_models_of_transformers(name: str) -> None:
     transformers = pytest.importorskip("transformers")
+    config_name, sizes = PUBLISHED[name]
 
     def inputs() -> tuple[nn.Module, Tensor]:
-        config = transformers.LlamaConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=WIDTH,
-            intermediate_size=2 * WIDTH,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            use_cache=False,
-        )
-        return transformers.LlamaForCausalLM(config), tokens()
+        config = getattr(transformers, config_name)(**SIZES, **sizes, num_attention_heads=2)
+        return getattr(transformers, name)(config), tokens()
 
     def logits(model: Any, x: Tensor) -> Tensor:
         return model(x).logits
