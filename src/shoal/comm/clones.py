@@ -88,6 +88,15 @@ _APPLY: dict[Kind, Callable[[Call, int, int, bool], None]] = {
 }
 
 
+def is_slot(slots: Slots, piece: Tensor, rank: int) -> bool:
+    """Whether a piece is this rank's slot, whatever memory its storage will have."""
+    if slots.flat is None:
+        return False
+    slot = slots[rank]
+    is_there = piece.storage_offset() == slot.storage_offset() and piece.numel() == slot.numel()
+    return is_there and _torch.share_storage(piece, slot)
+
+
 def _spread(slots: Slots, piece: Tensor, rank: int, fill: bool) -> None:
     if slots.flat is None:
         # Lists are for small things (sizes, pickled objects) that are read when they arrive.

@@ -14,14 +14,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.calls import Call, Kind, Reduction
-from shoal.comm.clones import among_clones, reduction_of
+from shoal.comm.calls import Call, Kind, Reduction, Slots
+from shoal.comm.clones import among_clones, is_slot, reduction_of
 from shoal.comm.link import CpuLink, CudaLink, device_of
 from shoal.comm.network import FREE, INFINIBAND, NVLINK, Network
 from shoal.comm.python_group import PythonGroup, PythonWork
@@ -110,6 +111,15 @@ class ModelledGroup(PythonGroup):
         # Nobody has to queue for a link that takes no time.
         self._count(call.kind, call.num_bytes)
         among_clones(call, self._rank, self._size, self.model.fill)
+
+    def gather_in_stream(self, call: Call) -> Callable[[], object]:
+        """What runs a gather in order with the current stream, any number of times."""
+        assert isinstance(call.input, Tensor)
+        assert isinstance(call.output, Slots)
+        if self._is_free and not self.model.fill and is_slot(call.output, call.input, self._rank):
+            # There is nothing to move, and nobody to wait for.
+            return partial(self._count, call.kind, call.num_bytes)
+        return super().gather_in_stream(call)
 
     def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
         """What reduces a tensor into an output in order with the current stream."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,6 +127,10 @@ class PythonGroup(ProcessGroup):
     def run_in_stream(self, call: Call) -> None:
         """Run a call in order with the current stream; the call can be given again."""
         self.run([replace(call)], False).wait()
+
+    def gather_in_stream(self, call: Call) -> Callable[[], object]:
+        """What runs a gather in order with the current stream, any number of times."""
+        return partial(self.run_in_stream, call)
 
     def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
         """What reduces a tensor into an output in order with the current stream."""

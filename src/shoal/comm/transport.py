@@ -101,7 +101,7 @@ class Transport:
         received, sent, group = _as_carried(output), _as_carried(input), self.group
         if isinstance(group, PythonGroup):
             call = Call(Kind.ALL_GATHER, sent, Slots.like(sent, received, self.size))
-            return partial(group.run_in_stream, call)
+            return group.gather_in_stream(call)
         return partial(_torch.gather_method(group, asynchronous=False), received, sent)
 
     def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], object]:

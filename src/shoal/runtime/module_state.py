@@ -118,7 +118,7 @@ class ModuleState:
         policy = self.policy
         casts = policy.cast_forward_inputs or (self.is_root and self.casts_as_root)
         if policy.param_dtype is not None and casts:
-            args = tuple(_cast(arg, policy.param_dtype) for arg in args)
+            args = _cast_each(args, policy.param_dtype)
             if kwargs:
                 kwargs = _cast(kwargs, policy.param_dtype)
         if not self.units:
@@ -141,7 +141,7 @@ class ModuleState:
         policy = self.policy
         casts = policy.cast_forward_inputs or (self.is_root and self.casts_as_root)
         if policy.param_dtype is not None and casts:
-            args = tuple(_cast(arg, policy.param_dtype) for arg in args)
+            args = _cast_each(args, policy.param_dtype)
             kwargs = _cast(kwargs, policy.param_dtype)
         tensors: dict[str, torch.Tensor] = {}
         for at, unit in enumerate(self.units):
@@ -352,6 +352,13 @@ def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
     else:
         register_multi_grad_hook(tensors, leave)
     return run
+
+
+def _cast_each(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
+    """Cast arguments; nearly always it is one, which the module before has cast."""
+    if len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype is dtype:
+        return args
+    return tuple(_cast(arg, dtype) for arg in args)
 
 
 def _cast(values: Any, dtype: torch.dtype | None) -> Any:
