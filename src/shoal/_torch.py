@@ -343,6 +343,14 @@ def separate_store() -> dist.Store:
     return cast(Any, default_store()).clone()
 
 
+def num_launched(group: dist.ProcessGroup) -> int | None:
+    """How many collectives of a group this rank has launched, if its backend counts them."""
+    try:
+        return cast(Any, group)._get_sequence_number_for_group()
+    except RuntimeError:
+        return None
+
+
 def unwrapped_by_dynamo(function: Function) -> Function:
     """Let a compiled caller break its graph here; without importing the compiler to say so."""
     cast(Any, function)._torchdynamo_disable = True
@@ -428,6 +436,11 @@ def alias(data: Tensor) -> Tensor:
     for one with memory of its own.
     """
     return torch.from_dlpack(data) if data.numel() and not data.is_meta else data.clone()
+
+
+def share_storage(tensor: Tensor, other: Tensor) -> bool:
+    """Whether two plain tensors are parts of one storage, with memory or without."""
+    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
 def storage_pointer(tensor: Tensor) -> int:
@@ -953,6 +966,14 @@ def allowed_in_graph(function: Callable[[Tensor], Any]) -> Callable[[Tensor], An
         return function(tensor)
 
     return cast(Callable[[Tensor], Any], torch.compiler.allow_in_graph(call))
+
+
+def mark_unmoving(tensor: Tensor) -> None:
+    """Say that a tensor is where it is in every call, so that recorded graphs need no copy of it.
+
+    As `torch._dynamo.mark_static_address` does, which would import Dynamo.
+    """
+    cast(Any, tensor)._dynamo_static_input_type = "unguarded"
 
 
 def constant_in_graph(function: Callable[[], Constant]) -> Callable[[], Constant]:
