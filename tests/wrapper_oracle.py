@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor as TorchShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
@@ -112,6 +113,8 @@ def train(wrapper: Any, num_backwards: int, device: torch.device, **options: Any
         seen.append(sorted({str(grad.dtype) for grad in grads}))
         seen.append(total(grads, device))
         optimizer.step()
+        held = [*model.parameters()], grads, optimizer.state_dict()["state"]
+        seen.append([places(tensors) for tensors in held])
         optimizer.zero_grad()
         seen.append(total(list(model.parameters()), device))
     return [*seen, *state_dicts(wrapper, model, optimizer, device)]
@@ -120,7 +123,7 @@ def train(wrapper: Any, num_backwards: int, device: torch.device, **options: Any
 def state_dicts(
     wrapper: Any, model: Any, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> list[Any]:
-    """What the kinds of state dicts hold, by name; pieces are put together."""
+    """What the kinds of state dicts hold, by name, and where; pieces are put together."""
     kinds = {
         StateDictType.FULL_STATE_DICT: FullOptimStateDictConfig(offload_to_cpu=False),
         StateDictType.SHARDED_STATE_DICT: ShardedOptimStateDictConfig(offload_to_cpu=False),
@@ -133,13 +136,27 @@ def state_dicts(
             name: dict(sorted(state.items())) for name, state in sorted(saved[1]["state"].items())
         }
         saved[1]["param_groups"] = [sorted(g["params"]) for g in saved[1]["param_groups"]]
+        found += [places(part) for part in saved]
         found += [tree_map(partial(whole, device=device), part) for part in saved]
     return found
 
 
 def whole(value: Any, device: torch.device) -> Any:
-    """A tensor as it is without sharding."""
-    return whole_of(value, device).clone() if isinstance(value, torch.Tensor) else value
+    """A tensor as it is without sharding, on a device."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return whole_of(value, device).to(device, copy=True)
+
+
+def places(values: Any) -> list[str]:
+    """The kinds of devices on which this rank has what tensors hold."""
+    found: set[str] = set()
+    for value in tree_leaves(values):
+        if isinstance(value, TorchShardedTensor):
+            found.update(shard.tensor.device.type for shard in value.local_shards())
+        elif isinstance(value, torch.Tensor):
+            found.add(value.device.type)
+    return sorted(found)
 
 
 def total(tensors: list[torch.Tensor], device: torch.device) -> float:

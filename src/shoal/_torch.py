@@ -450,6 +450,16 @@ def storage_pointer(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def foreach_add(targets: list[Tensor], number: float) -> None:
+    """Add a number to each tensor, in few kernels."""
+    torch._foreach_add_(targets, number)
+
+
+def fused_adam(*, decoupled: bool) -> Callable[..., None]:
+    """The operator of Adam's fused step, or of AdamW's."""
+    return torch._fused_adamw_ if decoupled else torch._fused_adam_  # pyright: ignore[reportReturnType]
+
+
 def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copy each source into its target, casting where dtypes differ, in few kernels."""
     torch._foreach_copy_(targets, sources)

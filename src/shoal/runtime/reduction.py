@@ -121,8 +121,8 @@ class Reduction:
         self.wait()
         if not self.indices:
             return None
-        mark = self.host_mark
-        if mark is not None and self.unit.reads_grads_at_once(self.indices):
+        mark, dtype = self.host_mark, self._output.dtype
+        if mark is not None and self.unit.reads_grads_at_once(self.indices, dtype):
             mark.synchronize()
             mark = None
         self.unit.take_reduced(self.indices, self._output, self._cuts)

@@ -243,6 +243,9 @@ class Rows:
     def _to_host(self, output: torch.Tensor) -> torch.Tensor:
         """Start copying reduced gradients to where the shards live, beside compute."""
         stored = self._unit.shards.buffer
+        dtypes = {member.dtype for member in self._unit.shards.members}
+        if len(dtypes) == 1:  # on the host a cast would have to wait for the copy
+            output = output.to(dtypes.pop())
         host = torch.empty(
             output.shape, dtype=output.dtype, pin_memory=stored.is_pinned(), device=stored.device
         )

@@ -196,15 +196,13 @@ class _Known:
     def step(self, group: Mapping[str, Any]) -> None:
         """Adam's fused step, as torch makes it for tensors of one device and dtype."""
         lists = self.lists()
-        torch._foreach_add_(lists[-1], 1)
+        _torch.foreach_add(lists[-1], 1)
         if not self._are_all_there:
             lists = tuple([*compress(one, self._is_there)] for one in lists)
             if not lists[0]:
                 return
         beta1, beta2 = group["betas"]
-        is_decoupled = group["decoupled_weight_decay"]
-        function: Any = torch._fused_adamw_ if is_decoupled else torch._fused_adam_
-        function(
+        _torch.fused_adam(decoupled=group["decoupled_weight_decay"])(
             *lists,
             amsgrad=False,
             lr=group["lr"],

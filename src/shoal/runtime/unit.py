@@ -462,10 +462,15 @@ class Unit:
         """Keep a gradient that the replicas have still to add theirs to."""
         self._partial = (indices, output, self.rows.trained)
 
-    def reads_grads_at_once(self, indices: Sequence[int]) -> bool:
-        """Whether somebody reads these gradients as soon as they are there."""
-        sharded = [self.shards.members[index].sharded for index in indices]
-        return any(p.grad is not None or _torch.has_post_accumulate_hooks(p) for p in sharded)
+    def reads_grads_at_once(self, indices: Sequence[int], dtype: torch.dtype) -> bool:
+        """Whether these gradients are read as soon as they are there, if only to cast them."""
+        members = [self.shards.members[index] for index in indices]
+        return any(
+            member.dtype is not dtype
+            or member.sharded.grad is not None
+            or _torch.has_post_accumulate_hooks(member.sharded)
+            for member in members
+        )
 
     def may_take_later(self, dtype: torch.dtype) -> bool:
         """Whether nobody waits for gradients of this dtype, and no memory is gained by them."""
@@ -493,7 +498,7 @@ class Unit:
             sharded.grad = member.form.grad(sharded, grad)
         else:
             self._accumulate(member, held, grad)
-        if _torch.has_post_accumulate_hooks(sharded):
+        if _torch.grad_hooks(sharded):
             _torch.run_post_accumulate_hooks(sharded)
 
     def _accumulate(self, member: Member, held: torch.Tensor, grad: torch.Tensor) -> None:

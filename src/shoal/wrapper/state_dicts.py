@@ -58,7 +58,9 @@ class StateDicts(StateDictTypes, Summoning):
                 self._unit.reshard()
             return super().state_dict(*args, **kwargs)
         is_shown = not (getattr(config, "rank0_only", False) and self.rank != 0)
-        with shown_whole(self, is_shown=is_shown):
+        # As in torch, original parameters that nobody shards are saved from where they are.
+        is_own = self._unit is not None and self._unit.transport is None and self._use_orig_params
+        with shown_whole(self, is_shown=is_shown, in_place=is_own):
             return super().state_dict(*args, **kwargs)
 
     def _give_up_load(self) -> None:

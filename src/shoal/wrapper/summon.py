@@ -23,6 +23,7 @@ from shoal.wrapper.plain_form import before_of
 
 _STATES = _torch.TrainingState
 _COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
+_CPU = torch.device("cpu")
 
 
 class Summoning(Wrapper):
@@ -152,10 +153,13 @@ def shown_whole(
     is_shown: bool = True,
     offload_to_cpu: bool = False,
     with_grads: bool = False,
+    in_place: bool = False,
 ) -> Iterator[None]:
     """Let the modules of one wrapper have whole parameters; collective.
 
-    The engine is not told: what it gathers has the dtype of compute, and belongs to steps.
+    They are where the unit computes, on the host if they are offloaded there, or with `in_place`,
+    if every rank holds them whole, where it does. The engine is not told: what it gathers has the
+    dtype of compute, and belongs to steps.
     """
     unit = wrapper._unit
     if wrapper._is_summoned:
@@ -168,7 +172,8 @@ def shown_whole(
                 # When the parameters are shards again.
                 keeps = writeback or _shows_own(wrapper, unit)
                 stack.callback(grads.put_back, writeback=keeps)
-            stack.enter_context(_whole(wrapper, unit, writeback, is_shown, offload_to_cpu))
+            device = _CPU if offload_to_cpu else None if in_place else unit.device
+            stack.enter_context(_whole(wrapper, unit, writeback, is_shown, device))
             if grads is not None and is_shown:
                 grads.show()
                 stack.callback(grads.hide)
@@ -181,7 +186,7 @@ def shown_whole(
 
 @contextmanager
 def _whole(
-    wrapper: Wrapper, unit: Unit, writeback: bool, is_shown: bool, offload_to_cpu: bool
+    wrapper: Wrapper, unit: Unit, writeback: bool, is_shown: bool, device: torch.device | None
 ) -> Iterator[None]:
     if unit.phase in _COMPUTES:
         raise AssertionError(
@@ -193,14 +198,14 @@ def _whole(
     shard = unit.shards.buffer
     if wrapper.cpu_offload.offload_params and not unit.offloads:
         shard = shard.clone()  # as where the shards are elsewhere than the compute
-    data = _gathered(unit, shard)
+    data = full_tensors(unit.shards.packing, shard) if device is None else _gathered(unit, shard)
     if not is_shown:
         yield
         return
     parameters = unit.sharded_parameters()
     local = [parameter.data for parameter in parameters]
     for member, parameter, tensor in zip(unit.shards.members, parameters, data, strict=True):
-        parameter.data = tensor.cpu() if offload_to_cpu else tensor
+        parameter.data = tensor if device is None else tensor.to(device)
         if before_of(member.form) is not None:
             shown = nn.Parameter(member.form.full(parameter.data), parameter.requires_grad)
             member.register(shown)
@@ -226,8 +231,9 @@ def _whole(
 def _write(parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -> None:
     """Change what has changed: a backward that is still to come refuses other parameters."""
     for parameter, piece in zip(parameters, pieces, strict=True):
-        if not torch.equal(parameter, piece.view_as(parameter)):
-            parameter.copy_(piece.view_as(parameter))
+        new = piece.view_as(parameter).to(parameter.device)  # shards may be offloaded
+        if not torch.equal(parameter, new):
+            parameter.copy_(new)
 
 
 class _WholeGrads:
@@ -269,7 +275,9 @@ class _WholeGrads:
             zeros = [torch.zeros(p.shape, dtype=p.dtype, device=unit.device) for p in params]
             whole = [z if g is None else g for z, g in zip(zeros, self._whole, strict=True)]
             grads = [
-                None if grad is None else member.form.grad(member.sharded, piece.clone())
+                None
+                if grad is None
+                else member.form.grad(member.sharded, piece.to(member.sharded.device, copy=True))
                 for grad, member, piece in zip(
                     self._whole, unit.shards.members, _pieces(unit, whole), strict=True
                 )

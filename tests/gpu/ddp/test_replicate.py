@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
@@ -76,6 +77,23 @@ def test_gradients_of_two_streams():
         model(x).pow(2).sum().backward()
         for parameter, grad in zip(model.parameters(), expected, strict=True):
             torch.testing.assert_close(parameter.grad, grad)
+
+
+@nccl_ranks(2)
+def test_gradients_that_are_not_accumulated():
+    """One rank takes some of its own, and slopes are part of the loss."""
+    ours, theirs = pair(device="cuda")
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        x.requires_grad_()
+        loss = model(x).pow(2).mean()
+        if dist.get_rank() == 0:
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            torch.autograd.grad(loss, trained, retain_graph=True)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.pow(2).sum()).backward()
+
+    train(ours, theirs, step=step, device="cuda")
 
 
 @nccl_ranks(2)

@@ -15,14 +15,9 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from harness import nccl_ranks
 from shoal.fsdp import (
     CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
     FullyShardedDataParallel,
     MixedPrecision,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
 from shoal.fsdp.sharded_grad_scaler import ShardedGradScaler
 from wrapper_oracle import (
@@ -34,7 +29,6 @@ from wrapper_oracle import (
     check,
     check_same,
     sample,
-    whole,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -57,6 +51,20 @@ def test_strategies_precisions_and_offload(strategy: ShardingStrategy) -> None:
             sharding_strategy=strategy,
             use_orig_params=use_orig_params,
             mixed_precision=precision,
+            cpu_offload=CPUOffload(offloads),
+        )
+
+
+@nccl_ranks(2)
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda strategy: strategy.name)
+def test_reductions_in_low_precision(strategy: ShardingStrategy) -> None:
+    """Gradients come in another dtype than the shards have, which may be on the host."""
+    for use_orig_params, offloads in itertools.product([False, True], [False, True]):
+        check(
+            gpu(),
+            sharding_strategy=strategy,
+            use_orig_params=use_orig_params,
+            mixed_precision=MixedPrecision(torch.bfloat16, torch.bfloat16, torch.bfloat16),
             cpu_offload=CPUOffload(offloads),
         )
 
@@ -135,119 +143,23 @@ def test_scaled_losses() -> None:
         check_same(found, wanted, 2e-2)
 
 
-def trained(wrapper: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = build(wrapper, gpu(), **options)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
-    for tokens in batches(2, gpu()):
-        model(tokens).pow(2).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return model, optimizer
-
-
-CONFIGS: list[tuple[StateDictType, Any, Any]] = [
-    (
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=True, rank0_only=True),
-        FullOptimStateDictConfig(offload_to_cpu=True, rank0_only=True),
-    ),
-    (
-        StateDictType.FULL_STATE_DICT,
-        FullStateDictConfig(offload_to_cpu=True),
-        FullOptimStateDictConfig(offload_to_cpu=True),
-    ),
-    (
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(offload_to_cpu=True),
-        ShardedOptimStateDictConfig(offload_to_cpu=True),
-    ),
-    (
-        StateDictType.SHARDED_STATE_DICT,
-        ShardedStateDictConfig(),
-        ShardedOptimStateDictConfig(offload_to_cpu=False),
-    ),
-]
-
-
 @nccl_ranks(2)
-@pytest.mark.parametrize("use_orig_params", [False, True])
-def test_state_dicts(use_orig_params: bool) -> None:
-    """Saved to the host or not, by one rank or all, and loaded by another model."""
-    pairs = [trained(wrapper, use_orig_params=use_orig_params) for wrapper in WRAPPERS]
-    for kind, config, optim_config in CONFIGS:
-        saved = []
-        for wrapper, (model, optimizer) in zip(WRAPPERS, pairs, strict=True):
-            with wrapper.state_dict_type(model, kind, config, optim_config):
-                saved.append((model.state_dict(), wrapper.optim_state_dict(model, optimizer)))
-        devices = [{v.device.type for v in weights.values()} for weights, _ in saved]
-        assert devices[0] == devices[1]
-        found, wanted = (
-            [
-                {name: on_host(value) for name, value in weights.items()},
-                {
-                    f"{name}.{part}": on_host(value)
-                    for name, state in sorted(states.get("state", {}).items())
-                    for part, value in sorted(state.items())
-                },
-            ]
-            for weights, states in saved
-        )
-        check_same(found, wanted, 1e-4)
-        if not getattr(config, "rank0_only", False):
-            check_loading(kind, config, optim_config, saved[0], use_orig_params)
-
-
-def on_host(value: Any) -> Any:
-    """The whole of a value, wherever its parts are."""
-    return whole(value, gpu()).cpu()
-
-
-def check_loading(
-    kind: StateDictType, config: Any, optim_config: Any, saved: Any, use_orig_params: bool
-) -> None:
-    wrapper = FullyShardedDataParallel
-    torch.manual_seed(1)
-    other, optimizer = trained(wrapper, use_orig_params=use_orig_params)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    with wrapper.state_dict_type(other, kind, config, optim_config):
-        other.load_state_dict(saved[0])
-        states = wrapper.optim_state_dict_to_load(other, optimizer, saved[1])
-        optimizer.load_state_dict(states)
-        again = other.state_dict(), wrapper.optim_state_dict(other, optimizer)
-    for name, value in saved[0].items():
-        assert torch.equal(on_host(again[0][name]), on_host(value)), name
-    for name, state in saved[1]["state"].items():
-        for part, value in state.items():
-            assert torch.equal(on_host(again[1]["state"][name][part]), on_host(value)), name
-
-
-@nccl_ranks(2)
-def test_whole_parameters() -> None:
-    """On the device or on the host, of all ranks or one; what is written stays, if asked."""
-
-    def run(wrapper: Any) -> list[Any]:
-        seen: list[Any] = []
-        for use_orig_params, offloads in itertools.product([False, True], [False, True]):
-            model, _ = trained(
-                wrapper, use_orig_params=use_orig_params, cpu_offload=CPUOffload(offloads)
-            )
-            with wrapper.summon_full_params(
-                model, writeback=False, rank0_only=True, offload_to_cpu=True
-            ):
-                if dist.get_rank() == 0:
-                    parameters = dict(model.named_parameters())
-                    seen.append(sorted(parameters))
-                    seen += [parameters[name].detach().cpu() for name in sorted(parameters)]
-                    seen.append({p.device.type for p in parameters.values()})
-            with wrapper.summon_full_params(model), torch.no_grad():
-                for parameter in model.parameters():
-                    parameter.clamp_(-0.05, 0.05)
-            seen += [value.cpu() for value in model.state_dict().values()]
-        return seen
-
-    check_same(run(FullyShardedDataParallel), run(TorchWrapper), 1e-4)
+@pytest.mark.parametrize("rank_of_inf", [None, 0, 1])
+def test_scaled_gradients_on_the_host(rank_of_inf: int | None) -> None:
+    """The host neither reads the scale nor raises its flag before the device's have arrived."""
+    parameter = nn.Parameter(torch.zeros(40))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    scaler = ShardedGradScaler(init_scale=4.0)
+    scaler.scale(torch.ones((), device=gpu()))
+    parameter.grad = torch.full_like(parameter, 8.0)
+    if dist.get_rank() == rank_of_inf:
+        parameter.grad[3] = float("inf")
+    torch.cuda._sleep(200_000_000)  # a tenth of a second in which nothing comes
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == (4.0 if rank_of_inf is None else 2.0)
+    expected = torch.full_like(parameter, -2.0 if rank_of_inf is None else 0.0)
+    assert torch.equal(parameter, expected)
 
 
 @nccl_ranks(2)
