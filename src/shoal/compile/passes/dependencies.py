@@ -92,10 +92,10 @@ class Dependencies:
             return []  # numbers, or nothing
         if node.target is operator.getitem:
             return [self._item(node)]
-        several = isinstance(value(node), list | tuple)
-        fresh: list[Memory] = [
-            frozenset({(node, i)}) for i in range(len(tensors) if several else 1)
-        ]
+        held = value(node)
+        # By position, as they are taken out: between tensors there may be numbers, or nothing.
+        num_results = len(held) if isinstance(held, list | tuple) else 1
+        fresh: list[Memory] = [frozenset({(node, i)}) for i in range(num_results)]
         shared = self.memory(*_shared_inputs(node))
         if _is_opaque(node):
             return [one | shared for one in fresh]
@@ -104,10 +104,10 @@ class Dependencies:
     def _item(self, node: fx.Node) -> Memory:
         source: Any
         source, place = node.args
-        known = self._memory[source]
-        if isinstance(place, int) and isinstance(value(source), list | tuple) and known:
+        known, held = self._memory[source], value(source)
+        if isinstance(place, int) and isinstance(held, list | tuple) and len(known) == len(held):
             return known[place]
-        return self.memory(source)
+        return self.memory(source)  # an item of an item
 
 
 def has_effect(node: fx.Node) -> bool:
