@@ -26,13 +26,15 @@ def diagnose(witnesses: Sequence[Witness]) -> str:
     """Say which rank left the others, where, and what it did instead."""
     by_rank = {witness.rank: witness for witness in witnesses}
     groups = {name: ranks for witness in witnesses for name, ranks in witness.groups.items()}
-    found = [
-        text
+    members = {
+        name: {rank: by_rank[rank] for rank in ranks if rank in by_rank}
         for name, ranks in groups.items()
-        for text in _in_group(name, {rank: by_rank[rank] for rank in ranks if rank in by_rank})
-    ]
+    }
+    found = [text for name, own in members.items() for text in _in_group(name, own)]
     silent = [witness for witness in witnesses if witness.is_silent]
     found += [_silence(witness) for witness in silent]
+    if not found:
+        found = [text for name, own in members.items() for text in _behind(name, own)]
     if not found:
         found = [_waiting(witness) for witness in witnesses if witness.waits_for]
     if not found:
@@ -63,6 +65,19 @@ def _in_group(name: str, witnesses: Mapping[int, Witness]) -> list[str]:
     last = max((max(numbers) for numbers in entries.values() if numbers), default=0)
     absent = [rank for rank, found in entries.items() if max(found, default=0) < last]
     return [_absence(rank, entries, last, witnesses) for rank in absent]
+
+
+def _behind(name: str, witnesses: Mapping[int, Witness]) -> list[str]:
+    """Compare how many collectives torch has counted in a group: some are in no log."""
+    counts = {rank: own.counts[name] for rank, own in witnesses.items() if name in own.counts}
+    most = max(counts.values(), default=0)
+    ahead = [rank for rank, count in counts.items() if count == most]
+    return [
+        f"rank {rank} has launched {count} collectives of group {name} by torch's count, "
+        f"{_ranks(ahead)} {most}{_meanwhile(witnesses[rank])}"
+        for rank, count in counts.items()
+        if count < most
+    ]
 
 
 def _of(group: str, entries: Sequence[Entry]) -> dict[int, Entry]:
@@ -136,12 +151,16 @@ def _absence(
         f"rank {rank} did not come to {entry}, collective {entry.number} of group {entry.group}, "
         f"for which {_ranks(list(there))} waited {waited_s:.1f} s"
     )
-    own = witnesses[rank]
-    if own.is_silent:
-        return f"{text}; it does not answer"
-    if own.waits_for:
-        return f"{text}; it waits for {own.waits_for}{_at(own)}"
-    return f"{text}; it does something else{_at(own)}"
+    return text + _meanwhile(witnesses[rank])
+
+
+def _meanwhile(witness: Witness) -> str:
+    """What a rank does that did not come."""
+    if witness.is_silent:
+        return "; it does not answer"
+    if witness.waits_for:
+        return f"; it waits for {witness.waits_for}{_at(witness)}"
+    return f"; it does something else{_at(witness)}"
 
 
 def _silence(witness: Witness) -> str:

@@ -76,7 +76,9 @@ class Watchdog:
         self._store = _torch.separate_store()
         self._prefix = f"shoal/watch/{next(_counter)}"
         self._log = CollectiveLog(self._log_of(self._rank))
-        self._groups: dict[ProcessGroup, str] = {}
+        world = dist.group.WORLD
+        assert world is not None
+        self._groups: dict[ProcessGroup, str] = {world: world.group_name}
         self._waits: tuple[str, float] | None = None  # what for, since when
         self._heard_at = time.monotonic()
         self._asked = ""
@@ -257,13 +259,15 @@ class Watchdog:
 
     def _account(self) -> Witness:
         waits = self._waits
+        groups = {name: group for group, name in self._groups.items()}
+        counts = {name: _torch.num_launched(group) for name, group in groups.items()}
         return Witness(
             rank=self._rank,
             entries=tuple(self._log.entries()),
             groups={
-                name: tuple(dist.get_process_group_ranks(group))
-                for group, name in self._groups.items()
+                name: tuple(dist.get_process_group_ranks(group)) for name, group in groups.items()
             },
+            counts={name: count for name, count in counts.items() if count is not None},
             waits_for=waits[0] if waits else "",
             waited_s=time.monotonic() - waits[1] if waits else 0.0,
             stack=stack_of_main_thread(),

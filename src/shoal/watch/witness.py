@@ -23,6 +23,8 @@ class Witness:
     entries: tuple[Entry, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The ranks of each group that it used."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """How many collectives torch has counted in each group: also those that are no entries."""
     waits_for: str = ""
     waited_s: float = 0.0
     stack: tuple[str, ...] = ()

@@ -62,6 +62,20 @@ def test_logs_that_have_forgotten_their_beginning_are_compared_where_both_rememb
     assert text.startswith("rank 1 did not come to i (4 of float32), collective 9 of group 0")
 
 
+def test_where_logs_agree_torch_has_counted():
+    same = launched("a")
+    ahead = [witness(rank, same, counts={"0": 7}, waits_for="the sum") for rank in (0, 2)]
+    behind = witness(1, same, counts={"0": 5}, stack=("loader.py:3 read",))
+    assert diagnose([*ahead, behind]) == (
+        "rank 1 has launched 5 collectives of group 0 by torch's count, ranks 0, 2 7; it does "
+        "something else, at loader.py:3 read"
+    )
+    even = [witness(rank, same, counts={"0": 7}, waits_for="the sum") for rank in range(3)]
+    assert diagnose(even).startswith("rank 0 has waited 0.0 s for the sum")
+    gone = Witness(rank=2, entries=same, is_silent=True)
+    assert diagnose([ahead[0], behind, gone]).startswith("rank 2 does not answer")
+
+
 def test_groups_are_compared_by_themselves():
     """Ranks of a mesh with two axes use groups of their own names."""
     text = diagnose(

@@ -1,6 +1,8 @@
 """Kills a random rank of a training run at a random step, again and again, and lets it go on.
 
-    python losing_ranks.py FOLDER KILLS SEED
+    python losing_ranks.py FOLDER KILLS SEED [moments]
+
+With `moments` it may die before, at any moment: also while ranks start, meet, load or save.
 
 Ranks are forks of this process under torch's elastic agent, so that a start takes a fraction of a
 second. The run that lost ranks must end as the unbroken one did: the same losses at the same steps,
@@ -16,9 +18,11 @@ import signal
 import sys
 import time
 import uuid
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from math import inf
 from pathlib import Path
+from threading import Timer
 
 import torch
 import torch._dynamo
@@ -47,6 +51,31 @@ MEETING = timedelta(seconds=20)
 SPARE_RESTARTS = 3
 """Forks of the agent, which has threads, rarely never come to life: ranks lost like others."""
 SAVE_EVERY = 2
+MOMENTS_S = 4.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Victim:
+    """A rank that dies in a step of its start, or at a moment after it if that comes first."""
+
+    rank: int
+    step: int
+    share: float
+    """How much of the step it does."""
+    moment_s: float = inf
+
+
+def drawn(kills: int, seed: int, *, at_moments: bool) -> list[Victim]:
+    choose = random.Random(seed)
+    victims = []
+    for _ in range(kills):
+        rank, step = choose.randrange(NUM_RANKS), choose.randrange(1, STEPS_PER_KILL + 1)
+        victim = Victim(rank=rank, step=step, share=choose.random())
+        if at_moments:
+            moment_s = choose.uniform(0, MOMENTS_S)
+            victim = replace(victim, step=STEPS_PER_KILL, moment_s=moment_s)
+        victims.append(victim)
+    return victims
 
 
 def make_job(folder: Path, kills: int) -> Job:
@@ -71,12 +100,15 @@ def make_job(folder: Path, kills: int) -> Job:
     return job
 
 
-def run(path: str, victims: list[tuple[int, int, float]]) -> None:
-    """Be a rank, and die if this start's victim is this one: rank, step, share of the step."""
+def run(path: str, victims: list[Victim]) -> None:
+    """Be a rank, and die if it is the next victim."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # dies with its parent
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a fork inherits the agent's handler
-    place, start = environment.place(), environment.restarts().count
+    place, kills = environment.place(), num_kills(path)
     assert place is not None
+    own = victims[kills] if kills < len(victims) and victims[kills].rank == place.rank else None
+    if own is not None and own.moment_s < inf:
+        Timer(own.moment_s, die, (path, kills)).start()
     calls = iter(range(1, 10**9))
     noise = torch.zeros(())
 
@@ -84,14 +116,14 @@ def run(path: str, victims: list[tuple[int, int, float]]) -> None:
         nonlocal noise
         # A run whose numbers depend on the generators of each rank, as dropout makes them.
         noise = torch.rand(()) + random.random()
-        victim, number, share = victims[start] if start < len(victims) else (-1, 0, 0.0)
-        if victim == place.rank and next(calls) == number:
-            if number > SAVE_EVERY:
+        if own is not None and next(calls) == own.step:
+            if own.step > SAVE_EVERY:
                 wait_for_checkpoint(RunFolder(Path(path)))
             accept = options["accept"]
-            options["accept"] = lambda attempt: die() if share < 0.5 else accept(attempt)
+            early = own.share < 0.5
+            options["accept"] = lambda attempt: die(path, kills) if early else accept(attempt)
             training_step(*arguments, **options)
-            die()
+            die(path, kills)
         return training_step(*arguments, **options)
 
     loop.training_step = step
@@ -106,12 +138,18 @@ def wait_for_checkpoint(folder: RunFolder) -> None:
         time.sleep(0.01)
 
 
-def die() -> bool:
+def num_kills(path: str) -> int:
+    """How many victims of this run have died: a start that was lost otherwise had none."""
+    return len([*Path(path).parent.glob(f"{Path(path).name}.kill-*")])
+
+
+def die(path: str, number: int) -> bool:
+    Path(f"{path}.kill-{number}").touch()
     os.kill(os.getpid(), signal.SIGKILL)
     return False
 
 
-def launch(job: Job, victims: list[tuple[int, int, float]]) -> None:
+def launch(job: Job, victims: list[Victim]) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -152,11 +190,7 @@ def saved(job: Job) -> dict[str, bytes | object]:
 def main() -> None:
     logging.getLogger("torch").setLevel(logging.CRITICAL)  # kills are what this is about
     folder, kills, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    choose = random.Random(seed)
-    victims = [
-        (choose.randrange(NUM_RANKS), choose.randrange(1, STEPS_PER_KILL + 1), choose.random())
-        for _ in range(kills)
-    ]
+    victims = drawn(kills, seed, at_moments=sys.argv[4:] == ["moments"])
     unbroken, broken = make_job(folder / "unbroken", kills), make_job(folder / "broken", kills)
     launch(unbroken, [])
     launch(broken, victims)
@@ -169,6 +203,7 @@ def main() -> None:
     assert not differing, (victims, differing)
     names = read_manifest(unbroken.folder.checkpoints / f"step-{steps:08d}").tensors
     assert {name.split("/")[0] for name in names} == {"model", "optimizer", "random"}
+    assert num_kills(str(broken.folder.path)) == kills
     print(f"{kills} kills, {num_resumes(broken)} resumes, {steps} steps")
 
 

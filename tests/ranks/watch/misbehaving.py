@@ -1,4 +1,4 @@
-"""Lets one rank of three leave the others in twenty ways, and collects what the watchdogs say.
+"""Lets one rank of three leave the others in many ways, and collects what the watchdogs say.
 
     python misbehaving.py FOLDER [NAME ...]
 
@@ -31,7 +31,7 @@ from shoal.watch import Watchdog, compare_collectives, digest_of_collectives
 
 NUM_RANKS = 3
 LIMIT_S = 2.0
-AT_ONCE = 5
+AT_ONCE = 6
 STEPS = 3
 
 
@@ -131,6 +131,18 @@ def collectives(own: list[tuple[str, int]], rank: int, victim: int) -> None:
         time.sleep(5)
 
 
+def collectives_of_torch(own: list[tuple[str, int]], rank: int, victim: int) -> None:
+    """Go on with a collective that is not in the logs, to which the victim does not come."""
+    dist.barrier()
+    with new_watchdog():
+        _launch(own)
+        if rank == victim:
+            note_beginning()
+            sleep_at("here", "here")
+        with waiting("the sum"):
+            dist.all_reduce(torch.zeros(4))
+
+
 def _launch(listed: list[tuple[str, int]]) -> None:
     transport = Transport(dist.group.WORLD)
     for kind, numel in listed:
@@ -168,6 +180,7 @@ def set_in_backward(action: Callable[[str], None]) -> Callable[[Model], None]:
 USUAL = [("gather a", 6), ("reduce", 6), ("all", 8), ("gather b", 4), ("all", 8)]
 UNITS, REPLICAS = partial(partial, steps_of_units), partial(partial, steps_of_replicas)
 BY_HAND = partial(partial, collectives)
+OUTSIDE = partial(partial, collectives_of_torch)
 
 CASES: dict[str, tuple[int, Callable[[int, int], None]]] = {
     # stuck
@@ -177,6 +190,7 @@ CASES: dict[str, tuple[int, Callable[[int, int], None]]] = {
     "stuck-in-backward": (1, UNITS(set_in_backward(partial(sleep_at, "second")))),
     "stuck-replica": (2, REPLICAS(set_between(partial(sleep_at, "second")))),
     "stuck-by-hand": (1, BY_HAND([*USUAL[:2], ("sleep", 0)])),
+    "stuck-outside": (2, OUTSIDE(USUAL[:1])),
     # gone
     "killed": (1, UNITS(set_between(partial(die_at, "second", signal.SIGKILL)))),
     "stopped": (2, UNITS(set_between(partial(die_at, "third", signal.SIGSTOP)))),

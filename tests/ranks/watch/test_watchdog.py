@@ -1,4 +1,4 @@
-"""Twenty ways in which a rank can leave the others: each is reported in time, with its name."""
+"""Ways in which a rank can leave the others: each is reported in time, with its name."""
 
 import json
 import os
@@ -19,6 +19,7 @@ EXPECTED = {
     "stuck-in-backward": ("rank 1 did not come to the reduction of unit 'second'", "sleep_at"),
     "stuck-replica": ("rank 2 did not come to all-reduce of bucket 0", "sleep_at"),
     "stuck-by-hand": ("rank 1 did not come to all-reduce of b (8 of float32), collective 3",),
+    "stuck-outside": ("rank 2 has launched ", "by torch's count, ranks 0, 1 ", "sleep_at"),
     "killed": ("rank 1 does not answer", "last that it launched was the gather of unit 'second'"),
     "stopped": ("rank 2 does not answer", "last that it launched was the gather of unit 'third'"),
     "skipped-unit": ("rank 1 skipped the gather of unit 'second'",),
