@@ -414,6 +414,8 @@ class CudaGraphs:
         self.use = BoxedBool(True)
         self.device = BoxedDeviceIndex(None)
         self.number = next(_graph_numbers)
+        self.is_one = True
+        """Whether forward was recorded as one, so that what it leaves is where it was."""
 
 
 _graph_numbers = itertools.count()
@@ -426,36 +428,79 @@ def inductor(
     backward: bool,
     inference: bool,
     fixed: Sequence[int] = (),
+    handed: Sequence[int] = (),
+    donated: Sequence[int] = (),
     num_visible: int = 0,
     cudagraphs: CudaGraphs | None = None,
 ) -> Callable[[list[Any]], Any]:
     """What Inductor makes of a graph: a function that takes its inputs in a list.
 
-    `fixed` are inputs that stay where they are from call to call. The first `num_visible` outputs
-    are laid out as they were traced.
+    `fixed` are inputs that stay where they are from call to call, `handed` those that forward's
+    graph left, `donated` those that may be written over. The first `num_visible` outputs are laid
+    out as they were traced.
     """
     from torch._inductor import compile_fx
 
     output = module.graph.find_nodes(op="output")[0]
-    output.meta["user_visible_output_idxs"] = list(range(num_visible))
+    output.meta["user_visible_output_idxs"] = [
+        at for at, one in enumerate(output.args[0][:num_visible]) if isinstance(one, torch.fx.Node)
+    ]
     compile_fx.record_original_output_strides(module)
+    # Random numbers by eager's operators, so that they are eager's numbers.
+    settings: dict[str, Any] = {"fallback_random": True}
     extra: dict[str, Any] = {}
     if cudagraphs is not None:
+        settings["triton.cudagraphs"] = bool(cudagraphs.use)
+        fixed = [*fixed, *handed] if cudagraphs.is_one else fixed
         extra = {
             "cudagraphs": cudagraphs.use,
             "graph_id": cudagraphs.number,
             "boxed_forward_device_index": cudagraphs.device,
         }
-    # Random numbers by eager's operators, so that they are eager's numbers.
-    with compile_fx.config.patch(fallback_random=True):
-        return compile_fx.compile_fx_inner(
+    with compile_fx.config.patch(settings), _may_write_over(module, donated):
+        made = compile_fx.compile_fx_inner(
             module,
             list(inputs),
-            static_input_idxs=list(fixed),
+            static_input_idxs=sorted(set(fixed)),
             is_backward=backward,
             is_inference=inference,
             **extra,
         )
+    if cudagraphs is not None and not backward:
+        cudagraphs.is_one = len(getattr(made, "partition_maps", None) or ()) <= 1
+    return made
+
+
+@contextlib.contextmanager
+def _may_write_over(module: GraphModule, donated: Sequence[int]) -> Iterator[None]:
+    """Let Inductor, compiling a graph inside, reuse the memory of some of its inputs."""
+    context = TracingContext.try_get()
+    if context is None or not donated:
+        yield
+        return
+    inputs = module.graph.find_nodes(op="placeholder")
+    for at in donated:
+        # Inductor's cache knows graphs by their code alone: equal ones must differ in it.
+        inputs[at].target = f"{inputs[at].target}_donated"
+    module.recompile()
+    before = context.fw_metadata
+    context.fw_metadata = cast(Any, types.SimpleNamespace(bw_donated_idxs=list(donated)))
+    try:
+        yield
+    finally:
+        context.fw_metadata = before
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward may be followed by another one over the same graph."""
+    autograd: Any = vars(torch._C)["_autograd"]
+    return autograd._get_current_graph_task_keep_graph()
+
+
+def has_hooks_on_saved() -> bool:
+    """Whether hooks see what is saved for backward."""
+    autograd: Any = vars(torch._C)["_autograd"]
+    return autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextlib.contextmanager
@@ -631,7 +676,7 @@ def what_intercepts() -> str | None:
     functorch: Any = vars(torch._C)["_functorch"]
     if functorch.peek_interpreter_stack() is not None:
         return "a functorch transform is active"
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:  # type: ignore[attr-defined]
+    if has_hooks_on_saved():
         return "hooks on saved tensors are active"
     return None
 

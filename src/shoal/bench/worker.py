@@ -20,7 +20,7 @@ from shoal.bench.engines import ENGINES
 from shoal.bench.figures import Built, ComputeRound, OptimizerRound
 from shoal.bench.group import join
 from shoal.bench.pin import Pin
-from shoal.bench.run import Run
+from shoal.bench.run import Mode, Run
 from shoal.bench.workbench import Workbench, build_model
 
 
@@ -120,9 +120,11 @@ class _Worker:
         model = build_model(run)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         workbench = Workbench(run, engine.wrap(model, run))
-        workbench.warm_up(warmup)
+        # Recorded graphs call nobody when they are replayed, so that only a first step counts.
+        if run.mode is not Mode.CUDAGRAPHS:
+            workbench.warm_up(warmup)
+        collectives = count(lambda: workbench.warm_up(1)) if count else None
+        if run.mode is Mode.CUDAGRAPHS:
+            workbench.warm_up(warmup)
         self._workbench = workbench
-        return Built(
-            num_parameters=num_parameters,
-            collectives=count(lambda: workbench.warm_up(1)) if count else None,
-        )
+        return Built(num_parameters=num_parameters, collectives=collectives)

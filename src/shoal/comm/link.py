@@ -15,7 +15,6 @@ import functools
 import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
@@ -83,7 +82,7 @@ class CudaLink:
         self._reached = torch.cuda.Event()
         self._cycles_per_us = 0.0 if is_free else cycles_per_us(device)
         self._last: _Launch | None = None
-        self._unwaited: deque[CudaWork] = deque()
+        self._unwaited: dict[CudaWork, None] = {}
 
     def launch(
         self,
@@ -137,11 +136,13 @@ class CudaLink:
         return event
 
     def _keep(self, work: CudaWork) -> None:
-        # A work that its owner drops without waiting keeps its tensors here until it is over.
+        # A work that its owner drops without waiting keeps its tensors here until it is over. One
+        # that is waited for leaves at once: whoever records CUDA graphs counts who holds memory.
         unwaited = self._unwaited
-        while unwaited and (unwaited[0].waited or unwaited[0].is_completed()):
-            unwaited.popleft()
-        unwaited.append(work)
+        while unwaited and (first := next(iter(unwaited))).is_completed():
+            del unwaited[first]
+        unwaited[work] = None
+        work.held_in = unwaited
 
 
 class _Launch:
@@ -162,16 +163,21 @@ class CudaWork(PythonWork):
         super().__init__(calls)
         self._event = event
         self._stream = stream
-        self.waited = False
+        self._waited = False
+        self.held_in: dict[CudaWork, None] | None = None
+        """Where it is kept until somebody waits for it."""
 
     def finish(self) -> None:
         """Make the current stream wait; a barrier makes the host wait too."""
         current = _torch.stream_in_use(self._stream.device_index).stream
         if self._event is not None:
             current.wait_event(self._event)
-        if not self.waited and self._calls[0].kind == Kind.BARRIER:
+        if not self._waited and self._calls[0].kind == Kind.BARRIER:
             current.synchronize()
-        self.waited = True
+        self._waited = True
+        if self.held_in is not None:
+            self.held_in.pop(self, None)
+            self.held_in = None
 
     def is_completed(self) -> bool:
         """Whether the device is past it."""

@@ -22,6 +22,7 @@ from shoal.compile.observe.text import graph_text
 from shoal.compile.observe.topics import Topic
 from shoal.compile.options import Options
 from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
+from shoal.compile.passes.one_hot import compare_instead_of_scatter
 
 _MODES: dict[str | None, dict[str, Any]] = {
     None: {},
@@ -78,6 +79,8 @@ def pipeline_of(options: Options) -> Pipeline:
         if options.partition == "min_cut"
         else default_partition,
         decompositions=adapter.inductor_decompositions() if is_inductor else None,
+        rewrites=(compare_instead_of_scatter,) if is_inductor else (),
+        donates=is_inductor,
     )
 
 

@@ -10,10 +10,11 @@ from shoal.compile.aot.lowered import Lowered
 from shoal.compile.observe.observation import say
 from shoal.compile.observe.topics import Topic
 from shoal.compile.options import Options
-from shoal.compile.passes.bucket import MB
+from shoal.compile.passes.bucket import FIRST_BUCKET_BYTES, MB
 from shoal.compile.passes.collectives import CommKind
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.cost import Costs
+from shoal.compile.passes.in_place import average_in_place
 from shoal.compile.passes.standard import sharded
 from shoal.compile.passes.tidy import drop_idle_views
 from shoal.compile.passes.timeline import timeline
@@ -34,6 +35,8 @@ def schedule_collectives(lowered: Lowered, options: Options) -> None:
         if found:
             _schedule(module.graph, found, options)
         drop_idle_views(module.graph)
+        if options.inner == "direct":
+            average_in_place(module.graph)
         module.recompile()
 
 
@@ -41,11 +44,21 @@ def _schedule(graph: Graph, blocks: Sequence[CommBlock], options: Options) -> No
     bucket_bytes = max(1, int(options.bucket_mb * MB))
     passes = sharded(
         bucket_bytes=bucket_bytes,
+        first_bytes=_first_bytes(blocks),
         max_in_flight_bytes=_bound(blocks, bucket_bytes, options.in_flight_mb),
         costs=Costs() if options.prefetch == "just_in_time" else None,
     )
     report = passes.run(graph)
     say(Topic.COLLECTIVES, lambda: f"{report}\n{timeline(graph, Costs())}")
+
+
+def _first_bytes(blocks: Sequence[CommBlock]) -> int | None:
+    """The size of the first bucket of gradients; None where a small one is not worth it.
+
+    What it leaves behind would be less than it has itself, and would cost another collective.
+    """
+    reduced = sum(b.num_bytes for b in blocks if b.key.kind is CommKind.ALL_REDUCE)
+    return FIRST_BUCKET_BYTES if reduced > 2 * FIRST_BUCKET_BYTES else None
 
 
 def _bound(

@@ -38,6 +38,8 @@ class InGraph:
         self._names = _torch.constant_in_graph(lambda: names)
         self._group, self._size = transport.group, transport.size
         self._averaged = _torch.allowed_in_graph(lambda tensor: _Averaged.apply(tensor, self))
+        self.average_traced = _torch.allowed_in_graph(self.average)
+        """The mean of a gradient, where a backward is traced by itself (compiled autograd)."""
         self._of_first_rank = _torch.allowed_in_graph(
             lambda tensor: _torch.broadcast_in_graph(tensor, _SOURCE, self._group)
         )
@@ -80,6 +82,11 @@ class InGraph:
 
     def average(self, grad: Tensor) -> Tensor:
         """The mean of a gradient over the ranks. Collective."""
+        if not self.can_average:
+            raise NotImplementedError(
+                "shoal: a communication hook other than fp16_compress_hook and bf16_compress_hook "
+                "cannot be part of a traced backward; run backward without compiled autograd"
+            )
         if self._size == 1:
             return grad
         # Divided first, which keeps 16-bit sums in range.

@@ -48,6 +48,8 @@ class Reducer:
         """Whether gradients come averaged, from a graph."""
         self.has_own = False
         """Whether forwards may have left gradients that are this rank's own still."""
+        self.average_traced: Callable[[Tensor], Tensor] | None = None
+        """What gives the average of a gradient in a backward that a compiler traces."""
         self._device = self._named[0][1].device
         self._numbers: dict[Tensor, int] = {p: i for i, (_, p) in enumerate(self._named)}
         self._items = [Item(num_bytes=p.nbytes, key=(p.dtype, p.device)) for _, p in self._named]
@@ -64,8 +66,13 @@ class Reducer:
         self._recorded: list[int] | None = None
         self._reached: set[int] | None = None
         """What forwards have shown since the last backward; None for nothing certain."""
+        self._misses_all = False
+        """Whether the last forward has shown that its backward comes to no parameter."""
         self._unused: set[int] = set()
         self._end: weakref.ref[Callable[[], None]] | None = None
+        """What is called when the backward that runs is over."""
+        self._has_begun = False
+        """Whether that backward accumulates gradients, which `autograd.grad` does not."""
         self._build(assign(self._items, range(len(named)), [sys.maxsize]))
         self._waiting: set[Listeners] = set()
         self._listeners = [
@@ -123,30 +130,35 @@ class Reducer:
         reach = Reach.of(output)
         for tensor in reach.differentiable:
             _torch.hook_gradient(tensor, self._on_backward)
+        if reach.is_opaque or not reach.differentiable:  # what cannot be looked into leads anywhere
+            self._misses_all = False
+            return
+        numbers = reached(reach.differentiable, self._numbers)
         if self._options.find_unused_parameters and not self._options.static_graph:
-            # An output that cannot be looked into may lead anywhere.
-            found = None if reach.is_opaque else reached(reach.differentiable, self._numbers)
-            if found is not None:
-                self._reached = found | (self._reached or set())
+            found = set(numbers)
+            self._reached = found | (self._reached or set())
+            self._misses_all = not found
+        else:
+            self._misses_all = next(numbers, None) is None
 
     def _on_backward(self, _: Tensor) -> None:
         # Through an output, since a reentrant checkpoint's backward inside this one ends early.
-        if self.averages and not self._is_running():
-            self._begin()
+        if self.averages and not self._is_running() and not torch.compiler.is_compiling():
+            self._expect_end()
 
     def _is_running(self) -> bool:
         return self._end is not None and self._end() is not None
 
-    def _begin(self) -> None:
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                "shoal: backward(create_graph=True) through a replicated module is not supported: "
-                "averages cannot be differentiated; take it in no_sync(), or with autograd.grad"
-            )
-        if self._end is not None:  # broken off before it ended
+    def _expect_end(self) -> None:
+        """A backward runs, of which it is not known whether it accumulates gradients."""
+        if self._end is not None:  # another one broke off before it ended
             self._forget()
 
         def end() -> None:
+            # The other ranks wait for one whose outputs come from no parameter at all.
+            if not self._has_begun and not self._misses_all:
+                self._end = None  # all else is for the backward that is still to come
+                return
             try:
                 self._finish()
             finally:
@@ -154,6 +166,17 @@ class Reducer:
 
         self._end = weakref.ref(end)
         _torch.call_after_backward(end)
+
+    def _begin(self) -> None:
+        """The first gradient of a backward was accumulated."""
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "shoal: backward(create_graph=True) through a replicated module is not supported: "
+                "averages cannot be differentiated; take it in no_sync(), or with autograd.grad"
+            )
+        if not self._is_running():
+            self._expect_end()
+        self._has_begun = True
         if self._reached is not None:
             self._unused = set(range(len(self._named))) - self._reached
             self._reached = None
@@ -172,7 +195,7 @@ class Reducer:
             self._usage.note(number)
         if not self.averages:
             return
-        if self._end is None or self._end() is None:
+        if not self._has_begun or self._end is None or self._end() is None:
             self._begin()
         if self._order is not None:
             self._order.append(number)
@@ -188,6 +211,18 @@ class Reducer:
         bucket.missing -= 1
         if not bucket.missing:
             self._launch_complete()
+
+    def mark_traced(self, number: int) -> None:
+        """A gradient was accumulated by a backward that a compiler traces: average it there."""
+        grad = self._named[number][1].grad
+        if self.averages and not self.is_in_graph and grad is not None:
+            assert self.average_traced is not None
+            grad.copy_(self.average_traced(grad))
+        if self._waiting:
+            raise NotImplementedError(
+                "shoal: register_post_accumulate_grad_hook on parameters of a replicated module "
+                "is not supported where backward is traced; run it without compiled autograd"
+            )
 
     def _mark_again(self, number: int) -> None:
         """More often than expected: no harm, as long as the bucket has not been copied."""
@@ -269,8 +304,10 @@ class Reducer:
     def _forget(self) -> None:
         """Be ready for another backward."""
         self._end = None
+        self._has_begun = False
         self._next = 0
         self._reached = None
+        self._misses_all = False
         self._unused.clear()
         times = [0] * len(self._times) if self._counts else self._times
         self._left = list(times)
@@ -287,7 +324,11 @@ def _marker(reducer: Reducer, number: int) -> Callable[[Tensor], None]:
 
     def mark(_: Tensor) -> None:
         alive = reference()
-        if alive is not None:
+        if alive is None:
+            return
+        if torch.compiler.is_compiling():
+            alive.mark_traced(number)
+        else:
             alive.mark(number)
 
     return mark

@@ -38,6 +38,7 @@ class Replica:
         self._buffers = tuple(buffers) if options.broadcast_buffers else ()
         self._have_buffers_changed = True
         self.in_graph = InGraph(module, reducer.parameters, transport)
+        reducer.average_traced = self.in_graph.average_traced
 
     def attach(self, module: nn.Module) -> None:
         """Stand around the module's calls."""

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 
 from shoal import _torch
 from shoal.errors import InvariantError
-from shoal.layout.buffer import shard_views
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
 from shoal.runtime.phase import Phase
@@ -51,11 +50,14 @@ class InGraph:
         self._unit = weakref.ref(unit)
         self.name = unit.name
         self.stored: Packing = unit.shards.packing
-        self._rank = unit.rank
+        self._pieces = tuple(
+            _place(self.stored, i, unit.rank) for i in range(len(self.stored.params))
+        )
         self._buffer = unit.shards.buffer
         dtype = self.stored.params[0].dtype
         self.leaf = unit.shards.buffer.detach().view(dtype).requires_grad_()
         """This rank's shard: the input of graphs."""
+        _torch.mark_unmoving(self.leaf)
         self.leaf.register_post_accumulate_grad_hook(self._deliver)
         self.compute_dtype = unit.policy.compute_dtype(dtype)
         self.reduce_dtype = unit.policy.reduce_dtype or self.compute_dtype
@@ -106,9 +108,8 @@ class InGraph:
 
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """One parameter's part of this rank's shard, or of its gradient; a graph may look at it."""
-        piece = self.stored.piece(index, self._rank)
-        start = piece.offset_bytes // self.stored.params[index].dtype.itemsize
-        return shard.view(-1)[start : start + piece.numel].view(piece.shape)
+        start, end, shape = self._pieces[index]
+        return shard.view(-1)[start:end].view(shape)
 
     def total_of_squares(self, grad: Tensor) -> Tensor:
         """The squared norm of the unit's gradient on all ranks, from this rank's shard of it."""
@@ -129,10 +130,17 @@ class InGraph:
                 "the graph was captured that computed these gradients. Call torch._dynamo.reset() "
                 "after such a change, so that the model is captured again."
             )
-        views = shard_views(self.stored, self._rank, grad.view(-1).view(torch.uint8))
-        for index, view in enumerate(views):
+        flat = grad.view(-1)
+        for index, (start, end, shape) in enumerate(self._pieces):
             if self.trained[index]:
-                unit.put_grad(index, view)
+                unit.put_grad(index, flat[start:end].view(shape))
+
+
+def _place(packing: Packing, index: int, rank: int) -> tuple[int, int, tuple[int, ...]]:
+    """Where a parameter's piece begins and ends in a rank's shard, and its shape."""
+    piece = packing.piece(index, rank)
+    start = piece.offset_bytes // packing.params[index].dtype.itemsize
+    return start, start + piece.numel, tuple(piece.shape)
 
 
 class _Gathered(torch.autograd.Function):

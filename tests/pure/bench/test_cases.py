@@ -83,9 +83,10 @@ def test_what_cannot_run_has_a_reason(engine: str) -> None:
     assert refusal(quick) is None
 
 
-def test_cuda_graphs_are_for_plain_on_b4() -> None:
-    assert refusal(make_run("B4", "plain", Mode.CUDAGRAPHS)) is None
+def test_cuda_graphs_are_for_whole_graphs_on_b4() -> None:
+    for engine in ("plain", "plain-shoal", "shoal-graph"):
+        assert refusal(make_run("B4", engine, Mode.CUDAGRAPHS)) is None
     assert "B4 only" in (refusal(make_run("B2", "plain", Mode.CUDAGRAPHS)) or "")
-    assert "plain only" in (refusal(make_run("B4", "fsdp2", Mode.CUDAGRAPHS)) or "")
+    assert "whole graphs only" in (refusal(make_run("B4", "fsdp2", Mode.CUDAGRAPHS)) or "")
     quick = replace(make_run("B4", "plain", Mode.CUDAGRAPHS, "cpu"), case=BY_NAME["B4"].quickly())
     assert "need CUDA" in (refusal(quick) or "")

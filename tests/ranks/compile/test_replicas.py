@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from contextlib import nullcontext
 from typing import Any
 from unittest.mock import patch
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
+from torch._dynamo import compiled_autograd
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -197,3 +200,33 @@ def test_evaluation_and_eager_steps_in_between() -> None:
             assert torch.equal(a.grad, b.grad)
         for a, b in zip(ours.buffers(), theirs.buffers(), strict=True):
             assert torch.equal(a, b)
+
+
+@ranks(2, timeout_s=180)
+@pytest.mark.parametrize("backend_name", ["eager", "aot_eager"])
+def test_a_backward_that_is_traced_by_itself(backend_name: str) -> None:
+    """Compiled autograd traces hooks too: they average in its graph, whoever compiles that."""
+    ours: Any = replicate(build("mlp"))
+    theirs: Any = DistributedDataParallel(build("mlp"))
+
+    def compiler(graph: fx.GraphModule) -> Any:
+        return torch.compile(graph, backend=backend_name, fullgraph=True)
+
+    torch._dynamo.reset()
+    # Of torch's own, which looks at what it captures.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    first, second = batches(2)
+    for model in (ours, theirs):
+        is_ours = model is ours
+        with compiled_autograd._enable(compiler) if is_ours else nullcontext():
+            with model.no_sync():
+                loss_of(model, first).backward()
+            loss_of(model, second).backward()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad)
+    # And without: nothing of it is left.
+    for model in (ours, theirs):
+        model.zero_grad()
+        loss_of(model, first).backward()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -155,6 +157,67 @@ def test_a_parameter_without_gradient_is_named_on_its_rank_and_hangs_nobody():
             loss.backward()
     # The next step is whole again.
     sum(ours(batch(1), branch).mean() for branch in range(3)).backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("finds_unused", [False, True])
+def test_gradients_that_are_not_accumulated_are_this_ranks_own(finds_unused):
+    """One rank alone takes them, before and after the others' backward: it waits for nobody."""
+    ours, theirs = pair(find_unused_parameters=finds_unused)
+    taken: list[tuple[torch.Tensor, ...]] = []
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        loss = model(x).pow(2).mean()
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if dist.get_rank() == 0:
+            taken.append(torch.autograd.grad(loss, trained, retain_graph=True))
+        loss.backward(retain_graph=True)
+        if dist.get_rank() == 0:
+            taken.append(torch.autograd.grad(loss, trained))
+
+    train(ours, theirs, step=step)
+    for mine, wanted in zip(taken[::4] + taken[1::4], taken[2::4] + taken[3::4], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, wanted, strict=True))
+
+
+@ranks(2)
+def test_gradients_of_inputs():
+    ours, theirs = pair()
+
+    def step(model: nn.Module, x: torch.Tensor) -> None:
+        x.requires_grad_()
+        loss = model(x).pow(2).mean()
+        loss.backward(inputs=[x], retain_graph=True)
+        assert all(parameter.grad is None for parameter in model.parameters())
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.pow(2).sum()).backward()
+
+    train(ours, theirs, step=step)
+
+
+class Exit(nn.Module):
+    """Returns early what it was given, if told so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor, is_early: bool) -> torch.Tensor:
+        return x * 2 if is_early else self.linear(x)
+
+
+@ranks(2)
+def test_a_rank_that_uses_no_parameter_at_all_is_not_missed():
+    is_early = dist.get_rank() == 0
+    for finds_unused in (True, False):
+        ours = replicate(Exit(), find_unused_parameters=finds_unused)
+        for _ in range(2):
+            ours.zero_grad()
+            loss = ours(torch.ones(2, 5, requires_grad=True), is_early).sum()
+            complains = is_early and not finds_unused
+            with pytest.raises(InvariantError) if complains else nullcontext():
+                loss.backward()
+            assert torch.equal(ours.linear.bias.grad, torch.ones(5))  # half of two rows
 
 
 @ranks(2)

@@ -33,7 +33,10 @@ class Graphs:
     """What runs: both boxed; the backward is made when it is first needed."""
 
     forward: Boxed
-    backward: Callable[[], Boxed]
+    backward: Callable[[bool], Boxed]
+    """Makes it; told whether it may write over what was saved."""
+    donates: bool = False
+    """Whether it would write over what was saved, if it may."""
     num_saved: int
     """Tensors that forward returns for backward."""
     tangents: Sequence[Tensor | None]
@@ -126,6 +129,8 @@ def _write_forward(source: Source, signature: Signature, graphs: Graphs) -> None
     _write_sizes(source, returned, signature, graphs)
     if graphs.num_saved:
         source.line(f"ctx.save_for_backward(*results[{visible}:{kept}])")
+    if graphs.donates:
+        source.line(f"ctx.is_shared = {source.name('is_hooked', adapter.has_hooks_on_saved)}()")
     source.line(f"ctx.symbols = results[{kept}:]")
     views = [signature.outputs[k].is_view for k in signature.fresh]
     views += [base.is_view for base in signature.bases]
@@ -158,7 +163,7 @@ def _are_tensors(signature: Signature) -> list[bool]:
 
 def _write_backward(source: Source, signature: Signature, graphs: Graphs) -> None:
     names = [f"t{at}" for at in range(signature.num_returned)]
-    lazy = source.name("backward_of", _Lazy(graphs.backward))
+    lazy = source.name("backward_of", _Lazy(graphs.backward, donates=graphs.donates))
     source.begin(f"def backward(ctx, {', '.join(names)}):")
     wanted = [name for name, has in zip(names, signature.differentiable, strict=False) if has]
     given = _write_tangents(source, wanted, graphs)
@@ -174,7 +179,11 @@ def _write_backward(source: Source, signature: Signature, graphs: Graphs) -> Non
     is_on = source.name("is_grad_enabled", torch.is_grad_enabled)
     if graphs.writes_late:
         source.line(f"if {is_on}(): {source.name('refuse_writes', _refuse_writes)}()")
-    source.line(f"grads = {lazy}.run([{inputs}])")
+    source.line(f"inputs = [{inputs}]")
+    # The graph frees each after its last use, if nothing else holds it.
+    source.line("ctx.maybe_clear_saved_tensors()")
+    is_shared = "ctx.is_shared" if graphs.donates else "True"
+    source.line(f"grads = {lazy}.run(inputs, {is_shared})")
     _write_gradients(source, graphs.wrappings.gradients)
     _write_omissions(source, graphs)
     source.line(f"if {is_on}(): grads = {source.name('refuse', _refuse_twice)}(grads)")
@@ -257,21 +266,28 @@ def _write_gradients(source: Source, wrapped: Wrapped) -> None:
 
 
 class _Lazy:
-    """A backward graph, compiled by the first call."""
+    """A backward graph, compiled by the first call.
 
-    def __init__(self, make: Callable[[], Boxed]) -> None:
+    Where it may write over what was saved, there are two: one for the last time that it is read,
+    one for `retain_graph`, or for hooks that may hold what was saved.
+    """
+
+    def __init__(self, make: Callable[[bool], Boxed], *, donates: bool) -> None:
         self._make = make
-        self._graph: Boxed | None = None
+        self._donates = donates
+        self._graphs: dict[bool, Boxed] = {}
 
-    def run(self, inputs: list[Any]) -> list[Any]:
-        """Compile if need be, and run."""
-        if self._graph is None:
-            self._graph = self._make()
+    def run(self, inputs: list[Any], is_shared: bool) -> list[Any]:
+        """Compile if need be, and run; `is_shared` says that others hold what was saved."""
+        is_last = self._donates and not is_shared and not adapter.keeps_graph()
+        graph = self._graphs.get(is_last)
+        if graph is None:
+            graph = self._graphs[is_last] = self._make(is_last)
         if not adapter.is_autocast():
-            return self._graph(inputs)
+            return graph(inputs)
         # What was not cast in the graph must not be cast because backward is called in there.
         with adapter.no_autocast():
-            return self._graph(inputs)
+            return graph(inputs)
 
 
 def _refuse_writes() -> None:

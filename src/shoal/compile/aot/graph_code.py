@@ -11,6 +11,7 @@ from typing import Any
 from torch.fx import GraphModule, Node
 
 from shoal import _torch_compile as adapter
+from shoal.compile.aot.bindings import bound
 from shoal.compile.aot.source import Source
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -80,7 +81,7 @@ class _Writer:
         if function is adapter.getitem and len(args) == 2:
             return f"{args[0]}[{args[1]}]"
         if isinstance(function, adapter.OpOverload):
-            function = adapter.direct(function)
+            function = bound(function)
         return f"{self._source.name('op', function)}({', '.join([*args, *named])})"
 
     def _value(self, value: Any) -> str:

@@ -32,6 +32,10 @@ class Task:
     role: Role
     fixed: tuple[int, ...] = ()
     """Inputs that stay where they are from call to call."""
+    handed: tuple[int, ...] = ()
+    """Inputs that forward's graph gave, which stay where it leaves them."""
+    donated: tuple[int, ...] = ()
+    """Inputs that nobody reads afterwards, so that they may be written over."""
     num_visible: int = 0
     """The first outputs, which callers see."""
     number: int = 0
@@ -60,6 +64,8 @@ class Inductor:
             backward=task.role is Role.BACKWARD,
             inference=task.role is Role.INFERENCE,
             fixed=task.fixed,
+            handed=task.handed,
+            donated=task.donated,
             num_visible=task.num_visible,
             cudagraphs=self._cudagraphs,
         )

@@ -9,13 +9,14 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from shoal import _torch_compile as adapter
 from shoal.compile.aot.analyse import Analysis, Function, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange
 from shoal.compile.aot.capture import Captured, Decompositions, capture
 from shoal.compile.aot.dependence import dependence_of
+from shoal.compile.aot.donation import donated_by
 from shoal.compile.aot.emit import emit
 from shoal.compile.aot.function import Graphs, make_function
 from shoal.compile.aot.graph_code import Boxed
@@ -27,8 +28,10 @@ from shoal.compile.aot.subclasses import places
 from shoal.compile.observe.observation import current, observing, resumed, say, stage, tell_lowered
 from shoal.compile.observe.text import graph_text, saved_text, signature_text
 from shoal.compile.observe.topics import Topic
+from shoal.compile.partition.prepare import copy_graph
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
+Rewrite = Callable[[Graph], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +44,10 @@ class Pipeline:
     dynamic: bool = False
     checks: bool = False
     """Whether a call checks its arguments, because nobody in front of it does."""
+    rewrites: tuple[Rewrite, ...] = ()
+    """What is done to a captured graph before it is cut."""
+    donates: bool = False
+    """Whether the inner compiler can write over what was saved for backward."""
 
     def compile(
         self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
@@ -75,6 +82,8 @@ class Pipeline:
                 analysis, fakes = self._analyse(function, arrangement, args, mode)
         with stage("capture"):
             captured = capture(function, arrangement, fakes, analysis, mode, self.decompositions)
+            for rewrite in self.rewrites:
+                rewrite(captured.module.graph)
         say(Topic.GRAPHS, lambda: graph_text("captured", captured.module))
         stay = tuple(
             at
@@ -136,16 +145,11 @@ class Pipeline:
         say(Topic.PARTITION, lambda: saved_text(lowered))
         with stage("compile"), adapter.reported_strides() as strides:
             run = self.inner(task)
-        saved, laid = lowered.saved, (strides or [])[lowered.num_visible :]
+        donated = donated_by(lowered, backward) if self.donates else ()
         graphs = Graphs(
             forward=run,
-            backward=_Later(
-                self.inner,
-                backward,
-                {node.name: one for node, one in zip(saved, laid, strict=False)},
-                num_fixed=len(saved),
-                number=number,
-            ),
+            backward=_Later(self.inner, lowered, backward, strides, donated=donated, number=number),
+            donates=bool(donated),
             num_saved=lowered.num_saved,
             tangents=lowered.tangents,
             dependence=dependence_of(backward.graph, lowered.tangents, lowered.wrappings),
@@ -189,27 +193,42 @@ class _Later:
     def __init__(
         self,
         inner: Inner,
+        lowered: Lowered,
         module: GraphModule,
-        strides: dict[str, Any],
+        strides: Sequence[Any] | None,
         *,
-        num_fixed: int,
+        donated: tuple[int, ...],
         number: int,
     ) -> None:
         self._inner = inner
         self._module = module
-        self._strides = strides
-        self._num_fixed = num_fixed
+        self._donated = donated
         self._number = number
+        self._num_outputs = len(outputs_of(module))
+        saved, laid = lowered.saved, (strides or [])[lowered.num_visible :]
+        self._strides = {node.name: one for node, one in zip(saved, laid, strict=False)}
+        inputs = lowered.forward.graph.find_nodes(op="placeholder")
+        fixed = {inputs[at].name for at in lowered.fixed}
+        taken = [node.name for node in module.graph.find_nodes(op="placeholder")]
+        self._handed = tuple(range(len(saved)))
+        self._fixed = tuple(at for at in self._handed if taken[at] in fixed)
         self._context = adapter.TracingContext.try_get()
         self._observation = current()
 
-    def __call__(self) -> Boxed:
-        fakes = [self._fake(n) for n in self._module.graph.nodes if n.op == "placeholder"]
+    def __call__(self, is_last: bool) -> Boxed:
+        module = self._module
+        if self._donated:
+            # There may be another time, and compilers change what they are given.
+            module = GraphModule(module, copy_graph(module.graph))
+        fakes = [self._fake(n) for n in module.graph.nodes if n.op == "placeholder"]
         task = Task(
-            module=self._module,
+            module=module,
             inputs=fakes,
             role=Role.BACKWARD,
-            fixed=tuple(range(self._num_fixed)),
+            fixed=self._fixed,
+            handed=self._handed,
+            donated=self._donated if is_last else (),
+            num_visible=self._num_outputs,
             number=self._number,
         )
         with resumed(self._observation), stage("compile backward"):

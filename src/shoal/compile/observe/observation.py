@@ -17,7 +17,7 @@ from shoal.compile.aot.lowered import Lowered
 from shoal.compile.observe import logs
 from shoal.compile.observe.record import CacheUse, CompileRecord
 from shoal.compile.observe.topics import Topic, topics_of
-from shoal.compile.partition.ops import Kind, is_wait, kind
+from shoal.compile.partition.ops import communicates, is_wait
 
 MOST_RECORDS = 1000
 """Older ones are forgotten."""
@@ -131,7 +131,7 @@ def count_calls(module: GraphModule) -> int:
 
 def _count_collectives(module: GraphModule) -> int:
     calls = (node for node in module.graph.nodes if node.op == "call_function")
-    return sum(kind(node) is Kind.COLLECTIVE and not is_wait(node) for node in calls)
+    return sum(communicates(node) and not is_wait(node) for node in calls)
 
 
 def records() -> list[CompileRecord]:

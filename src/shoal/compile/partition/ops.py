@@ -118,6 +118,12 @@ def is_wait(node: fx.Node) -> bool:
     return op_name(node) == "_c10d_functional::wait_tensor"
 
 
+def communicates(node: fx.Node) -> bool:
+    """Whether a node's operator is of a collective, whether or not it writes to its input."""
+    target = node.target
+    return isinstance(target, _torch_compile.OpOverload) and target.namespace in COLLECTIVES
+
+
 def kind(node: fx.Node) -> Kind:
     """What a node does."""
     if node.op == "placeholder":

@@ -36,7 +36,7 @@ class Split:
 def split(joint: Joint, kept: Iterable[fx.Node]) -> Split:
     """Take a joint graph apart; forward keeps these values if backward uses them."""
     kept = joint.in_order(set(kept))
-    again = _needed_by_backward(joint, set(kept))
+    again = needed_by_backward(joint, set(kept))
     used = [node for node in kept if node in again]
     tensors = [node for node in used if is_tensor(node)]
     symbols = _with_bindings(joint, [node for node in used if not is_tensor(node)], tensors)
@@ -55,7 +55,7 @@ def split(joint: Joint, kept: Iterable[fx.Node]) -> Split:
     )
 
 
-def _needed_by_backward(joint: Joint, kept: set[fx.Node]) -> set[fx.Node]:
+def needed_by_backward(joint: Joint, kept: set[fx.Node]) -> set[fx.Node]:
     """What backward reads or computes, down to what is kept."""
     roots = [one for one in joint.backward_outputs if isinstance(one, fx.Node)]
     roots += [node for node in joint.nodes if _stays(joint, node, "backward")]

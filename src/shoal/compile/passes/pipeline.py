@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shoal.compile.passes.contract import Pass, check_passes
-from shoal.compile.passes.metadata import check_graph, inconsistencies
+from shoal.compile.passes.metadata import Watched
 from shoal.compile.passes.traffic import Traffic, count_traffic
 from shoal.errors import UsageError
 
@@ -60,7 +60,7 @@ class Pipeline:
     given: frozenset[str] = frozenset()
     """What holds for the graphs that come in."""
     verify: bool = True
-    """Whether metadata is computed again and compared after each pass; lint runs in any case."""
+    """Whether metadata of what a pass changed is computed again and compared; lint always runs."""
 
     def __post_init__(self) -> None:
         names = [one.name for one in self.passes]
@@ -76,7 +76,7 @@ class Pipeline:
 
     def run(self, graph: fx.Graph) -> Report:
         """Change a graph in place; say what became of its communication."""
-        known = inconsistencies(graph) if self.verify else {}
+        watched = Watched(graph) if self.verify else None
         steps = []
         before = count_traffic(graph)
         for one in self.passes:
@@ -84,8 +84,8 @@ class Pipeline:
             one.run(graph)
             seconds = time.perf_counter() - start
             graph.lint()
-            if self.verify:
-                check_graph(graph, known)
+            if watched is not None:
+                watched.check()
             after = count_traffic(graph)
             steps.append(Step(name=one.name, before=before, after=after, seconds=seconds))
             before = after

@@ -40,15 +40,20 @@ def replicated(*, bucket_size_mb: float, coalesced: bool = False) -> Pipeline:
 
 
 def sharded(
-    *, bucket_bytes: int, max_in_flight_bytes: int | None, costs: Costs | None = None
+    *,
+    bucket_bytes: int,
+    max_in_flight_bytes: int | None,
+    first_bytes: int | None = FIRST_BUCKET_BYTES,
+    costs: Costs | None = None,
 ) -> Pipeline:
     """For graphs that gather parameters and scatter gradients, or average whole ones.
 
-    With costs, gathers start just in time instead of as early as there is room.
+    The first bucket of whole gradients may be smaller, so that it is on its way early. With costs,
+    gathers start just in time instead of as early as there is room.
     """
     limits = Limits(num_bytes=bucket_bytes)
-    # Gradients of replicas: their first bucket is small, so that it is on its way early.
-    first = Limits(num_bytes=bucket_bytes, first_bytes=min(bucket_bytes, FIRST_BUCKET_BYTES))
+    first_bytes = None if first_bytes is None else min(bucket_bytes, first_bytes)
+    first = Limits(num_bytes=bucket_bytes, first_bytes=first_bytes)
     bounded = () if max_in_flight_bytes is None else (Fact.BOUNDED_BYTES,)
     buckets = (
         (bucket_all_gathers, limits, Fact.BUCKETED_ALL_GATHERS),

@@ -8,9 +8,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from shoal.compile.partition.ops import Kind, flat, kind, op_name, value
+from shoal.compile.passes.metadata import compute_metadata
+
+aten = torch.ops.aten
 
 MAY_COPY = frozenset({"aten::reshape", "aten::flatten", "aten::contiguous", "aten::to"})
 """What gives its input back where that is as it should be, and a copy otherwise."""
@@ -22,6 +26,8 @@ def drop_idle_views(graph: fx.Graph) -> int:
     What a graph returns stays as it is: whoever gets it may tell a view from its base.
     """
     before = len(graph.nodes)
+    for node in list(graph.nodes):
+        _drop_dims_in_sum(node)
     returned = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
         source = None if node in returned else _same_sight(node)
@@ -32,6 +38,26 @@ def drop_idle_views(graph: fx.Graph) -> int:
             graph.erase_node(node)
     graph.lint()
     return before - len(graph.nodes)
+
+
+def _drop_dims_in_sum(node: fx.Node) -> None:
+    """Let a sum drop the dimensions that it sums over, where a view after it does only that.
+
+    The derivative of a bias is such a sum.
+    """
+    if node.target is not aten.sum.dim_IntList or len(node.args) != 3 or len(node.users) != 1:
+        return
+    (user,), (_, dims, keeps) = node.users, node.args
+    if user.target is not aten.view.default or not keeps or not isinstance(dims, list | tuple):
+        return
+    shape, seen = value(node).shape, value(user).shape
+    if not dims or not all(isinstance(one, int) for one in (*shape, *seen)):
+        return
+    summed = {int(dim) % len(shape) for dim in dims}  # pyright: ignore[reportArgumentType]
+    if [size for dim, size in enumerate(shape) if dim not in summed] == list(seen):
+        node.args = node.args[:2]
+        compute_metadata(node)
+        user.replace_all_uses_with(node)
 
 
 def _same_sight(node: fx.Node) -> fx.Node | None:

@@ -9,12 +9,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shoal.comm.modelled import BACKEND
+
+RECORDED = ("nccl", BACKEND)
+"""Backends whose collectives are work of the device alone."""
+
 
 def why_not(device: torch.device) -> str | None:
     """What stands against recording; None if nothing does."""
     if device.type != "cuda":
         return f"it runs on {device.type}, and only CUDA records graphs"
-    if dist.is_available() and dist.is_initialized() and dist.get_backend() != "nccl":
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.get_backend() not in RECORDED:
         return f"its collectives go through {dist.get_backend()}, which waits on the host"
     return None
 

@@ -22,6 +22,7 @@ from shoal.compile.passes import (
     sharded,
 )
 from shoal.compile.passes.comm_block import get_all_comm_blocks
+from shoal.compile.passes.in_place import average_in_place
 from shoal.compile.passes.tidy import drop_idle_views
 
 BOUND = 160
@@ -36,6 +37,7 @@ PASSES = {
     "rows": replicated(bucket_size_mb=25).run,
     "lists": replicated(bucket_size_mb=25, coalesced=True).run,
     "tidy": drop_idle_views,
+    "in place": average_in_place,
     "sharded": sharded(bucket_bytes=1024, max_in_flight_bytes=BOUND).run,
 }
 quick = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])

@@ -51,3 +51,12 @@ def test_what_is_returned_stays_a_view() -> None:
         return x.view(4, 4)
 
     assert calls_after(fn, torch.randn(4, 4)) == {aten.view.default: 1}
+
+
+def test_a_sum_drops_its_dimensions_itself() -> None:
+    def fn(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+        kept = y.sum(0, keepdim=True)
+        return x.sum([0, -1], keepdim=True).view(3), kept.view(12), kept.view(3, 4) + 1
+
+    calls = calls_after(fn, torch.randn(2, 3, 4), torch.randn(2, 3, 4))
+    assert calls[aten.view.default] == 2, "another shape, and a sum that is seen as it is too"

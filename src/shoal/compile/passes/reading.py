@@ -1,0 +1,143 @@
+"""What a node reads and says it gives, at one time: it can be asked later whether that was true."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
+
+from shoal import _torch_compile
+from shoal.compile.partition.ops import flat
+from shoal.compile.passes.collectives import collective
+from shoal.errors import UsageError
+
+BY_CONTENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""The shapes of such results are new symbols each time they are asked for."""
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """A node's operator, its arguments, their values without elements, and its own."""
+
+    node: fx.Node
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: dict[fx.Node, Any]
+    said: Any
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Reading:
+        """Look at a node as it is now."""
+        given = {read: read.meta.get("val", _NOTHING) for read in node.all_input_nodes}
+        said = node.meta.get("val", _NOTHING)
+        return cls(node, node.target, node.args, dict(node.kwargs), given, said)
+
+    def is_like(self, other: Reading) -> bool:
+        """Whether another one is of the same arguments and the same values."""
+        return (
+            self.target is other.target
+            and self.said is other.said
+            and self.args == other.args
+            and self.kwargs == other.kwargs
+            and all(other.given.get(read) is held for read, held in self.given.items())
+        )
+
+    def complaint(self) -> str | None:
+        """What is wrong with what the node says it gives; None if nothing is, or nobody can say."""
+        if not self._can_be_computed():
+            return None
+        said, computed = _describe(self.said), _describe(self.result())
+        if len(said) == len(computed) and all(map(_agree, said, computed)):
+            return None
+        return f"{self.node.name} ({self.target}) says {said}, and gives {computed}"
+
+    def result(self) -> Any:
+        """What the node gives, computed without elements."""
+        mode = self._mode()
+        missing = [read.name for read, held in self.given.items() if held is _NOTHING]
+        if missing:
+            raise UsageError(
+                f"expected what {missing[0]} gives in its metadata ('val'), got none: trace the "
+                "graph with make_fx or a compiler"
+            )
+        values = {read: _in_mode(held, mode) for read, held in self.given.items()}
+        args, kwargs = map_arg((self.args, self.kwargs), values.__getitem__)  # pyright: ignore[reportGeneralTypeIssues]
+        if mode is None:
+            return self.target(*args, **kwargs)
+        with _torch_compile.below_python(mode), torch.no_grad():
+            result = self.target(*args, **kwargs)
+            return _as_received(result) if self._gives_new_tensors() else result
+
+    def _mode(self) -> _torch_compile.FakeTensorMode | None:
+        """The mode in which to compute; a new one where values disagree."""
+        tensors = [one for one in flat(list(self.given.values())) if isinstance(one, Tensor)]
+        modes = {getattr(one, "fake_mode", None) for one in tensors}
+        if len(modes) == 1:
+            mode = modes.pop()
+            if mode is not None:
+                return mode
+        return _torch_compile.new_fake_mode(dynamic=False) if tensors else None
+
+    def _can_be_computed(self) -> bool:
+        if self.node.op != "call_function" or self.said is _NOTHING:
+            return False
+        if self.target is operator.getitem:
+            return True
+        if not isinstance(self.target, _torch_compile.OpOverload):
+            return False
+        is_known = all(held is not _NOTHING for held in self.given.values())
+        return is_known and BY_CONTENT.isdisjoint(self.target.tags)
+
+    def _gives_new_tensors(self) -> bool:
+        op = collective(self.node)
+        return op is not None and not op.writes
+
+
+def _in_mode(held: Any, mode: _torch_compile.FakeTensorMode | None) -> Any:
+    """A value in a mode: a trace of real tensors makes one mode for each."""
+    if isinstance(held, list | tuple):
+        return type(held)(_in_mode(one, mode) for one in held)
+    if not isinstance(held, Tensor) or getattr(held, "fake_mode", None) is mode:
+        return held
+    assert mode is not None
+    with mode:
+        return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+
+
+def _as_received(result: Any) -> Any:
+    """What a collective gives is contiguous, though torch says of some that strides are kept."""
+    if isinstance(result, list | tuple):
+        return type(result)(map(_as_received, result))
+    if not isinstance(result, Tensor):
+        return result
+    return torch.empty_like(result, memory_format=torch.contiguous_format)
+
+
+def _describe(held: Any) -> list[Any]:
+    """Type, device, sizes and strides of each tensor; strides only where they mean something."""
+    return [
+        (one.dtype, one.device, tuple(one.shape), _strides(one)) if isinstance(one, Tensor) else one
+        for one in flat(held)
+    ]
+
+
+def _strides(tensor: Tensor) -> tuple[Any, ...]:
+    if any(isinstance(size, int) and size == 0 for size in tensor.shape):
+        return ()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(0 if isinstance(size, int) and size == 1 else step for size, step in pairs)
+
+
+def _agree(said: Any, computed: Any) -> bool:
+    """Whether two descriptions are the same, as far as integers can tell."""
+    if isinstance(said, tuple) and isinstance(computed, tuple):
+        return len(said) == len(computed) and all(map(_agree, said, computed))
+    if isinstance(said, _torch_compile.SYMBOLIC) or isinstance(computed, _torch_compile.SYMBOLIC):
+        return True
+    return said == computed
