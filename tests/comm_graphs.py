@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal.compile.passes import check_graph, count_traffic
 from shoal.compile.passes.metadata import inconsistencies
+from shoal.passes import check_graph, count_traffic
 
 comm = torch.ops._c10d_functional
 Function = Callable[..., Any]

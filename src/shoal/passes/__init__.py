@@ -1,32 +1,26 @@
 """Graph passes over collectives: `shoal.passes.ddp_fusion` has torch's names."""
 
 from shoal.compile.keep import keep_gathered
-from shoal.compile.passes import (
+from shoal.compile.passes.bucket import Limits
+from shoal.compile.passes.bucket_all_gather import bucket_all_gathers
+from shoal.compile.passes.bucket_all_reduce import bucket_all_reduces
+from shoal.compile.passes.bucket_reduce_scatter import bucket_reduce_scatters
+from shoal.compile.passes.comm_block import (
     CommBlock,
     CommKey,
-    Costs,
-    Fact,
-    Limits,
-    Machine,
-    Pass,
-    Pipeline,
-    Report,
-    Timeline,
-    Traffic,
-    bucket_all_gathers,
-    bucket_all_reduces,
-    bucket_reduce_scatters,
-    check_graph,
-    count_traffic,
-    delay_waits,
-    drop_idle_views,
     get_all_comm_blocks,
     get_comm_block,
-    overlap,
-    replicated,
-    sharded,
-    timeline,
 )
+from shoal.compile.passes.contract import Fact, Pass
+from shoal.compile.passes.cost import Costs, Machine
+from shoal.compile.passes.in_place import average_in_place
+from shoal.compile.passes.metadata import check_graph
+from shoal.compile.passes.pipeline import Pipeline, Report
+from shoal.compile.passes.schedule import delay_waits, overlap
+from shoal.compile.passes.standard import replicated, sharded
+from shoal.compile.passes.tidy import drop_idle_views
+from shoal.compile.passes.timeline import Timeline, timeline
+from shoal.compile.passes.traffic import Traffic, count_traffic
 
 __all__ = [
     "CommBlock",
@@ -40,6 +34,7 @@ __all__ = [
     "Report",
     "Timeline",
     "Traffic",
+    "average_in_place",
     "bucket_all_gathers",
     "bucket_all_reduces",
     "bucket_reduce_scatters",

@@ -21,7 +21,9 @@ from comm_graphs import (
     scatter,
     wait,
 )
-from shoal.compile.passes import (
+from shoal.compile.passes.bucket import MB
+from shoal.errors import UsageError
+from shoal.passes import (
     Limits,
     bucket_all_gathers,
     bucket_all_reduces,
@@ -29,8 +31,6 @@ from shoal.compile.passes import (
     count_traffic,
     get_all_comm_blocks,
 )
-from shoal.compile.passes.bucket import MB
-from shoal.errors import UsageError
 
 START = {
     bucket_all_gathers: gather,

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from comm_graphs import all_reduce, capture, check_same, gather, integers, scatter, wait
 from comm_programs import Step, inputs, program, programs
-from shoal.compile.passes import Costs, Machine, count_traffic, overlap, timeline
 from shoal.errors import UsageError
+from shoal.passes import Costs, Machine, count_traffic, overlap, timeline
 
 SLOW_LINK = Machine(
     flops_per_us=1.0, memory_bytes_per_us=1e9, call_us=0.0, link_bytes_per_us=1.0, link_latency_us=0

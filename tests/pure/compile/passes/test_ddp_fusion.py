@@ -17,8 +17,8 @@ from torch._inductor.fx_passes import ddp_fusion as theirs
 from torch._inductor.virtualized import V
 
 from comm_graphs import all_reduce, capture, check_same, comm, count, integers, name, ops, wait
-from shoal.compile.passes import count_traffic
 from shoal.errors import UsageError
+from shoal.passes import count_traffic
 from shoal.passes.ddp_fusion import (
     fuse_ddp_communication,
     fuse_ddp_with_coalesced_op,

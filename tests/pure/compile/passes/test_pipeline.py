@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, fx
 
 from comm_graphs import all_reduce, capture, check_same, gather, integers, scatter, wait
-from shoal.compile.passes import Fact, Pass, Pipeline, count_traffic, replicated, sharded
 from shoal.errors import InvariantError, UsageError
+from shoal.passes import Fact, Pass, Pipeline, count_traffic, replicated, sharded
 
 
 def nothing(graph: fx.Graph) -> None:

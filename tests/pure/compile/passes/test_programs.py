@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from comm_graphs import capture, check_same
 from comm_programs import Step, inputs, program, programs
-from shoal.compile.passes import (
+from shoal.compile.passes.comm_block import get_all_comm_blocks
+from shoal.compile.passes.in_place import average_in_place
+from shoal.compile.passes.tidy import drop_idle_views
+from shoal.passes import (
     Limits,
     bucket_all_gathers,
     bucket_all_reduces,
@@ -21,9 +24,6 @@ from shoal.compile.passes import (
     replicated,
     sharded,
 )
-from shoal.compile.passes.comm_block import get_all_comm_blocks
-from shoal.compile.passes.in_place import average_in_place
-from shoal.compile.passes.tidy import drop_idle_views
 
 BOUND = 160
 PASSES = {

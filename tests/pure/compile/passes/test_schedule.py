@@ -20,8 +20,8 @@ from comm_graphs import (
     scatter,
     wait,
 )
-from shoal.compile.passes import count_traffic, delay_waits, overlap
 from shoal.errors import UsageError
+from shoal.passes import count_traffic, delay_waits, overlap
 
 SIZE = 64
 """Bytes of each gathered weight."""

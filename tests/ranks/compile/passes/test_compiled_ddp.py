@@ -20,8 +20,8 @@ from torch._inductor.virtualized import V
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import ranks
-from shoal.compile.passes import check_graph, count_traffic
 from shoal.compile.passes.ddp_fusion import drop_copies
+from shoal.passes import check_graph, count_traffic
 from shoal.passes import ddp_fusion as ours
 
 QUIET = pytest.mark.filterwarnings("ignore")

@@ -13,7 +13,7 @@ from torch import Tensor
 from comm_graphs import all_reduce, capture, check_same, gather, integers, scatter, wait
 from comm_programs import Step, inputs, program, programs
 from harness import ranks
-from shoal.compile.passes import (
+from shoal.passes import (
     Limits,
     bucket_all_gathers,
     bucket_all_reduces,
