@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
+from shoal import _torch
 from shoal import _torch_compile as adapter
 from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.aot.inner import Inductor, directly
@@ -50,6 +51,13 @@ def shoal(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo's."""
+    if _torch.inside_compiled_autograd():
+        raise NotImplementedError(
+            "torch.compile(backend='shoal') does not take the backwards that compiled autograd "
+            "captures: give that another backend, or switch it off "
+            "(torch._dynamo.config.compiled_autograd = False). shoal compiles the backwards of its "
+            "own graphs with them."
+        )
     chosen = Options.of({**_MODES[check_mode(mode)], **(options or {})})
     function, lifted = lift_attributes(module)
     fixed = [*range(len(lifted)), *(len(lifted) + i for i in adapter.fixed_inputs(module))]

@@ -136,6 +136,19 @@ def test_compiled_autograd() -> None:
     assert torch.equal(x.grad, want)
 
 
+def test_backwards_of_compiled_autograd_are_not_for_this_backend() -> None:
+    (x,) = leaf()
+    loss = x.sin().sum()
+    capturing = compiled_autograd._enable(torch.compile(backend=BACKEND))
+    with capturing, pytest.raises(Exception, match=r"NotImplementedError.*compiled autograd"):
+        loss.backward()
+    # Nothing of that is left.
+    y = x.detach().requires_grad_()
+    compiled(torch.sin, backend=BACKEND, through="compile")(y).sum().backward()
+    assert y.grad is not None
+    assert torch.equal(y.grad, y.detach().cos())
+
+
 def test_error_of_the_program_is_eager_s() -> None:
     def wrong(x: Tensor) -> Tensor:
         return x @ x
