@@ -24,9 +24,8 @@ from shoal import _torch
 from shoal.tensor.sharded import ShardedTensor
 
 _GRAD = attrgetter("grad")
-_STEP = itemgetter("step")
-_MOMENTS = (itemgetter("exp_avg"), itemgetter("exp_avg_sq"))
 _KEYS = ("exp_avg", "exp_avg_sq", "step")
+_GETTERS = tuple(map(itemgetter, _KEYS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +75,9 @@ _KINDS: dict[type, _Kind] = {
 def speed_up(optimizer: Optimizer) -> None:
     """Let the steps of an optimizer that is known to be element-wise work on local tensors."""
     if type(optimizer) in (Adam, AdamW) and "_init_group" not in vars(optimizer):
-        optimizer._init_group = _Filler(optimizer)  # type: ignore[attr-defined]
+        filler = _Filler(optimizer)
+        optimizer._init_group = filler  # type: ignore[attr-defined]
+        optimizer.register_load_state_dict_post_hook(filler.forget)
 
 
 class _Filler:
@@ -99,6 +100,10 @@ class _Filler:
         for target, values in zip(lists, known.lists(), strict=True):
             target.extend(values)
         return any(param.is_complex() for param in lists[0])
+
+    def forget(self, _: Optimizer) -> None:
+        """A state dict was loaded: let go of the moments that it has replaced."""
+        self._known.clear()
 
     def _find(self, group: dict[str, Any], optimizer: Any) -> _Known | None:
         """What the step works on, unless it is nothing, or its first step makes some of it."""
@@ -217,7 +222,7 @@ class _Known:
 
 
 def _held(states: list[Any]) -> list[list[Any]]:
-    return [[*map(get, states)] for get in (*_MOMENTS, _STEP)]
+    return [[*map(get, states)] for get in _GETTERS]
 
 
 def _are_same(some: list[Any], others: list[Any]) -> bool:

@@ -163,6 +163,19 @@ def test_an_optimizer_is_not_kept_alive() -> None:
 
 
 @ranks(2)
+def test_loaded_moments_replace_the_old_ones() -> None:
+    model: Any = shard(build())
+    optimizer = adamw(model, fused=True)
+    for _, part in batches(2, dist.get_rank(), dist.get_world_size()):
+        loss_of(model, part).backward()
+        optimizer.step()
+    old = [weakref.ref(state["exp_avg"]) for state in optimizer.state.values()]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    gc.collect()
+    assert not any(moment() is not None for moment in old)
+
+
+@ranks(2)
 def test_copies_and_pickles_have_their_own() -> None:
     model: Any = shard(build())
     optimizer = adamw(model, fused=True)
