@@ -77,6 +77,10 @@ def _wrap_plain(model: Transformer, run: Run) -> nn.Module:
 
 
 def _wrap_plain_shoal(model: Transformer, run: Run) -> nn.Module:
+    return _compile_by_shoal(model, run)
+
+
+def _compile_by_shoal(model: nn.Module, run: Run) -> nn.Module:
     cudagraphs = run.mode is Mode.CUDAGRAPHS
     model.compile(backend="shoal", options={"inner": "inductor", "cudagraphs": cudagraphs})
     return model
@@ -171,10 +175,7 @@ def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
 
 
 def _wrap_shoal_graph(model: Transformer, run: Run) -> nn.Module:
-    wrapped = _wrap_shoal_flat(model, replace(run, mode=Mode.EAGER))
-    cudagraphs = run.mode is Mode.CUDAGRAPHS
-    wrapped.compile(backend="shoal", options={"inner": "inductor", "cudagraphs": cudagraphs})
-    return wrapped
+    return _compile_by_shoal(_wrap_shoal_flat(model, replace(run, mode=Mode.EAGER)), run)
 
 
 def _shoal_graph_refuses(run: Run) -> str | None:

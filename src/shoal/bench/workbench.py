@@ -36,7 +36,7 @@ class Workbench:
         self._run = run
         self._model = model
         self._device = run.device
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
         case = run.case
         generator = torch.Generator().manual_seed(SEED)
         tokens = torch.randint(
@@ -59,7 +59,7 @@ class Workbench:
         """Untimed steps."""
         for _ in range(steps):
             self.step()
-            self.drop_gradients()
+            self._drop_gradients()
         self._synchronize()
 
     def time_compute(self, steps: int) -> ComputeRound:
@@ -79,7 +79,7 @@ class Workbench:
             self._synchronize()
             wall_ms.append((perf_counter() - start) * 1e3)
             host_ms.append((returned - start) * 1e3)
-            self.drop_gradients()
+            self._drop_gradients()
         return ComputeRound(
             forward_backward_ms=in_a_row or tuple(wall_ms),
             wall_ms=tuple(wall_ms),
@@ -89,7 +89,7 @@ class Workbench:
 
     def time_optimizer(self, steps: int) -> OptimizerRound:
         """Take whole training steps and time the optimizer's part."""
-        if not self.optimizer.state:
+        if not self._optimizer.state:
             self._train(1)  # the first step makes the optimizer's state
         reset_peak(self._device)
         optimizer_ms = self._train(steps)
@@ -101,10 +101,10 @@ class Workbench:
             self.step()
             self._synchronize()
             start = perf_counter()
-            self.optimizer.step()
+            self._optimizer.step()
             self._synchronize()
             optimizer_ms.append((perf_counter() - start) * 1e3)
-            self.drop_gradients()
+            self._drop_gradients()
         return tuple(optimizer_ms)
 
     def _in_a_row(self, steps: int) -> tuple[float, ...]:
@@ -115,14 +115,13 @@ class Workbench:
             start.record()
             self.step()
             end.record()
-            self.drop_gradients()
+            self._drop_gradients()
             spans.append((start, end))
         self._synchronize()
         return tuple(start.elapsed_time(end) for start, end in spans)
 
-    def drop_gradients(self) -> None:
-        """Forget the gradients of a step."""
-        self.optimizer.zero_grad(set_to_none=True)
+    def _drop_gradients(self) -> None:
+        self._optimizer.zero_grad(set_to_none=True)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

@@ -121,10 +121,9 @@ class _Worker:
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         workbench = Workbench(run, engine.wrap(model, run))
         # Recorded graphs call nobody when they are replayed, so that only a first step counts.
-        if run.mode is not Mode.CUDAGRAPHS:
-            workbench.warm_up(warmup)
+        before = 0 if run.mode is Mode.CUDAGRAPHS else warmup
+        workbench.warm_up(before)
         collectives = count(lambda: workbench.warm_up(1)) if count else None
-        if run.mode is Mode.CUDAGRAPHS:
-            workbench.warm_up(warmup)
+        workbench.warm_up(warmup - before)
         self._workbench = workbench
         return Built(num_parameters=num_parameters, collectives=collectives)
