@@ -159,6 +159,20 @@ def _wrap_fsdp2(model: Transformer, run: Run) -> nn.Module:
     return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
 
 
+def _wrap_simple_fsdp(model: Transformer, run: Run) -> nn.Module:
+    from shoal.bench.simple_fsdp import shard_each_parameter
+
+    reduce_dtype = REDUCE_DTYPE if run.case.mixed_precision else run.compute_dtype
+    model.compile()
+    return shard_each_parameter(model, run, reduce_dtype)
+
+
+def _simple_fsdp_refuses(run: Run) -> str | None:
+    if run.mode is Mode.EAGER:
+        return "parameters gathered one by one are for a compiler"
+    return _peer_refuses(run)
+
+
 def _wrap_shoal(model: Transformer, run: Run) -> nn.Module:
     from shoal.runtime.fully_shard import fully_shard
     from shoal.runtime.policy import MixedPrecisionPolicy
@@ -180,7 +194,7 @@ def _wrap_shoal_graph(model: Transformer, run: Run) -> nn.Module:
 
 def _shoal_graph_refuses(run: Run) -> str | None:
     if run.mode is Mode.EAGER:
-        return "sharding in the graph; eager, that is shoal-flat"
+        return "sharding in the graph of a compiler; eager, that is shoal-flat"
     return _plain_refuses(run)
 
 
@@ -221,6 +235,13 @@ ENGINES: dict[str, Engine] = {
             uses_group=True,
             casts=True,
             refuses=_peer_refuses,
+        ),
+        Engine(
+            name="simple-fsdp",
+            wrap=_wrap_simple_fsdp,
+            uses_group=True,
+            casts=True,
+            refuses=_simple_fsdp_refuses,
         ),
         Engine(
             name="shoal",

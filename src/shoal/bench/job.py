@@ -63,14 +63,15 @@ class Job:
         """Make the model, wrap it, warm it up."""
         return self._ask(Built, Verb.BUILD, self.run.case.pace.warmup)[0]
 
-    def compute(self) -> ComputeRound:
+    def compute(self, core: int | None = None) -> ComputeRound:
         """One round of forward+backward: rank 0's times, the largest rank's memory."""
-        answers = self._ask(ComputeRound, Verb.COMPUTE, self.run.case.pace.steps)
+        answers = self._ask(ComputeRound, Verb.COMPUTE, self.run.case.pace.steps, core)
         return _with_largest_memory(answers)
 
-    def optimize(self) -> OptimizerRound:
+    def optimize(self, core: int | None = None) -> OptimizerRound:
         """One round of whole training steps: rank 0's times, the largest rank's memory."""
-        answers = self._ask(OptimizerRound, Verb.OPTIMIZE, self.run.case.pace.optimizer_steps)
+        steps = self.run.case.pace.optimizer_steps
+        answers = self._ask(OptimizerRound, Verb.OPTIMIZE, steps, core)
         return _with_largest_memory(answers)
 
     def close(self) -> None:
@@ -98,10 +99,12 @@ class Job:
         self._processes.append(process)
         self._connections.append(cast(Connection, ours))
 
-    def _ask(self, expected: type[Answer], verb: Verb, steps: int) -> list[Answer]:
+    def _ask(
+        self, expected: type[Answer], verb: Verb, steps: int, core: int | None = None
+    ) -> list[Answer]:
         for rank, connection in enumerate(self._connections):
             try:
-                connection.send(Request(verb=verb, steps=steps))
+                connection.send(Request(verb=verb, steps=steps, core=core))
             except OSError:
                 raise self._death(rank) from None
         answers: dict[int, Answer] = {}

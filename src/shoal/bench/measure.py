@@ -7,6 +7,7 @@ alike. Where they do not fit on a GPU together, they follow each other.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from enum import StrEnum
 from itertools import groupby
@@ -16,6 +17,7 @@ from shoal.bench.engines import refusal
 from shoal.bench.figures import Built, ComputeRound, OptimizerRound, summarise
 from shoal.bench.host import Host
 from shoal.bench.job import Job, JobError
+from shoal.bench.pin import fastest_core
 from shoal.bench.results import Record, Status
 from shoal.bench.run import Mode, Run
 
@@ -73,15 +75,20 @@ def _measure_together(
         ]
         stages = _stages(runs[0].case.pace)
         if _fit_together(runs[0], host):
-            for stage in stages:
+            # What is not timed is done by all at once: compilers take minutes.
+            build, *timed = stages
+            with ThreadPoolExecutor(len(sittings)) as threads:
+                list(threads.map(lambda sitting: sitting.enter(build), sittings))
+            for stage in timed:
+                core = _core_for(runs[0])
                 for sitting in sittings:
-                    sitting.enter(stage)
+                    sitting.enter(stage, core)
             for sitting in sittings:
                 yield sitting.finish()
         else:
             for sitting in sittings:
                 for stage in stages:
-                    sitting.enter(stage)
+                    sitting.enter(stage, _core_for(runs[0]))
                 yield sitting.finish()
 
 
@@ -89,6 +96,11 @@ def _fit_together(run: Run, host: Host) -> bool:
     if run.device_type == "cpu" or run.case.quick:
         return True
     return host.gpu_memory_gib is not None and host.gpu_memory_gib >= run.case.gib_together
+
+
+def _core_for(run: Run) -> int | None:
+    """Where processes that wait for a GPU run; ranks on CPUs need the cores that they have."""
+    return fastest_core() if run.device_type == "cuda" else None
 
 
 def _default_timeout_s(run: Run) -> float:
@@ -126,8 +138,8 @@ class _Sitting:
         self._optimizer: list[OptimizerRound] = []
         self._failure: str | None = None
 
-    def enter(self, stage: Stage) -> None:
-        """Do one stage; after a failure, nothing."""
+    def enter(self, stage: Stage, core: int | None = None) -> None:
+        """Do one stage, on a core; after a failure, nothing."""
         if self._failure is not None:
             return
         self._on_stage(self._job.run, stage)
@@ -135,9 +147,9 @@ class _Sitting:
             if stage is Stage.BUILD:
                 self._built = self._job.build()
             elif stage is Stage.COMPUTE:
-                self._compute.append(self._job.compute())
+                self._compute.append(self._job.compute(core))
             else:
-                self._optimizer.append(self._job.optimize())
+                self._optimizer.append(self._job.optimize(core))
         except JobError as error:
             self._failure = str(error)
             self._job.close()

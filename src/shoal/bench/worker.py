@@ -19,7 +19,7 @@ import torch
 from shoal.bench.engines import ENGINES
 from shoal.bench.figures import Built, ComputeRound, OptimizerRound
 from shoal.bench.group import join
-from shoal.bench.pin import Pin
+from shoal.bench.pin import stay_on
 from shoal.bench.run import Mode, Run
 from shoal.bench.workbench import Workbench, build_model
 
@@ -38,6 +38,8 @@ class Request:
 
     verb: Verb
     steps: int
+    core: int | None = None
+    """Where to do it; None: anywhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +96,6 @@ class _Worker:
         self._run = run
         self._seat = seat
         self._workbench: Workbench | None = None
-        self._pin = Pin()
 
     def answer(self, request: Request) -> Reply:
         if request.verb is Verb.BUILD:
@@ -104,7 +105,7 @@ class _Worker:
         probe_ms = None
         if self._run.device_type == "cuda":
             # Not before the first round, because Inductor compiles on all cores.
-            probe_ms = self._pin.renew()
+            probe_ms = None if request.core is None else stay_on(request.core)
             self._workbench.warm_up(steps=2)
         if request.verb is Verb.COMPUTE:
             return replace(self._workbench.time_compute(request.steps), probe_ms=probe_ms)
