@@ -23,8 +23,8 @@ SHAPES = ((4, 4), (8,), (4, 2, 2))
 Step = tuple[str, int, int]
 
 
-def same_memory(one: Tensor, other: Tensor) -> bool:
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+def memory(value: Tensor) -> int:
+    return value.untyped_storage()._cdata
 
 
 def compute(state: State, one: Tensor, other: Tensor) -> None:
@@ -53,7 +53,7 @@ def bump(state: State, one: Tensor, other: Tensor) -> None:
 
 
 def overwrite(state: State, one: Tensor, other: Tensor) -> None:
-    if one.shape == other.shape and state.may_write(one) and not same_memory(one, other):
+    if one.shape == other.shape and state.may_write(one) and not state.share(one, other):
         one.copy_(other)
 
 
@@ -107,6 +107,8 @@ class State:
     def __init__(self, inputs: list[Tensor]) -> None:
         self.values = list(inputs)
         self.pending: list[tuple[Tensor, tuple[Tensor, ...], int | None]] = []
+        self.waited: list[tuple[Tensor, Tensor]] = []
+        """Results, and what was waited for: the same memory, which fake tensors do not show."""
 
     def add(self, value: Tensor) -> None:
         self.values.append(value)
@@ -118,17 +120,28 @@ class State:
         if self.pending:
             started, _, rows = self.pending.pop(0)
             result = wait(started)
+            self.waited.append((result, started))
             self.add(result if rows is None else result[:rows])
 
     def settle(self, value: Tensor) -> None:
         """Wait until nothing on its way writes to the memory of a value."""
-        while any(same_memory(started, value) for started, _, _ in self.pending):
+        while any(self.share(started, value) for started, _, _ in self.pending):
             self.arrive()
 
     def may_write(self, value: Tensor) -> bool:
         """Whether nothing on its way uses the memory of a value."""
         used = (one for started, used, _ in self.pending for one in (started, *used))
-        return not any(same_memory(one, value) for one in used)
+        return not any(self.share(one, value) for one in used)
+
+    def share(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two values lie in the same memory."""
+        return self._home(one) == self._home(other)
+
+    def _home(self, value: Tensor) -> int:
+        home = memory(value)
+        for result, started in reversed(self.waited):
+            home = memory(started) if home == memory(result) else home
+        return home
 
 
 def program(steps: list[Step]) -> Callable[..., list[Tensor]]:

@@ -23,6 +23,9 @@ from shoal.runtime.streams import Streams
 from shoal.runtime.torch_state import TorchState
 from shoal.runtime.unit import Unit
 
+_COMPILED = "_shoal_compiled"
+"""Where a module has what its calls were compiled to, gathers among them."""
+
 
 class UnshardHandle:
     """A gather that `unshard(async_op=True)` has started."""
@@ -49,6 +52,12 @@ class FSDPModule(TorchFSDPModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its hooks and whatever it was compiled to, with full parameters."""
+        compiled = self.__dict__.get(_COMPILED)
+        if compiled is not None and not torch.compiler.is_compiling():
+            return compiled(*args, **kwargs)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState = self.__dict__["_shoal_state"]
         if torch.compiler.is_compiling() and state.is_captured():
             args, kwargs, tensors = state.enter_graph(self, args, kwargs)  # pyright: ignore[reportArgumentType]
@@ -61,6 +70,15 @@ class FSDPModule(TorchFSDPModule):
             state.abort()
             raise
         return state.leave(self, runs, output)  # pyright: ignore[reportArgumentType]
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile calls of this module; by shoal's backend together with its gathers."""
+        backend = kwargs.get("backend")
+        if getattr(backend, "__name__", backend) == "shoal":
+            self.__dict__[_COMPILED] = torch.compile(self._run, *args, **kwargs)
+            return
+        self.__dict__.pop(_COMPILED, None)
+        super().compile(*args, **kwargs)  # pyright: ignore
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # pyright: ignore
         """Gather this module's parameters and hold them until `reshard` or the next backward."""

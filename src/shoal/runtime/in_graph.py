@@ -11,7 +11,7 @@ it. What the eager engine does by hooks (when to gather, when to free) is the gr
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ReduceOp
 
 from shoal import _torch
 from shoal.errors import InvariantError
@@ -26,6 +27,8 @@ from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
 from shoal.runtime.phase import Phase
 from shoal.runtime.policy import Options
+from shoal.runtime.reduction import Division
+from shoal.runtime.row_op import lay_in_row
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -43,6 +46,13 @@ DEFAULTS = tuple(
 """The others: a graph is captured for these values, and for no others."""
 
 
+_REDUCTIONS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
+"""As the operators of graphs name them."""
+
+
+_IN_GRAPH = "_shoal_in_graph"
+
+
 class InGraph:
     """How one unit is gathered and reduced by a graph."""
 
@@ -53,29 +63,87 @@ class InGraph:
         self._pieces = tuple(
             _place(self.stored, i, unit.rank) for i in range(len(self.stored.params))
         )
-        self._buffer = unit.shards.buffer
+        self._examples, self._wanted = _cuts(self._pieces)
         dtype = self.stored.params[0].dtype
-        self.leaf = unit.shards.buffer.detach().view(dtype).requires_grad_()
+        self.reached: set[int] = set()
+        """The parameters that a backward comes to, while one runs or is traced."""
+        self._marks = False
+        self._buffer = unit.shards.buffer
+        self.leaf = self._new_leaf()
         """This rank's shard: the input of graphs."""
-        _torch.mark_unmoving(self.leaf)
-        self.leaf.register_post_accumulate_grad_hook(self._deliver)
+        self._policy, self._num_recaptures = unit.policy, unit.shards.num_recaptures
         self.compute_dtype = unit.policy.compute_dtype(dtype)
         self.reduce_dtype = unit.policy.reduce_dtype or self.compute_dtype
         self.trained = tuple(bool(p.requires_grad) for p in unit.shards.sharded)
         self._gather_group = None if unit.transport is None else unit.transport.group
         self._replicas = None if unit.replicas is None else unit.replicas.group
         self.size = unit.size
-        self.num_ranks = unit.size * (1 if unit.replicas is None else unit.replicas.size)
+        num_replicas = 1 if unit.replicas is None else unit.replicas.size
+        # As without a graph; but not every gloo averages, and there the graph divides.
+        self._division = Division.of(
+            self.reduce_dtype, unit.size, num_replicas, None, only_sums=unit.device.type == "cpu"
+        )
         self.gather: Callable[[Tensor], tuple[Tensor, ...]] = _torch.allowed_in_graph(self._gather)
         """Full parameters of the leaf; a graph traces through it."""
         self.reshards = True
         """Whether backward gathers again, so that full parameters need not be kept for it."""
 
-    def is_current(self, unit: Unit) -> bool:
-        """Whether the unit is still as it was."""
-        shards = unit.shards
-        trained = tuple(bool(p.requires_grad) for p in shards.sharded)
-        return shards.buffer is self._buffer and trained == self.trained and not shards.have_moved
+    def _new_leaf(self) -> Tensor:
+        leaf = self._buffer.detach().view(self.stored.params[0].dtype).requires_grad_()
+        _torch.mark_unmoving(leaf)
+        leaf.register_post_accumulate_grad_hook(partial(self._deliver, self._buffer, self._marks))
+        setattr(leaf, _IN_GRAPH, weakref.ref(self))
+        return leaf
+
+    @property
+    def sharded(self) -> Sequence[nn.Parameter]:
+        """The parameters whose pieces lie in the leaf."""
+        unit = self._unit()
+        return () if unit is None else unit.shards.sharded
+
+    def holds_for(self, unit: Unit) -> bool:
+        """Whether graphs hold for a unit as it is now, wherever its shards lie."""
+        return (
+            unit.shards.num_recaptures == self._num_recaptures
+            and unit.policy is self._policy
+            and tuple(bool(p.requires_grad) for p in unit.shards.sharded) == self.trained
+        )
+
+    def follow(self) -> Tensor:
+        """The leaf to read now: parameters may have been moved or replaced since the last time."""
+        unit = self._unit()
+        if unit is None:
+            return self.leaf
+        if unit.phase is Phase.SHARDED:  # in the others the engine has followed
+            unit.shards.follow()
+        if unit.shards.buffer is self._buffer:  # then what Dynamo guards is all there is
+            return self.leaf
+        if not self.holds_for(unit):
+            raise InvariantError(
+                f"parameters of unit {self.name!r} were frozen, unfrozen, or given another dtype "
+                "or device since the graph was captured that is about to read them. Call "
+                "torch._dynamo.reset() after such a change, so that the model is captured again."
+            )
+        self._buffer = unit.shards.buffer
+        self.leaf = self._new_leaf()
+        return self.leaf
+
+    def take_reached(self) -> frozenset[int]:
+        """The parameters that the backward comes to that was traced last; all if none was.
+
+        Where a graph does not come to all of them, graphs have to say so from here on.
+        """
+        trained = frozenset(index for index, trains in enumerate(self.trained) if trains)
+        reached = (trained & self.reached) or trained
+        self.reached.clear()
+        if reached != trained and not self._marks:
+            self._marks = True
+            self.leaf = self._new_leaf()
+        return reached
+
+    def marked(self, leaf: Tensor, reached: frozenset[int]) -> Tensor:
+        """The leaf for a graph whose backward comes to these parameters only."""
+        return _Marked.apply(leaf, self, reached) if self._marks else leaf
 
     def _gather(self, leaf: Tensor) -> tuple[Tensor, ...]:
         again = _torch.computed_again_in_backward() if self.reshards else nullcontext()
@@ -98,12 +166,17 @@ class InGraph:
         """Reduce gradients to this rank's shard of them."""
         zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self.leaf.device)
         shard = _matrix(self.stored, grads, self.reduce_dtype, zeros).view(-1)
+        before, after = self._division.before, self._division.after
+        if before is not None and before != 1:
+            shard = shard / before
         if self._gather_group is not None and self.size > 1:
-            shard = _torch.reduce_scatter_in_graph(shard, self.size, self._gather_group)
+            how = _REDUCTIONS[self._division.reduce_op]
+            shard = _torch.reduce_scatter_in_graph(shard, self.size, self._gather_group, how)
         if self._replicas is not None:
-            shard = _torch.all_reduce_in_graph(shard, self._replicas)
-        if self.num_ranks > 1:
-            shard = shard / self.num_ranks
+            how = _REDUCTIONS[self._division.all_reduce_op]
+            shard = _torch.all_reduce_in_graph(shard, self._replicas, how)
+        if after is not None and after != 1:
+            shard = shard / after
         return shard.to(self.leaf.dtype)
 
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
@@ -118,22 +191,34 @@ class InGraph:
             total = _torch.all_reduce_in_graph(total, self._gather_group)
         return total
 
-    def _deliver(self, leaf: Tensor) -> None:
-        """Give the sharded parameters their gradients."""
+    def _deliver(self, buffer: Tensor, marks: bool, leaf: Tensor) -> None:
+        """Give the sharded parameters their gradients, of a leaf that lies in a buffer.
+
+        Those that backward did not come to get none, as without a graph.
+        """
         unit, grad = self._unit(), leaf.grad
         leaf.grad = None
         if unit is None or grad is None:
             return
-        if not self.is_current(unit):
+        reached = set(self.reached) if marks else range(len(self.trained))
+        self.reached.clear()
+        moved = unit.phase is Phase.SHARDED and unit.shards.have_moved
+        if moved or unit.shards.buffer is not buffer or not self.holds_for(unit):
             raise InvariantError(
-                f"parameters of unit {self.name!r} were moved, replaced, frozen or unfrozen since "
-                "the graph was captured that computed these gradients. Call torch._dynamo.reset() "
-                "after such a change, so that the model is captured again."
+                f"parameters of unit {self.name!r} were moved, replaced, frozen or unfrozen "
+                "between the forward and the backward of a captured graph, so these gradients are "
+                "not theirs. Make such changes before forward, or after backward."
             )
-        flat = grad.view(-1)
-        for index, (start, end, shape) in enumerate(self._pieces):
-            if self.trained[index]:
-                unit.put_grad(index, flat[start:end].view(shape))
+        views = _torch.unflatten(grad.view(-1), self._examples)
+        for index, at in self._wanted:
+            if self.trained[index] and index in reached:
+                unit.put_grad(index, views[at])
+
+
+def in_graph_of(leaf: object) -> InGraph | None:
+    """Whose shard a tensor is, if it is the leaf of a unit."""
+    found = getattr(leaf, _IN_GRAPH, None) if isinstance(leaf, Tensor) else None
+    return None if found is None else found()
 
 
 def _place(packing: Packing, index: int, rank: int) -> tuple[int, int, tuple[int, ...]]:
@@ -141,6 +226,22 @@ def _place(packing: Packing, index: int, rank: int) -> tuple[int, int, tuple[int
     piece = packing.piece(index, rank)
     start = piece.offset_bytes // packing.params[index].dtype.itemsize
     return start, start + piece.numel, tuple(piece.shape)
+
+
+def _cuts(
+    pieces: Sequence[tuple[int, int, tuple[int, ...]]],
+) -> tuple[list[Tensor], list[tuple[int, int]]]:
+    """A shard cut into pieces and gaps, as examples without memory, and which are whose."""
+    examples: list[Tensor] = []
+    wanted: list[tuple[int, int]] = []
+    blank, reached = torch.empty(1), 0
+    for index, (start, end, shape) in sorted(enumerate(pieces), key=lambda item: item[1][:2]):
+        if end > start > reached:
+            examples.append(blank.expand(start - reached))
+        wanted.append((index, len(examples)))
+        examples.append(blank.expand(shape))
+        reached = max(reached, end) if end > start else reached
+    return examples, sorted(wanted)
 
 
 class _Gathered(torch.autograd.Function):
@@ -154,7 +255,22 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+        ctx.unit.reached.update(i for i, grad in enumerate(grads) if grad is not None)
         return ctx.unit.shard_of(grads), None
+
+
+class _Marked(torch.autograd.Function):
+    """A leaf as it is, whose derivative comes with the parameters that it is for."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, unit: InGraph, reached: frozenset[int]) -> Tensor:  # type: ignore[override]
+        ctx.unit, ctx.reached = unit, reached
+        return leaf.view_as(leaf)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        ctx.unit.reached.update(ctx.reached)
+        return grad, None, None
 
 
 def _full(packing: Packing, index: int, rows: Tensor) -> Tensor:
@@ -183,22 +299,12 @@ def _matrix(
 ) -> Tensor:
     """Gradients laid out as gathered rows; what has none, and what lies between, is zero.
 
-    Put together by one `cat`: writes into a matrix would each become a copy of it in a graph.
+    Put together by one operator: writes into a matrix would each become a copy of it in a graph.
     """
     num_rows, num_columns = packing.world_size, packing.shard_bytes // _itemsize(packing)
     runs = _runs(packing)
     if runs is not None:
-        pieces: list[Tensor] = []
-        end = 0
-        for start, index in runs:
-            if start > end:
-                pieces.append(zeros((start - end,)))
-            grad, numel = grads[index], packing.params[index].numel
-            pieces.append(zeros((numel,)) if grad is None else grad.reshape(-1).to(dtype))
-            end = start + numel
-        if num_rows * num_columns > end:
-            pieces.append(zeros((num_rows * num_columns - end,)))
-        return torch.cat(pieces)
+        return _row(packing, runs, grads, num_rows * num_columns, dtype)
     if not isinstance(packing, EvenPacking):
         matrix = zeros((num_rows, num_columns))
         for index, grad in enumerate(grads):
@@ -224,6 +330,27 @@ def _matrix(
     if num_columns > end:
         parts.append(zeros((num_rows, num_columns - end)))
     return torch.cat(parts, dim=1)
+
+
+def _row(
+    packing: Packing,
+    runs: list[tuple[int, int]],
+    grads: tuple[Tensor | None, ...],
+    numel: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Gradients end to end, where each parameter lies in one run."""
+    given = next(grad for grad in grads if grad is not None)
+    pieces: list[Tensor] = []
+    end = 0
+    for start, index in runs:
+        if start > end:
+            pieces.append(given.new_zeros(start - end))
+        grad, end = grads[index], start + packing.params[index].numel
+        pieces.append(given.new_zeros(end - start) if grad is None else grad)
+    if numel > end:
+        pieces.append(given.new_zeros(numel - end))
+    return lay_in_row(pieces, dtype)
 
 
 def _columns(packing: EvenPacking, index: int, flat: Tensor, start: int, blank: Tensor) -> Tensor:
@@ -287,8 +414,9 @@ def lower(unit: Unit, *, reshards: bool) -> None:
         unit.reshard()
     unit.shards.follow()
     known = unit.in_graph
-    if known is None or not known.is_current(unit):
+    if known is None or not known.holds_for(unit):
         known = unit.in_graph = InGraph(unit)
+    known.follow()
     known.reshards = reshards
 
 

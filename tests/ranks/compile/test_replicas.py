@@ -230,3 +230,18 @@ def test_a_backward_that_is_traced_by_itself(backend_name: str) -> None:
         loss_of(model, first).backward()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+@ranks(2, timeout_s=180)
+def test_graphs_captured_while_backwards_are_traced_by_themselves() -> None:
+    """Tracing differentiates; that is no backward of the program's, and is not captured."""
+    ours: Any = replicate(build("mlp"))
+    theirs: Any = DistributedDataParallel(build("mlp"))
+    run = compiled(ours)
+    (tokens,) = batches(1)
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    with compiled_autograd._enable(lambda graph: torch.compile(graph, backend="eager")):
+        loss_of(run, tokens).backward()
+    loss_of(theirs, tokens).backward()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)

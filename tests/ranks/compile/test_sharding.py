@@ -274,3 +274,33 @@ def test_parameters_frozen_after_capture() -> None:
     loss_of(run, part).backward()
     assert model.blocks[0].up.weight.grad is None
     assert model.blocks[0].down.weight.grad is not None
+
+
+class Idle(nn.Module):
+    """A layer beside the one that is asked for, in one unit with it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, *which: int) -> torch.Tensor:
+        for index in which:
+            x = self.layers[index](x)
+        return x
+
+
+@ranks(2)
+def test_parameters_that_no_backward_comes_to_get_no_gradient() -> None:
+    """As without a compiler: a zero would let optimizers decay them. Two graphs, then both."""
+    torch._dynamo.reset()
+    model, theirs = fully_shard(Idle()), fully_shard(Idle())
+    run = torch.compile(model, backend="shoal", fullgraph=True, options={"cache": False})
+    x = torch.ones(2, 4)
+    for calls in ([(0, 1)], [(0,)], [(1,)], [(0,), (1,)], [(0, 1), (0,)], [(1,), (1,)]):
+        for one, call in ((model, run), (theirs, theirs)):
+            one.zero_grad()
+            sum(call(x, *which).sum() for which in calls).backward()
+        for a, b in zip(model.parameters(), theirs.parameters(), strict=True):
+            assert (a.grad is None) == (b.grad is None), calls
+            assert b.grad is None or torch.equal(full(a.grad), full(b.grad))

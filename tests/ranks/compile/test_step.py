@@ -78,3 +78,27 @@ def test_optimizers_of_whole_tensors_are_refused_on_shards() -> None:
     (tokens,) = batches(1)
     with pytest.raises(NotImplementedError, match="Adafactor"):
         step(tokens, tokens)
+
+
+class Idle(nn.Linear):
+    """With a parameter that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(4, 4)
+        self.idle = nn.Parameter(torch.ones(3, 2))
+
+
+@ranks(2, timeout_s=180)
+def test_parameters_that_the_loss_does_not_depend_on_stay() -> None:
+    """Not even decayed, as a gradient of zero would have it."""
+    model = fully_shard(Idle())
+    step = compile_step(
+        model,
+        lambda output, _: output.square().mean(),
+        torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5),
+    )
+    for _ in range(3):
+        step(torch.ones(2, 4), None)
+    assert step.num_graphs == 1
+    assert torch.equal(model.idle.full_tensor(), torch.ones(3, 2))

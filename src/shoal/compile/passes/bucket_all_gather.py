@@ -1,4 +1,4 @@
-"""Several all-gathers made one.
+"""Several all-gathers made one: of CUDA tensors by one launch, of others in one row.
 
 rank 0    a0 b0 ┐                    ┌ a0 a1   each rank's part of a bucket is cut
 rank 1    a1 b1 ┴─► a0 b0 | a1 b1 ──►└ b0 b1   into its members, whose parts are joined
@@ -11,6 +11,7 @@ from torch import fx
 
 from shoal.compile.partition.ops import is_tensor, value
 from shoal.compile.passes.bucket import Bucket, Limits, Member
+from shoal.compile.passes.coalesce import together_or
 from shoal.compile.passes.collectives import CommKind, collective, group_size, variant
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.fuse import arrival, departure, fuse
@@ -19,9 +20,13 @@ from shoal.compile.passes.rewrite import call_again, call_function, sizes, split
 aten = torch.ops.aten
 
 
-def bucket_all_gathers(graph: fx.Graph, limits: Limits) -> list[Bucket]:
-    """Make one all-gather of those with equal keys."""
-    return fuse(graph, match_by_rank(graph, CommKind.ALL_GATHER), limits, rewrite_all_gathers)
+def bucket_all_gathers(
+    graph: fx.Graph, limits: Limits, *, together: bool | None = None
+) -> list[Bucket]:
+    """Make one all-gather of those with equal keys; `together`, by one launch without copies."""
+    name = "all_gather_into_tensor_coalesced"
+    rewrite = together_or(name, rewrite_all_gathers, together=together)
+    return fuse(graph, match_by_rank(graph, CommKind.ALL_GATHER), limits, rewrite)
 
 
 def match_by_rank(graph: fx.Graph, kind: CommKind) -> list[Member]:
@@ -34,7 +39,7 @@ def match_by_rank(graph: fx.Graph, kind: CommKind) -> list[Member]:
 
 
 def rewrite_all_gathers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
-    """Write one all-gather for a bucket; give the new result for each old one."""
+    """Write one all-gather of a row for a bucket; give the new result for each old one."""
     sources = [node for member in bucket for node in member.sources]
     last = bucket[-1].block
     ranks = group_size(last.comm_node)

@@ -1,4 +1,4 @@
-"""Several reduce-scatters made one.
+"""Several reduce-scatters made one: of CUDA tensors by one launch, of others in one row.
 
     rank 0    a0 a1, b0 b1 ┐                            ┌ a0, b0   what goes to one rank must lie in
     rank 1    a0 a1, b0 b1 ┴─► a0 b0 | a1 b1  reduced ─►└ a1, b1   one piece, so members interleave
@@ -16,6 +16,7 @@ from torch import fx
 
 from shoal.compile.passes.bucket import Bucket, Limits
 from shoal.compile.passes.bucket_all_gather import match_by_rank
+from shoal.compile.passes.coalesce import together_or
 from shoal.compile.passes.collectives import CommKind, group_size, variant
 from shoal.compile.passes.fuse import arrival, departure, fuse
 from shoal.compile.passes.rewrite import call_again, call_function, share, sizes, split, times
@@ -23,14 +24,17 @@ from shoal.compile.passes.rewrite import call_again, call_function, share, sizes
 aten = torch.ops.aten
 
 
-def bucket_reduce_scatters(graph: fx.Graph, limits: Limits) -> list[Bucket]:
-    """Make one reduce-scatter of those with equal keys."""
-    members = match_by_rank(graph, CommKind.REDUCE_SCATTER)
-    return fuse(graph, members, limits, rewrite_reduce_scatters)
+def bucket_reduce_scatters(
+    graph: fx.Graph, limits: Limits, *, together: bool | None = None
+) -> list[Bucket]:
+    """Make one reduce-scatter of those with equal keys; `together`, by one launch."""
+    name = "reduce_scatter_tensor_coalesced"
+    rewrite = together_or(name, rewrite_reduce_scatters, together=together)
+    return fuse(graph, match_by_rank(graph, CommKind.REDUCE_SCATTER), limits, rewrite)
 
 
 def rewrite_reduce_scatters(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
-    """Write one reduce-scatter for a bucket; give the new result for each old one."""
+    """Write one reduce-scatter of a row for a bucket; give the new result for each old one."""
     sources = [node for member in bucket for node in member.sources]
     last = bucket[-1].block
     ranks = group_size(last.comm_node)

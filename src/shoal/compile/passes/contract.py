@@ -24,6 +24,7 @@ class Fact(StrEnum):
     LATE_WAITS = "waits stand right before the first use"
     EARLY_STARTS = "collectives start as soon as they can"
     BOUNDED_BYTES = "the bytes in flight are bounded"
+    NOT_IN_ORDER_YET = "no pass has put collectives in order"
 
 
 ORDER = frozenset({Fact.LATE_WAITS, Fact.EARLY_STARTS, Fact.BOUNDED_BYTES})
@@ -71,11 +72,17 @@ def _explain(one: Pass, missing: frozenset[str], passes: Sequence[Pass], place: 
     earlier = [other.name for other in passes[:place]]
     lost = [other.name for other in passes[:place] if other.undoes & missing]
     later = [other.name for other in passes[place + 1 :] if other.provides & missing]
+    if later:
+        advice = f"move {', '.join(later)} before it"
+    elif lost:
+        advice = f"move it before {lost[0]}, or add a pass that provides it"
+    else:
+        advice = "add a pass that provides it"
     return (
         f"pass {one.name} requires {_listed(missing)}, which does not hold after "
         f"{', '.join(earlier) or 'no pass'}"
         + (f"; undone by {', '.join(lost)}" if lost else "")
-        + (f"; move {', '.join(later)} before it" if later else "; add a pass that provides it")
+        + f"; {advice}"
     )
 
 

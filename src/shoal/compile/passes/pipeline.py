@@ -11,7 +11,7 @@ from torch import fx
 from shoal.compile.passes.contract import Pass, check_passes
 from shoal.compile.passes.metadata import Watched
 from shoal.compile.passes.traffic import Traffic, count_traffic
-from shoal.errors import UsageError
+from shoal.errors import InvariantError, UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,15 +77,14 @@ class Pipeline:
     def run(self, graph: fx.Graph) -> Report:
         """Change a graph in place; say what became of its communication."""
         watched = Watched(graph) if self.verify else None
+        ends = _ends(graph)
         steps = []
         before = count_traffic(graph)
         for one in self.passes:
             start = time.perf_counter()
             one.run(graph)
             seconds = time.perf_counter() - start
-            graph.lint()
-            if watched is not None:
-                watched.check()
+            _check_left(one, graph, ends, watched)
             after = count_traffic(graph)
             steps.append(Step(name=one.name, before=before, after=after, seconds=seconds))
             before = after
@@ -134,6 +133,29 @@ class Pipeline:
 
     def _with(self, passes: Iterable[Pass]) -> Pipeline:
         return replace(self, passes=tuple(passes))
+
+
+def _ends(graph: fx.Graph) -> tuple[int, int]:
+    """How many inputs and outputs a graph has, which whoever calls it counts on."""
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0]
+    num_outputs = len(returned) if isinstance(returned, (list, tuple)) else 1
+    return len(graph.find_nodes(op="placeholder")), num_outputs
+
+
+def _check_left(one: Pass, graph: fx.Graph, ends: tuple[int, int], watched: Watched | None) -> None:
+    """Raise, with the name of the pass, if it left a graph that is not whole."""
+    try:
+        graph.lint()
+        if watched is not None:
+            watched.check()
+    except RuntimeError as error:
+        raise InvariantError(f"pass {one.name} broke the graph: {error}") from error
+    if _ends(graph) != ends:
+        raise InvariantError(
+            f"pass {one.name} broke the graph: expected the {ends[0]} inputs and {ends[1]} outputs "
+            f"that it had, got {' and '.join(map(str, _ends(graph)))}"
+        )
 
 
 def _change(before: object, after: object) -> str:

@@ -66,6 +66,8 @@ def sharded(
                 Pass(
                     name=bucket.__name__,
                     run=partial(bucket, limits=limit),
+                    # First, if at all: they would undo an order of single collectives.
+                    requires=frozenset({Fact.NOT_IN_ORDER_YET}),
                     provides=frozenset({fact}),
                     undoes=ORDER,
                 )
@@ -74,9 +76,9 @@ def sharded(
             Pass(
                 name="overlap",
                 run=partial(overlap, max_in_flight_bytes=max_in_flight_bytes, costs=costs),
-                # Buckets first: a schedule of single collectives would be undone by them.
-                requires=frozenset(fact for *_, fact in buckets),
                 provides=frozenset({Fact.EARLY_STARTS, Fact.LATE_WAITS, *bounded}),
+                undoes=frozenset({Fact.NOT_IN_ORDER_YET}),
             ),
-        )
+        ),
+        given=frozenset({Fact.NOT_IN_ORDER_YET}),
     )

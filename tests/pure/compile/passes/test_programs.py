@@ -32,6 +32,12 @@ PASSES = {
     "bounded": functools.partial(overlap, max_in_flight_bytes=BOUND),
     "gathers": functools.partial(bucket_all_gathers, limits=Limits(num_bytes=1024)),
     "scatters": functools.partial(bucket_reduce_scatters, limits=Limits(num_bytes=1024)),
+    "gathers together": functools.partial(
+        bucket_all_gathers, limits=Limits(num_bytes=1024), together=True
+    ),
+    "scatters together": functools.partial(
+        bucket_reduce_scatters, limits=Limits(num_bytes=1024), together=True
+    ),
     "reduces": functools.partial(bucket_all_reduces, limits=Limits(num_bytes=1024)),
     "small": functools.partial(bucket_all_reduces, limits=Limits(num_bytes=128)),
     "rows": replicated(bucket_size_mb=25).run,

@@ -27,6 +27,8 @@ from shoal.passes import (
 BUCKETS = {
     "gathers": bucket_all_gathers,
     "scatters": bucket_reduce_scatters,
+    "gathers together": functools.partial(bucket_all_gathers, together=True),
+    "scatters together": functools.partial(bucket_reduce_scatters, together=True),
     "reduces": bucket_all_reduces,
 }
 START = {"gathers": gather, "scatters": scatter, "reduces": all_reduce}
@@ -35,7 +37,7 @@ START = {"gathers": gather, "scatters": scatter, "reduces": all_reduce}
 @ranks(2, 4)
 @pytest.mark.parametrize("kind", BUCKETS)
 def test_buckets_give_the_same_numbers(kind, world_size):
-    start = START[kind]
+    start = START[kind.split()[0]]
 
     def fn(*shards: Tensor) -> list[Tensor]:
         return [torch.relu(wait(start(one))) for one in shards]
