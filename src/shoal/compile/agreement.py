@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.passes.collectives import collective, sent_nodes
 from shoal.runtime.guard import check_collectives_agree
@@ -25,7 +25,7 @@ def check_ranks_agree(lowered: Lowered) -> None:
         if module is not None:
             _collect(phase, module, found)
     for group, sequence in sorted(found.items()):
-        check_collectives_agree(adapter.group_named(group), sequence)
+        check_collectives_agree(_torch.group_named(group), sequence)
 
 
 def _collect(phase: str, module: GraphModule, found: dict[str, list[str]]) -> None:
@@ -34,7 +34,7 @@ def _collect(phase: str, module: GraphModule, found: dict[str, list[str]]) -> No
         if collective(node) is None:
             continue
         op = node.target
-        given = {a.name: v for a, v in adapter.bind(op._schema, node.args, node.kwargs)}
+        given = {a.name: v for a, v in _torch.given_arguments(op._schema, node.args, node.kwargs)}
         group = given.pop("group_name", None)
         if group is None:  # an older operator, which carries its group along
             continue

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.capture import Decompositions
 from shoal.compile.aot.inner import Given, Role
 from shoal.compile.aot.pipeline import Partition, Pipeline
@@ -71,8 +71,8 @@ def aot_function(
     known: dict[Any, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        flat, spec = adapter.pytree.tree_flatten((args, kwargs))
-        if any(map(adapter.is_functional, flat)):
+        flat, spec = _torch.tree_flatten((args, kwargs))
+        if any(map(_torch.is_functional, flat)):
             return fn(*args, **kwargs)
         key = (spec, torch.is_grad_enabled(), _autocast(flat), *_key_of(flat, dynamic))
         entry = known.get(key)
@@ -85,9 +85,9 @@ def aot_function(
 
 def _autocast(flat: list[Any]) -> str | None:
     """Where autocast is on, if anywhere: a graph has its casts in it."""
-    if not adapter.is_autocast():
+    if not _torch.is_autocast():
         return None
-    return str(adapter.autocast_state({one.device.type for one in flat if isinstance(one, Tensor)}))
+    return str(_torch.autocast_state({one.device.type for one in flat if isinstance(one, Tensor)}))
 
 
 def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
@@ -103,7 +103,7 @@ def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
         keys.append((kind_of(one), one.requires_grad, one.is_leaf, at))
         for inner in inner_tensors(one, symbols=False):
             shared = None
-            if adapter.has_storage(inner):
+            if _torch.has_storage(inner):
                 earlier, other = memory.setdefault(inner.untyped_storage()._cdata, (i, inner))
                 if other is not inner:
                     shared = (earlier, other.storage_offset(), inner.storage_offset())
@@ -118,22 +118,22 @@ def _compile(
     out_spec: list[Any] = []
 
     def flat_fn(*values: Any) -> list[Any]:
-        args, kwargs = adapter.pytree.tree_unflatten(list(values), spec)
-        result, result_spec = adapter.pytree.tree_flatten(fn(*args, **kwargs))
+        args, kwargs = _torch.tree_unflatten(list(values), spec)
+        result, result_spec = _torch.tree_flatten(fn(*args, **kwargs))
         out_spec[:] = [result_spec]
         return result
 
     compiled = pipeline.compile(flat_fn, flat)
 
     def run(values: list[Any]) -> Any:
-        return adapter.pytree.tree_unflatten(list(compiled(*values)), out_spec[0])
+        return _torch.tree_unflatten(list(compiled(*values)), out_spec[0])
 
     return run
 
 
 def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """A module that runs `mod` compiled; its parameters and buffers are `mod`'s own."""
-    adapter.check_unlike_jit(mod)
+    _torch.check_unlike_jit(mod)
 
     def functional_call(params: Mapping[str, Tensor], *call: Any, **named: Any) -> Any:
         return torch.func.functional_call(mod, dict(params), call, named)
@@ -189,8 +189,8 @@ def aot_module_simplified(
 
     def flat_fn(*values: Any) -> Any:
         given = dict(zip(names, values, strict=False))
-        with adapter.keep_metadata():
-            result = adapter.call_with(mod, given, values[len(names) :])
+        with _torch.keep_metadata():
+            result = _torch.call_with(mod, given, values[len(names) :])
         if not isinstance(result, (tuple, list)):
             raise RuntimeError(
                 "aot_module_simplified needs a module that returns a flat tuple or list; got "

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shoal import _torch
-from shoal import _torch_compile as adapter
 from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.aot.inner import Inductor, directly
 from shoal.compile.aot.pipeline import Pipeline
@@ -24,6 +23,7 @@ from shoal.compile.observe.topics import Topic
 from shoal.compile.options import Options
 from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
 from shoal.compile.passes.one_hot import compare_instead_of_scatter
+from shoal.runtime.in_graph import in_graph_of
 
 _MODES: dict[str | None, dict[str, Any]] = {
     None: {},
@@ -60,11 +60,12 @@ def shoal(
         )
     chosen = Options.of({**_MODES[check_mode(mode)], **(options or {})})
     function, lifted = lift_attributes(module)
-    fixed = [*range(len(lifted)), *(len(lifted) + i for i in adapter.fixed_inputs(module))]
+    fixed = [*range(len(lifted)), *(len(lifted) + i for i in _torch.fixed_inputs(module))]
     args = [*lifted, *example_inputs]
     pipeline = pipeline_of(chosen)
-    with observing(chosen.logs) as observation:
-        observation.tell(where=adapter.first_line(module), num_nodes_before=count_calls(module))
+    # Tracing differentiates, which is nobody's backward.
+    with _torch.without_compiled_autograd(), observing(chosen.logs) as observation:
+        observation.tell(where=_torch.first_line(module), num_nodes_before=count_calls(module))
         say(Topic.BREAKS, news.text)
         say(Topic.GRAPHS, lambda: graph_text("from Dynamo", module))
         if chosen.cache:
@@ -75,7 +76,32 @@ def shoal(
         check_ranks_agree(lowered)
         compiled = pipeline.build(lowered)
         compiled = where_shared_alike(compiled, function, lowered, args, fixed)
+        compiled = with_shards_of_now(compiled, args)
     return partial(compiled, *lifted) if lifted else compiled
+
+
+def with_shards_of_now(run: Callable[..., Any], args: Sequence[Any]) -> Callable[..., Any]:
+    """`run`, given the shards of sharded units where they lie when it is called.
+
+    Dynamo does not see parameters that were moved or replaced: they are no inputs of the graph. Nor
+    can a shard's gradient tell for which parameters it is; `run` has been traced, which told.
+    """
+    units = [(place, in_graph_of(arg)) for place, arg in enumerate(args)]
+    reached = [(place, unit.take_reached()) for place, unit in units if unit is not None]
+    if not reached:
+        return run
+    # They are looked at by each call below, and need not be by Dynamo.
+    _torch.forget_inner_guards(one for _, unit in units if unit for one in unit.sharded)
+
+    def call(*values: Any) -> Any:
+        given = list(values)
+        for place, indices in reached:
+            unit = in_graph_of(given[place])
+            if unit is not None:
+                given[place] = unit.marked(unit.follow(), indices)
+        return run(*given)
+
+    return call
 
 
 def pipeline_of(options: Options) -> Pipeline:
@@ -86,7 +112,7 @@ def pipeline_of(options: Options) -> Pipeline:
         partition=partial(min_cut_rematerialization_partition, memory_budget=options.memory_budget)
         if options.partition == "min_cut"
         else default_partition,
-        decompositions=adapter.inductor_decompositions() if is_inductor else None,
+        decompositions=_torch.inductor_decompositions() if is_inductor else None,
         rewrites=(compare_instead_of_scatter,) if is_inductor else (),
         donates=is_inductor,
     )
@@ -97,12 +123,12 @@ def lift_attributes(module: GraphModule) -> tuple[Callable[..., Any], list[Tenso
     names = [
         str(node.target)
         for node in module.graph.nodes
-        if node.op == "get_attr" and isinstance(adapter.attribute(module, str(node.target)), Tensor)
+        if node.op == "get_attr" and isinstance(_torch.attribute(module, str(node.target)), Tensor)
     ]
     names = list(dict.fromkeys(names))
-    lifted = [adapter.attribute(module, name) for name in names]
+    lifted = [_torch.attribute(module, name) for name in names]
 
-    class Lifted(adapter.Replay):
+    class Lifted(_torch.Replay):
         def __init__(self, given: Mapping[str, Any]) -> None:
             super().__init__(module)
             self._given = given
@@ -114,7 +140,7 @@ def lift_attributes(module: GraphModule) -> tuple[Callable[..., Any], list[Tenso
 
     def run(*args: Any) -> Any:
         given = dict(zip(names, args, strict=False))
-        with adapter.keep_metadata():
+        with _torch.keep_metadata():
             return Lifted(given).run(*args[len(names) :])
 
     return run, lifted

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch.fx import Graph
 
@@ -15,24 +15,29 @@ from shoal.compile.passes.collectives import CommKind
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.cost import Costs
 from shoal.compile.passes.in_place import average_in_place
+from shoal.compile.passes.pipeline import Pipeline
 from shoal.compile.passes.standard import sharded
 from shoal.compile.passes.tidy import drop_idle_views
 from shoal.compile.passes.timeline import timeline
+from shoal.errors import UsageError
 
 UNITS_AHEAD = 2
-"""By default as many bytes may be on their way as this many of the largest collective have."""
+"""By default as many bytes may be on their way as this many collectives have, the largest ones."""
 SAME_SIZE = (CommKind.ALL_REDUCE, CommKind.BROADCAST)
 """What takes as much memory before as after: to wait for it early would free nothing."""
 
 
 def schedule_collectives(lowered: Lowered, options: Options) -> None:
-    """Put the collectives of both graphs where they overlap with what computes."""
+    """Put the collectives of both graphs where they overlap with what computes.
+
+    Passes of the user's see graphs without collectives too.
+    """
     modules = [one for one in (lowered.forward, lowered.backward) if one is not None]
     blocks = [get_all_comm_blocks(module.graph) for module in modules]
-    if not any(blocks):
+    if not any(blocks) and options.passes is None:
         return
     for module, found in zip(modules, blocks, strict=True):
-        if found:
+        if found or options.passes is not None:
             _schedule(module.graph, found, options)
         drop_idle_views(module.graph)
         if options.inner == "direct":
@@ -48,8 +53,21 @@ def _schedule(graph: Graph, blocks: Sequence[CommBlock], options: Options) -> No
         max_in_flight_bytes=_bound(blocks, bucket_bytes, options.in_flight_mb),
         costs=Costs() if options.prefetch == "just_in_time" else None,
     )
+    if options.passes is not None:
+        passes = _edited(passes, options.passes)
     report = passes.run(graph)
     say(Topic.COLLECTIVES, lambda: f"{report}\n{timeline(graph, Costs())}")
+
+
+def _edited(passes: Pipeline, edit: Callable[[Pipeline], object]) -> Pipeline:
+    """What a user's function makes of the passes; a pipeline has checked itself."""
+    edited = edit(passes)
+    if not isinstance(edited, Pipeline):
+        raise UsageError(
+            "option 'passes' of the shoal backend: expected a function that returns a Pipeline of "
+            f"shoal.passes, such as the one it is given; {edit!r} returned {edited!r}"
+        )
+    return edited
 
 
 def _first_bytes(blocks: Sequence[CommBlock]) -> int | None:
@@ -69,4 +87,5 @@ def _bound(
         return max(1, int(in_flight_mb * MB))
     if all(block.key.kind in SAME_SIZE for block in blocks):
         return None
-    return UNITS_AHEAD * max(bucket_bytes, *(block.num_bytes for block in blocks))
+    sizes = sorted(max(bucket_bytes, block.num_bytes) for block in blocks)
+    return sum(sizes[-UNITS_AHEAD:])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from shoal.compile.observe.topics import topics_of
+from shoal.compile.passes.pipeline import Pipeline
 from shoal.errors import UsageError
 
 InnerName = Literal["direct", "inductor"]
@@ -29,9 +30,11 @@ class Options:
     bucket_mb: float = 25.0
     """Up to which size collectives of one kind become one."""
     in_flight_mb: float | None = None
-    """How much may be on its way at a time; None: twice the largest collective."""
+    """How much may be on its way at a time; None: the two largest collectives."""
     prefetch: PrefetchName = "early"
     """When gathers start: as early as there is room, or by a model of compute and link."""
+    passes: Callable[[Pipeline], Pipeline] | None = None
+    """What edits the passes over collectives: it is given the standard ones for each graph."""
     cache: bool = True
     """Whether what was traced is kept for other processes, and found again."""
     logs: str = ""
@@ -60,6 +63,11 @@ class Options:
                 raise UsageError(
                     f"option {name!r} of the shoal backend must be above 0; got {size}"
                 )
+        if self.passes is not None and not callable(self.passes):
+            raise UsageError(
+                "option 'passes' of the shoal backend must be a function that takes a Pipeline of "
+                f"shoal.passes and returns one; got {self.passes!r}"
+            )
         if not 0 <= self.memory_budget <= 1:
             raise UsageError(
                 "option 'memory_budget' of the shoal backend must be from 0 to 1; got "

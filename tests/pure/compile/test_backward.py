@@ -172,7 +172,22 @@ def test_double_backward_is_refused_when_it_is_asked_for(through: Entry) -> None
     assert torch.equal(grad, want)
     assert grad.requires_grad
     with pytest.raises(RuntimeError, match="double backward"):
-        grad.sum().backward()
+        grad.sum().backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(grad.sum(), x, allow_unused=True)
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+@pytest.mark.parametrize("by", ["inner", "tangent", "other leaf"])
+def test_no_second_derivative_is_taken_for_none(by: str, through: Entry) -> None:
+    """Autograd leaves out steps on no way to what it is asked for; nothing would be said."""
+    call = compiled(lambda x, w: (x.sin() * w).exp(), backend=BACKEND, through=through)
+    w, root, tangent = (torch.randn(4, 6, requires_grad=True) for _ in range(3))
+    x = root * 1
+    (grad,) = torch.autograd.grad(call(x, w), root, tangent, create_graph=True)
+    asked = {"inner": root, "tangent": tangent, "other leaf": w}[by]
+    with pytest.raises(RuntimeError, match="double backward"):
+        torch.autograd.grad(grad.sum(), asked, allow_unused=True)
 
 
 @pytest.mark.parametrize("through", ENTRIES)
@@ -241,21 +256,37 @@ class Overwriting(torch.autograd.Function):
     """Writes to the gradient that it gets."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
         grad_outputs[0].mul_(2)
-        return grad_outputs[0].clone(), None
+        return grad_outputs[0].clone()
 
 
-@pytest.mark.parametrize("function", [Turning, Overwriting])
-def test_what_backward_must_not_change_in_place(function: Any) -> None:
+def test_metadata_that_backward_must_not_change() -> None:
     """A square tensor, so that transposed elements would fit where they do not belong."""
-    call = compiled(lambda x, y: function.apply(x, y), backend=BACKEND, through="aot")
-    with pytest.raises(AssertionError, match=r"mutated (in|during) the backward"):
+    call = compiled(lambda x, y: Turning.apply(x, y), backend=BACKEND, through="aot")
+    with pytest.raises(AssertionError, match="mutated in the backward"):
         call(torch.randn(3, 3, requires_grad=True), torch.randn(3, 3))
+
+
+@pytest.mark.parametrize("options", [{}, {"inner": "inductor"}])
+def test_write_to_the_gradient_that_came(options: Any) -> None:
+    """Whoever holds it sees what was written, as the caller of backward does."""
+    x = torch.randn(3, 3, requires_grad=True)
+    given = torch.randn(3, 3)
+    kept = given.clone()
+
+    def program(x: Tensor) -> Tensor:
+        return Overwriting.apply(x * 3)
+
+    call = torch.compile(program, backend=BACKEND, fullgraph=True, options=options)
+    call(x).backward(given)
+    assert torch.equal(given, kept * 2)
+    assert x.grad is not None
+    assert torch.equal(x.grad, kept * 6)
 
 
 def test_write_in_backward_and_create_graph() -> None:

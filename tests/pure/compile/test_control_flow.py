@@ -30,6 +30,11 @@ def test_cond(inputs: Any) -> None:
     compare(branch, inputs, scenarios=("train", "infer"), may_refuse="cond")
 
 
+def test_cond_without_dynamo() -> None:
+    """Branches that return a tensor, not a tuple: torch lets Dynamo read them in the trace."""
+    compare(branch, positive, through="aot", scenarios=("train",), may_refuse="cond")
+
+
 def test_cond_takes_both_branches_of_one_compiled_program() -> None:
     call = compiled(branch, backend=BACKEND, through="compile")
     for inputs in (positive, negative, positive):

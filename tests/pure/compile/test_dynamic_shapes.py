@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from compile_compare import BACKEND, ENTRIES, Entry, compare
+from compile_compare import BACKEND, ENTRIES, Entry, compare, leaf
 
 SIZES = (5, 7, 9, 5)
 
@@ -128,3 +128,46 @@ def test_sizes_that_depend_on_data(through: Entry, program: Callable[..., Tensor
 
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         compare(program, inputs, through=through, scenarios=("train",), steps=2)
+
+
+@pytest.mark.parametrize("through", ENTRIES)
+def test_found_places_that_nothing_reads_in_backward(through: Entry) -> None:
+    """Their strides depend on data: what they weigh must not be asked of them."""
+
+    def found(x: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.nonzero(x > 0), x.sin().sum()
+
+    compare(found, leaf, through=through)
+
+
+NAMES = ("_dynamo_propagated_dynamic_indices", "_dynamo_weak_dynamic_indices")
+"""How Dynamo knows sizes that differ, since torch 2.13 and before."""
+
+
+def marks(tensor: Tensor) -> set[int]:
+    return next((getattr(tensor, name) for name in NAMES if hasattr(tensor, name)), set())
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_results_and_what_is_saved_say_which_sizes_differ(grad: bool) -> None:
+    """So that what is compiled after it takes these sizes for symbols at once."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        y = x.exp()
+        return y, y[0], x
+
+    torch._dynamo.reset()
+    call = torch.compile(program, backend=BACKEND, fullgraph=True)
+    saved: list[set[int]] = []
+
+    def seen(tensor: Tensor) -> Tensor:
+        saved.append(marks(tensor))
+        return tensor
+
+    expected: tuple[list[set[int]], set[int]]
+    for rows, expected in ((4, ([set(), set(), set()], set())), (6, ([{0}, set(), set()], {0}))):
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(seen, lambda tensor: tensor):
+            results = call(torch.randn(rows, 3, requires_grad=grad))
+        assert [marks(one) for one in results] == expected[0]
+        assert saved == [expected[1]] * grad

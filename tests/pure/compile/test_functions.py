@@ -62,6 +62,26 @@ class Overwrite(torch.autograd.Function):
         return grads[0] * 2
 
 
+class Flat(torch.autograd.Function):
+    """Returns a view of what it takes; writes to such views are refused by autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view(-1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Tensor:
+        return grads[0].view(4, 6) * 2
+
+
+def flat(x: Tensor) -> Tensor:
+    return Flat.apply(x)
+
+
+def flat_intermediate(x: Tensor) -> Tensor:
+    return Flat.apply(x * 3)
+
+
 def cube(x: Tensor) -> Tensor:
     return Cube.apply(x) + x
 
@@ -78,6 +98,10 @@ def overwrite(x: Tensor) -> Tensor:
     return Overwrite.apply(x * 1) + 1
 
 
+def overwrite_argument(x: Tensor) -> Tensor:
+    return Overwrite.apply(x) + 1
+
+
 def cube_without_grad(x: Tensor) -> Tensor:
     with torch.no_grad():
         y = Cube.apply(x)
@@ -89,6 +113,9 @@ def cube_without_grad(x: Tensor) -> Tensor:
     Case(fn=cube, inputs=inner),
     Case(fn=cube, inputs=plain),
     Case(fn=overwrite, inputs=leaf, entries=("aot",)),
+    # Dynamo does not see that the argument has another history after it.
+    Case(fn=overwrite_argument, inputs=inner, entries=("aot",)),
+    *(Case(fn=fn, inputs=leaf) for fn in (flat, flat_intermediate)),
 )
 def test_autograd_function(case: Case, through: Entry) -> None:
     case.check(through)

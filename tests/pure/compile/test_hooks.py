@@ -93,6 +93,27 @@ def test_saved_tensor_hooks_around_the_call(through: Entry) -> None:
     assert count[0] == count[1]
 
 
+def test_compiled_under_saved_tensor_hooks() -> None:
+    """They see what runs, and nothing of what is traced."""
+    call = compiled(program, backend=BACKEND, through="compile")
+    (x,) = leaf()
+    grads: list[Tensor] = []
+    counts: list[int] = []
+    for _ in range(2):
+        seen: list[Tensor] = []
+
+        def twice(tensor: Tensor, seen: list[Tensor] = seen) -> Tensor:
+            seen.append(tensor)
+            return tensor * 2
+
+        with torch.autograd.graph.saved_tensors_hooks(twice, lambda tensor: tensor):
+            outputs = call(x)
+        grads += torch.autograd.grad(outputs[0].sum(), x)
+        counts.append(len(seen))
+    assert counts[0] == counts[1] > 0
+    assert torch.equal(*grads)
+
+
 def test_save_on_cpu_around_training() -> None:
     def inner(x: Tensor) -> tuple[Tensor, Tensor]:
         return program(x)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule
 
 from compile_compare import (
     BACKEND,
@@ -22,6 +23,7 @@ from compile_compare import (
     two_leaves,
 )
 from compile_facts import differences, stage_of
+from shoal import _torch
 
 
 def no_grad_part(x: Tensor) -> Tensor:
@@ -203,6 +205,33 @@ def test_inference_mode_then_training() -> None:
     want = torch.autograd.grad(program(x).sum(), x)[0]
     assert x.grad is not None
     assert torch.equal(x.grad, want)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_inference_mode_inside(enabled: bool) -> None:
+    """The region is traced for what it computes; what it returns may be written to later."""
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.inference_mode(enabled):
+            y = x.detach() * 2
+        return x.sin(), y
+
+    compare(program, leaf, scenarios=("train", "infer"), ignore=("*.is_inference",))
+
+
+def test_a_graph_that_fails_leaves_no_region_open() -> None:
+    def fails() -> None:
+        raise ArithmeticError
+
+    graph = Graph()
+    graph.call_function(torch.amp.autocast_mode._enter_autocast, ("cpu", torch.bfloat16, True))
+    graph.call_function(torch.autograd.grad_mode._enter_inference_mode, (True,))
+    graph.call_function(fails)
+    graph.output(())
+    with pytest.raises(ArithmeticError):
+        _torch.Replay(GraphModule({}, graph)).run()
+    assert not torch.is_autocast_enabled("cpu")
+    assert torch.is_grad_enabled()
 
 
 def partly_disabled(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:

@@ -409,3 +409,37 @@ def test_an_output_that_was_written_through_a_view_may_be_written_to(through: En
         return x * 3, y
 
     compare(program, leaf, through=through, scenarios=("train", "edit"))
+
+
+def constant_and_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.tensor([1.0, 2.0])
+    return made, made[:1]
+
+
+def views_of_a_constant(x: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.tensor([1.0, 2.0])
+    return made[:1], made[1:]
+
+
+def constant_written_through_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.tensor([1.0, 2.0])
+    shown = made.view(2, 1)
+    shown.mul_(x.sum())
+    return made, shown
+
+
+@table(
+    *(
+        Case(fn=fn, inputs=leaf, options={"steps": 2})
+        for fn in (constant_and_view, views_of_a_constant)
+    ),
+    # Without gradients, the two come back as views of one base.
+    Case(
+        fn=constant_written_through_a_view,
+        inputs=leaf,
+        options={"steps": 2, "scenarios": ("train", "edit")},
+    ),
+)
+def test_constants(case: Case, through: Entry) -> None:
+    """Each call makes them anew, whatever became of the last ones."""
+    case.check(through)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from compile_compare import BACKEND, Case, Entry, Given, compare, compiled, leaf, table
+from compile_compare import BACKEND, Case, Entry, Given, Program, compare, compiled, leaf, table
 
 
 def dropout(x: Tensor) -> Tensor:
@@ -168,3 +171,43 @@ def test_module_modes(training: bool) -> None:
         return module.train(training), torch.randn(4, 6)
 
     compare(program, inputs, steps=2)
+
+
+def seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return x * torch.rand_like(x)
+
+
+def forked(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        noise = torch.rand(6)
+    return x * noise + torch.rand(6)
+
+
+def checkpointed(x: Tensor) -> Tensor:
+    block = checkpoint(lambda y: F.dropout(y.sin(), 0.5).cos(), x, use_reentrant=False)
+    return cast(Tensor, block)
+
+
+@pytest.mark.parametrize("program", [seeded, forked, checkpointed])
+def test_a_state_that_the_traced_function_sets_is_refused(program: Program) -> None:
+    """Without Dynamo, a trace does not see it, and would draw other numbers."""
+    call = compiled(program, backend=BACKEND, through="aot")
+    (x,) = leaf()
+    before = torch.get_rng_state()
+    with pytest.raises(NotImplementedError, match="sets the random state"):
+        call(x)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_checkpoint_that_draws_nothing_is_traced() -> None:
+    """Attention says that it draws, though it drops nothing."""
+
+    def program(x: Tensor) -> Tensor:
+        def attend(y: Tensor) -> Tensor:
+            return F.scaled_dot_product_attention(y, y, y)
+
+        kept = checkpoint(attend, x[None, None], use_reentrant=False)
+        return F.dropout(cast(Tensor, kept), 0.5)
+
+    compare(program, leaf, through="aot", scenarios=("train",), tolerance=1e-6)

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.classify import Before, Classified, Run
+from shoal.compile.aot.draws import Draws
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.subclasses import Wrapped, wrappings_of
 from shoal.compile.aot.watch import Watch
@@ -37,6 +38,7 @@ class Watched:
 
     outputs: Sequence[Any]
     classified: Classified
+    draws: Draws
 
 
 def run_watched(
@@ -48,7 +50,7 @@ def run_watched(
     be written to.
     """
     with_grad = torch.is_grad_enabled()
-    watch = Watch()
+    watch = Watch(draws := Draws())
     arguments = arrangement.arguments(entering)
     watch.declare(arguments)
     before = [Before.of(value) for value in inputs]
@@ -61,12 +63,12 @@ def run_watched(
     classified = run.classify(
         with_grad=with_grad, grad_mode_after=after if after != with_grad else None
     )
-    return Watched(outputs, classified)
+    return Watched(outputs, classified, draws)
 
 
 def functional_inputs(fakes: Sequence[Any]) -> list[Any]:
     """Fake tensors, wrapped so that their mutations become values."""
-    return [adapter.functional(one) if isinstance(one, Tensor) else one for one in fakes]
+    return [_torch.functional(one) if isinstance(one, Tensor) else one for one in fakes]
 
 
 def returned_tensors(signature: Signature, watched: Watched, entered: Sequence[Any]) -> list[Any]:
@@ -82,25 +84,26 @@ def analyse(
     function: Function,
     arrangement: Arrangement,
     fakes: Sequence[Any],
-    mode: adapter.FakeTensorMode,
+    mode: _torch.FakeTensorMode,
 ) -> Analysis:
     """Run the function and say what it does."""
     grad_mode = torch.is_grad_enabled()
     try:
         with (
-            adapter.below_python(mode),
-            adapter.without_bindings(mode),
-            adapter.FunctionalTensorMode(),
-            adapter.keep_rng(),
+            _torch.below_python(mode),
+            _torch.without_bindings(mode),
+            _torch.FunctionalTensorMode(),
+            _torch.keep_rng(),
+            _torch.without_outer_hooks(),
         ):
             inputs = functional_inputs(fakes)
             watched = run_watched(function, arrangement, inputs, inputs)
             signature = watched.classified.signature
             values = [
-                adapter.value_of(one) if isinstance(one, Tensor) else one
+                _torch.value_of(one) if isinstance(one, Tensor) else one
                 for one in returned_tensors(signature, watched, inputs)
             ]
-        with adapter.below_python(mode):
+        with _torch.below_python(mode):
             values = [one.detach() if isinstance(one, Tensor) else one for one in values]
             tangents = [
                 _tangent_of(value)
@@ -114,7 +117,7 @@ def analyse(
 
 def _tangent_of(value: Any) -> Tensor:
     """A gradient as it will most likely come."""
-    if not adapter.wraps_others(value):
+    if not _torch.wraps_others(value):
         return torch.empty_like(value, memory_format=torch.preserve_format)
     tangent: Any = value.clone()
     if hasattr(tangent, "__coerce_tangent_metadata__"):

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.subclasses import flat
 
 
@@ -146,7 +146,7 @@ def arrange(args: Sequence[Any]) -> Arrangement:
     sources: list[int] = []
     seen: dict[int, int] = {}
     for i, arg in enumerate(args):
-        if isinstance(arg, (Tensor, *adapter.SYMBOLIC)):
+        if isinstance(arg, (Tensor, *_torch.SYMBOLIC)):
             if id(arg) not in seen:
                 seen[id(arg)] = len(sources)
                 sources.append(i)
@@ -162,24 +162,24 @@ def _sharing(inputs: Sequence[Any]) -> list[list[int]]:
     """Inputs by the memory they lie in."""
     by_storage: dict[int, list[int]] = {}
     for at, one in enumerate(inputs):
-        is_plain = isinstance(one, Tensor) and not adapter.wraps_others(one)
-        if is_plain and adapter.has_storage(one):
+        is_plain = isinstance(one, Tensor) and not _torch.wraps_others(one)
+        if is_plain and _torch.has_storage(one):
             by_storage.setdefault(one.untyped_storage()._cdata, []).append(at)
     return list(by_storage.values())
 
 
 def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
     """Refuse writes to memory that wrappers lie in, and something else too."""
-    if not any(adapter.wraps_others(one) for one in inputs):
+    if not any(_torch.wraps_others(one) for one in inputs):
         return
     parts: dict[int, list[tuple[int, Tensor]]] = {}
     for at, one in enumerate(inputs):
         for inner in flat(one, symbols=False):
-            if isinstance(inner, Tensor) and adapter.has_storage(inner) and inner.numel():
+            if isinstance(inner, Tensor) and _torch.has_storage(inner) and inner.numel():
                 parts.setdefault(inner.untyped_storage()._cdata, []).append((at, inner))
     for several in parts.values():
         for (at, one), (other, two) in combinations(several, 2):
-            wrapper = next((i for i in (at, other) if adapter.wraps_others(inputs[i])), None)
+            wrapper = next((i for i in (at, other) if _torch.wraps_others(inputs[i])), None)
             if wrapper is not None and not written.isdisjoint((at, other)) and _meet(one, two):
                 raise NotImplementedError(
                     "Encountered aliased inputs that are mutated in the graph, but one of them is "

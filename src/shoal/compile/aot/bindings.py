@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 
 _FUNCTIONS = """
     _softmax.default add.Tensor addmm.default bmm.default cat.default clone.default detach.default
@@ -28,7 +28,7 @@ def _bindings() -> dict[Any, Callable[..., Any]]:
     listed = [(torch, name) for name in _FUNCTIONS.split()]
     listed += [(torch.Tensor, name) for name in _METHODS.split()]
     return {
-        adapter.operator_named(f"aten.{name}"): getattr(owner, name.partition(".")[0])
+        _torch.operator_named(f"aten.{name}"): getattr(owner, name.partition(".")[0])
         for owner, name in listed
     }
 
@@ -37,6 +37,6 @@ BINDINGS = _bindings()
 """By operator the function that calls it."""
 
 
-def bound(op: adapter.OpOverload) -> Callable[..., Any]:
+def bound(op: _torch.OpOverload) -> Callable[..., Any]:
     """What to call for an operator."""
-    return BINDINGS.get(op) or adapter.direct(op)
+    return BINDINGS.get(op) or _torch.straight(op)

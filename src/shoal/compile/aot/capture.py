@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_watched
 from shoal.compile.aot.arrange import Arrangement
+from shoal.compile.aot.draws import Draws
 from shoal.compile.aot.rebind import rebind_sizes
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.subclasses import (
@@ -73,15 +74,15 @@ class _Trace:
         self.clones: list[int] = []
         """The inputs that a copy stood for, because autograd would not let them be written to."""
         self.backward_writes: list[int] = []
-        """Among the inputs of the graph."""
+        """What backward writes to, among the graph's inputs and then the gradients it takes."""
 
     def joint(self, primals: list[Any], tangents: list[Any]) -> list[Any]:
         """Forward, then backward."""
         signature = self._analysis.signature
-        with adapter.FunctionalTensorMode():
-            inputs = rebuild(primals, self._fakes, adapter.functional)
+        with _torch.FunctionalTensorMode():
+            inputs = rebuild(primals, self._fakes, _torch.functional)
             entering = self._entering(inputs)
-            with adapter.remember_lines():
+            with _torch.remember_lines():
                 watched = run_watched(self._function, self._arrangement, inputs, entering)
             self._check_same(watched.classified.signature)
             returned = returned_tensors(signature, watched, entering)
@@ -90,22 +91,17 @@ class _Trace:
             held = _values(inputs)
             reshaped = _reshaped(inputs)
             # What follows is backward; the trace says so, nobody has to guess.
-            for node in adapter.traced_nodes():
+            for node in _torch.traced_nodes():
                 node.meta["phase"] = FORWARD
             own = iter(tangents)
             flat = [next(own) if i is None else primals[i] for i in self._shared]
-            grads = self._grads(inputs, returned, flat)
+            grads, before, after = self._grads(inputs, returned, flat, watched.draws)
             if _reshaped(inputs) != reshaped:
                 raise BackwardMutationError(
                     "an input that had its metadata mutated in the backward, such as by "
                     "transpose_, is not supported. Take a view of it instead."
                 )
-            late = _values(inputs)
-            self.backward_writes = [
-                i
-                for i, (a, b) in enumerate(zip(held, late, strict=True))
-                if isinstance(a, Tensor) and a is not b
-            ]
+            self.backward_writes = _changed(held + before, late := _values(inputs) + after)
             changed = [late[i] for i in self.backward_writes]
         return [*values, *watched.classified.symbols, *new, *grads, *changed]
 
@@ -128,28 +124,34 @@ class _Trace:
             )
 
     def _grads(
-        self, inputs: Sequence[Any], returned: Sequence[Any], tangents: Sequence[Tensor]
-    ) -> list[Any]:
+        self,
+        inputs: Sequence[Any],
+        returned: Sequence[Any],
+        tangents: Sequence[Tensor],
+        draws: Draws,
+    ) -> tuple[list[Any], list[Any], list[Any]]:
+        """Gradients; of those that came in, those of the graph's own, what they held and hold."""
         signature = self._analysis.signature
         if not signature.trains:
-            return []
+            return [], [], []
         outs = [one for one, has in zip(returned, signature.differentiable, strict=True) if has]
         wanted = [i for i, spec in enumerate(signature.inputs) if spec.requires_grad]
-        given = rebuild(tangents, self._analysis.tangents, adapter.functional, symbols=False)
+        given = rebuild(tangents, self._analysis.tangents, _torch.functional, symbols=False)
         before = _values(given, symbols=False)
-        adapter.carry_lines(outs)
-        with adapter.no_autocast(), Effects():
+        _torch.carry_lines(outs)
+        with _torch.no_autocast(), Effects(draws):
             grads = _differentiate(outs, [inputs[i] for i in wanted], given)
         after = _values(given, symbols=False)
-        if any(a is not b for a, b in zip(before, after, strict=True)):
+        if any(self._shared[i] is not None for i in _changed(before, after)):
             raise BackwardMutationError(
-                "an input to the backward that was mutated during the backward is not supported: "
-                "a custom backward writes to the gradient that it gets. Clone it first."
+                "a backward that writes to the gradient that it gets is not supported where that "
+                "is a tensor subclass which shares a part with an argument. Clone it first."
             )
+        own = [i for i, at in enumerate(self._shared) if at is None]
         by_input = dict(zip(wanted, grads, strict=True))
         listed = [by_input.get(i) for i in range(len(inputs))]
         self.gradients = wrappings_of(listed)
-        return _values(listed)
+        return _values(listed), [before[i] for i in own], [after[i] for i in own]
 
 
 def _differentiate(
@@ -166,23 +168,32 @@ def _differentiate(
         ) from error
 
 
+def _changed(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
+    """Which tensors were written to in between: functional ones hold another value then."""
+    return [
+        i
+        for i, (a, b) in enumerate(zip(before, after, strict=True))
+        if isinstance(a, Tensor) and a is not b
+    ]
+
+
 def _copy_of(one: Tensor) -> Tensor:
     """A copy that lies in memory as the tensor does: what is asked of its strides is the same."""
     copy = one.clone()
-    if adapter.wraps_others(one) or copy.stride() == one.stride():
+    if _torch.wraps_others(one) or copy.stride() == one.stride():
         return copy
     strided = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
     return strided.copy_(one)
 
 
 def _reshaped(inputs: Sequence[Any]) -> list[bool]:
-    return [adapter.is_reshaped(one) for one in flat_all(inputs) if isinstance(one, Tensor)]
+    return [_torch.is_reshaped(one) for one in flat_all(inputs) if isinstance(one, Tensor)]
 
 
 def _values(several: Sequence[Any], *, symbols: bool = True) -> list[Any]:
     """What functional tensors hold now, as the graph sees it."""
     return [
-        adapter.value_of(one) if isinstance(one, Tensor) else one
+        _torch.value_of(one) if isinstance(one, Tensor) else one
         for one in flat_all(several, symbols=symbols)
     ]
 
@@ -192,7 +203,7 @@ def capture(
     arrangement: Arrangement,
     fakes: Sequence[Any],
     analysis: Analysis,
-    mode: adapter.FakeTensorMode,
+    mode: _torch.FakeTensorMode,
     decompositions: Decompositions | None,
 ) -> Captured:
     """Trace forward and backward into one graph."""
@@ -212,11 +223,11 @@ def capture(
         return trace.joint(list(args), [])
 
     try:
-        with adapter.below_python(mode), adapter.keep_rng():
+        with _torch.below_python(mode), _torch.keep_rng(), _torch.without_outer_hooks():
             if signature.trains:
-                module = adapter.trace(joint, (inputs, own), decompositions)
+                module = _torch.trace(joint, (inputs, own), decompositions)
             else:
-                module = adapter.trace(forward, tuple(inputs), decompositions)
+                module = _torch.trace(forward, tuple(inputs), decompositions)
     finally:
         torch.set_grad_enabled(grad_mode)
     wrappings = Wrappings(
@@ -266,7 +277,7 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
     for i, value in zip(written, new, strict=True):
         _write(module, primals[i], value, boundary, FORWARD)
     for i, value in zip(trace.backward_writes, changed, strict=True):
-        _write(module, primals[i], value, output, BACKWARD)
+        _write(module, placeholders[i], value, output, BACKWARD)
     output.args = ([*returned, *grads],)
     _drop_aliases(module)
     _drop_dead(module)
@@ -284,8 +295,8 @@ def _tensors(wrapped: Wrapped, i: int) -> range:
 def _check_constants(module: GraphModule) -> None:
     """Refuse fake tensors that came in by another way than the arguments."""
     for node in module.graph.find_nodes(op="get_attr"):
-        value = adapter.attribute(module, str(node.target))
-        if isinstance(value, adapter.FakeTensor):
+        value = _torch.attribute(module, str(node.target))
+        if isinstance(value, _torch.FakeTensor):
             raise AssertionError(
                 f"Unexpected fake tensor in the graph as {node.target}: the function reads one "
                 f"that is not among its arguments; got {value}. Pass it as an argument, or use a "
@@ -322,4 +333,4 @@ def _write(module: GraphModule, primal: Node, value: Any, before: Node, phase: s
 
 def _drop_dead(module: GraphModule) -> None:
     """Remove what nobody reads; what draws random numbers moves the generator, and stays."""
-    module.graph.eliminate_dead_code(adapter.is_impure)
+    module.graph.eliminate_dead_code(_torch.is_impure)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.arrange import Arrangement, Constant
 from shoal.compile.aot.signature import (
     Base,
@@ -32,13 +32,16 @@ class Before:
     requires_grad: bool
     is_leaf: bool
     version: int
+    step: Any
+    """The step of autograd that made it; None of a leaf."""
 
     @classmethod
     def of(cls, value: Any) -> Before | None:
         """None for what is no tensor."""
         if not isinstance(value, Tensor):
             return None
-        return cls(value.requires_grad, value.is_leaf, adapter.version_of(value))
+        version = _torch.version_of(value)
+        return cls(value.requires_grad, value.is_leaf, version, _torch.step_of(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Run:
         self._wrapper_of = {
             id(inner): i
             for i, argument in enumerate(arguments)
-            if adapter.wraps_others(argument)
+            if _torch.wraps_others(argument)
             for inner in flat(argument, symbols=False)
         }
         self._symbols: list[Any] = []
@@ -90,7 +93,7 @@ class Run:
                 is_tensor=True,
                 requires_grad=before.requires_grad or mutation.is_made_leaf,
                 is_leaf=before.is_leaf,
-                is_wrapper=adapter.wraps_others(value),
+                is_wrapper=_torch.wraps_others(value),
                 mutation=mutation,
             )
             for value, before, mutation in zip(self._inputs, self._before, mutations, strict=True)
@@ -137,11 +140,11 @@ class Run:
         writes = [member for member in members if member in written]
         gave = any(id(self._arguments[member]) in self._watch.given for member in members)
         versions = [
-            adapter.version_of(self._arguments[m]) - b.version - self._num_reshapes(m)
+            _torch.version_of(self._arguments[m]) - b.version - self._num_reshapes(m)
             for m in members
             if (b := self._arguments_before[m]) is not None
         ]
-        if gave and adapter.wraps_others(value):
+        if gave and _torch.wraps_others(value):
             raise NotImplementedError(
                 f"set_ of a tensor subclass is not supported; got an argument of type "
                 f"{type(value).__name__} that was given another tensor's memory"
@@ -149,13 +152,14 @@ class Run:
         now_requires = value.requires_grad or any(self._arguments[m].requires_grad for m in members)
         is_leaf = now_requires and not (before.requires_grad or writes or gave)
         lost = before.requires_grad and before.is_leaf and not value.requires_grad
-        if lost or (is_leaf and (self._arrangement.is_memory[at] or adapter.wraps_others(value))):
+        if lost or (is_leaf and (self._arrangement.is_memory[at] or _torch.wraps_others(value))):
             raise NotImplementedError(
                 "requires_grad_(False) on an argument, or requires_grad_() on one that shares "
                 "memory with another or is a tensor subclass, inside a function that is compiled, "
                 "is not supported; call it before the function is called"
             )
-        was_seen = any(written[member] for member in writes) and before.requires_grad
+        was_seen = any(written[member] or self._is_redone(member) for member in writes)
+        was_seen &= before.requires_grad
         return Mutation(
             data=bool(writes),
             by_autograd=bool(writes) and (was_seen or (now_requires and not before.requires_grad)),
@@ -164,6 +168,11 @@ class Run:
             is_reshaped=any(id(self._arguments[m]) in self._watch.reshaped for m in members),
             is_made_leaf=is_leaf,
         )
+
+    def _is_redone(self, argument: int) -> bool:
+        """Whether an argument has another history than before: custom functions mark it dirty."""
+        before, step = self._arguments_before[argument], _torch.step_of(self._arguments[argument])
+        return before is not None and step is not None and step is not before.step
 
     def _num_reshapes(self, argument: int) -> int:
         return len(self._watch.reshaped.get(id(self._arguments[argument]), []))
@@ -183,7 +192,7 @@ class Run:
         views: dict[int, list[tuple[int, Tensor, list[Taken]]]] = {}
         for k, out in enumerate(self._outputs):
             if not isinstance(out, Tensor):
-                is_symbol = isinstance(out, adapter.SYMBOLIC)
+                is_symbol = isinstance(out, _torch.SYMBOLIC)
                 kind = OutputKind.FRESH if is_symbol else OutputKind.CONSTANT
                 outputs[k] = Output(kind=kind, value=None if is_symbol else out, is_tensor=False)
                 continue
@@ -199,9 +208,10 @@ class Run:
             if self._is_new_leaf(out, root, taken):
                 is_view = self._is_made_view(root, taken)
                 outputs[k] = Output(kind=OutputKind.FRESH, is_view=is_view, is_new_leaf=True)
-            elif taken and adapter.is_custom_view(out, root):
-                # The backward of a custom function stands between the two.
-                outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=True, is_view=True)
+            elif taken and _torch.is_custom_view(out, root):
+                # The backward of a custom function stands between the two. Autograd refuses writes
+                # to such a view, and has to know that it is one.
+                outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=True)
             elif argument is not None:
                 _refuse_new_history(out, taken)
                 outputs[k] = self._view_of_input(out, argument, taken)
@@ -209,7 +219,11 @@ class Run:
                 views.setdefault(id(root), []).append((k, root, taken))
         for members in views.values():
             self._classify_views(members, seen, outputs)
-        return tuple(out for out in outputs if out is not None)
+        return tuple(
+            replace(out, free_dims=_torch.free_dims(value)) if out.is_made else out
+            for out, value in zip(outputs, self._outputs, strict=True)
+            if out is not None
+        )
 
     def _view_of_input(self, out: Tensor, argument: int, taken: Sequence[Taken]) -> Output:
         places = {id(one): k for k, one in reversed(list(enumerate(self._outputs)))}
@@ -281,7 +295,7 @@ class Run:
     def _frozen(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return tuple(self._frozen(item) for item in value)
-        if isinstance(value, adapter.SYMBOLIC):
+        if isinstance(value, _torch.SYMBOLIC):
             self._symbols.append(value)
             return Symbol(len(self._symbols) - 1)
         return value

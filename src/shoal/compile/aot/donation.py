@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.lowered import Lowered, outputs_of
 
 
@@ -58,6 +58,6 @@ def _memory_of(nodes: Iterable[Any]) -> set[int] | None:
 
 def _memory(node: Node) -> int | None:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or adapter.wraps_others(value):
+    if not isinstance(value, Tensor) or _torch.wraps_others(value):
         return None
-    return adapter.storage_key(value)
+    return _torch.storage_key(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.frame import Frame, in_mode
 from shoal.compile.aot.signature import Signature
@@ -54,7 +54,7 @@ def emit(
     # Without anything to differentiate, nothing may be recorded; the graph was traced so.
     records = signature.trains or not any(one.requires_grad for one in signature.inputs)
     if autocast:
-        source.begin(f"with {source.name('no_autocast', adapter.no_autocast)}():")
+        source.begin(f"with {source.name('no_autocast', _torch.no_autocast)}():")
     in_mode(source, frame, signature.trains or (records and signature.grad_mode), line)
     if autocast:
         source.end()

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.graph_code import Boxed
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.source import Source
@@ -39,6 +39,8 @@ class Graphs:
     """Whether it would write over what was saved, if it may."""
     num_saved: int
     """Tensors that forward returns for backward."""
+    free_dims: Mapping[int, tuple[int, ...]]
+    """Of these, the dims whose sizes differ from call to call."""
     tangents: Sequence[Tensor | None]
     """Fake gradients that the backward graph takes; None for parts that it does not take."""
     dependence: tuple[frozenset[int], ...]
@@ -127,10 +129,13 @@ def _write_forward(source: Source, signature: Signature, graphs: Graphs) -> None
         source.line(f"{''.join(f'{name}, ' for name in names)}= results[:{visible}]")
     put_together(source, returned, wrapped)
     _write_sizes(source, returned, signature, graphs)
+    for at, dims in graphs.free_dims.items():
+        mark = source.name("mark_free_dims", _torch.mark_free_dims)
+        source.line(f"{mark}(results[{visible + at}], {dims!r})")
     if graphs.num_saved:
         source.line(f"ctx.save_for_backward(*results[{visible}:{kept}])")
     if graphs.donates:
-        source.line(f"ctx.is_shared = {source.name('is_hooked', adapter.has_hooks_on_saved)}()")
+        source.line(f"ctx.is_shared = {source.name('is_hooked', _torch.has_hooks_on_saved)}()")
     source.line(f"ctx.symbols = results[{kept}:]")
     views = [signature.outputs[k].is_view for k in signature.fresh]
     views += [base.is_view for base in signature.bases]
@@ -180,13 +185,16 @@ def _write_backward(source: Source, signature: Signature, graphs: Graphs) -> Non
     if graphs.writes_late:
         source.line(f"if {is_on}(): {source.name('refuse_writes', _refuse_writes)}()")
     source.line(f"inputs = [{inputs}]")
+    through = source.name("through", _through)
+    source.line(f"through = {through}(ctx, inputs) if {is_on}() else None")
     # The graph frees each after its last use, if nothing else holds it.
     source.line("ctx.maybe_clear_saved_tensors()")
     is_shared = "ctx.is_shared" if graphs.donates else "True"
     source.line(f"grads = {lazy}.run(inputs, {is_shared})")
     _write_gradients(source, graphs.wrappings.gradients)
     _write_omissions(source, graphs)
-    source.line(f"if {is_on}(): grads = {source.name('refuse', _refuse_twice)}(grads)")
+    refuse = source.name("refuse", _refuse_twice)
+    source.line(f"if through is not None: grads = {refuse}(grads, through)")
     source.line("return tuple(grads)")
     source.end()
 
@@ -279,14 +287,14 @@ class _Lazy:
 
     def run(self, inputs: list[Any], is_shared: bool) -> list[Any]:
         """Compile if need be, and run; `is_shared` says that others hold what was saved."""
-        is_last = self._donates and not is_shared and not adapter.keeps_graph()
+        is_last = self._donates and not is_shared and not _torch.keeps_graph()
         graph = self._graphs.get(is_last)
         if graph is None:
             graph = self._graphs[is_last] = self._make(is_last)
-        if not adapter.is_autocast():
+        if not _torch.is_autocast():
             return graph(inputs)
         # What was not cast in the graph must not be cast because backward is called in there.
-        with adapter.no_autocast():
+        with _torch.no_autocast():
             return graph(inputs)
 
 
@@ -298,9 +306,15 @@ def _refuse_writes() -> None:
     )
 
 
-def _refuse_twice(grads: list[Any]) -> list[Any]:
+def _through(ctx: Any, inputs: list[Any]) -> list[Tensor]:
+    """What gradients depend on: whoever differentiates them by it has to be told."""
+    taken = [one for one in inputs if isinstance(one, Tensor) and one.requires_grad]
+    return [*taken, *_torch.leaves_after(ctx)]
+
+
+def _refuse_twice(grads: list[Any], through: list[Tensor]) -> list[Any]:
     """Gradients that say what is missing when somebody differentiates them."""
     return [
-        adapter.delayed_error(DOUBLE_BACKWARD, grad) if isinstance(grad, Tensor) else grad
+        _torch.delayed_error(DOUBLE_BACKWARD, grad, through) if isinstance(grad, Tensor) else grad
         for grad in grads
     ]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.bindings import bound
 from shoal.compile.aot.source import Source
 
@@ -60,7 +60,7 @@ class _Writer:
             source.line(f"return {self._value(list(node.args[0]))}")  # type: ignore[arg-type]
             return
         if node.op == "get_attr":
-            value = adapter.attribute(self._module, str(node.target))
+            value = _torch.attribute(self._module, str(node.target))
             source.line(f"{node.name} = {source.name('attribute', value)}")
         elif node.op != "placeholder":
             source.line(f"{node.name} = {self._call(node)}")
@@ -78,9 +78,9 @@ class _Writer:
             function = node.target
         args = [self._value(arg) for arg in node.args]
         named = [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
-        if function is adapter.getitem and len(args) == 2:
+        if function is _torch.getitem and len(args) == 2:
             return f"{args[0]}[{args[1]}]"
-        if isinstance(function, adapter.OpOverload):
+        if isinstance(function, _torch.OpOverload):
             function = bound(function)
         return f"{self._source.name('op', function)}({', '.join([*args, *named])})"
 

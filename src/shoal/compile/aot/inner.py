@@ -9,9 +9,10 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.graph_code import Boxed, compile_graph
 from shoal.compile.aot.naming import compiling
+from shoal.compile.passes.collectives import collective
 
 
 class Role(StrEnum):
@@ -54,11 +55,11 @@ class Inductor:
     """Give graphs to Inductor; those of one function belong together."""
 
     def __init__(self, *, cudagraphs: bool) -> None:
-        self._cudagraphs = adapter.CudaGraphs() if cudagraphs else None
+        self._cudagraphs = _torch.CudaGraphs() if cudagraphs else None
 
     def __call__(self, task: Task) -> Boxed:
         """Compile one."""
-        return adapter.inductor(
+        return _torch.inductor(
             task.module,
             task.inputs,
             backward=task.role is Role.BACKWARD,
@@ -67,6 +68,8 @@ class Inductor:
             handed=task.handed,
             donated=task.donated,
             num_visible=task.num_visible,
+            # Collectives were put where they overlap with what computes.
+            keeps_order=any(map(collective, task.module.graph.nodes)),
             cudagraphs=self._cudagraphs,
         )
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.subclasses import Wrappings, places
@@ -45,6 +45,19 @@ class Lowered:
         return outputs_of(self.forward)[self.num_visible :]
 
     @property
+    def free_dims(self) -> dict[int, tuple[int, ...]]:
+        """Of the tensors that are saved, the dims whose sizes differ from call to call.
+
+        None of a graph that the cache had, which knows no values: their sizes are the same always.
+        """
+        values = (node.meta.get("val") for node in self.saved[: self.num_saved])
+        return {
+            at: free
+            for at, one in enumerate(values)
+            if isinstance(one, Tensor) and (free := _torch.free_dims(one))
+        }
+
+    @property
     def writes_late(self) -> bool:
         """Whether backward writes to an input that requires a gradient."""
         if self.backward is None:
@@ -71,4 +84,4 @@ def count_saved(saved: Sequence[Any]) -> tuple[int, int]:
     """Of what forward returns for backward: how many tensors, and their bytes."""
     values = [one.meta.get("val") for one in saved if isinstance(one, Node)]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return len(tensors), sum(map(adapter.num_bytes, tensors))
+    return len(tensors), sum(map(_torch.num_bytes, tensors))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.analyse import Analysis, Function, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange
 from shoal.compile.aot.capture import Captured, Decompositions, capture
@@ -63,9 +63,9 @@ class Pipeline:
             return run
         return where_shared_alike(run, function, lowered, args, fixed)
 
-    def mode_for(self, args: Sequence[Any]) -> adapter.FakeTensorMode:
+    def mode_for(self, args: Sequence[Any]) -> _torch.FakeTensorMode:
         """The mode that the fake tensors of arguments live in."""
-        return adapter.current_fake_mode(args) or adapter.new_fake_mode(dynamic=self.dynamic)
+        return _torch.current_fake_mode(args) or _torch.new_fake_mode(dynamic=self.dynamic)
 
     def lower(
         self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
@@ -119,14 +119,14 @@ class Pipeline:
 
     def build(self, lowered: Lowered) -> Callable[..., Any]:
         """The function that runs the graphs."""
-        adapter.skip_in_dynamo("shoal.compile.aot")
+        _torch.skip_in_dynamo("shoal.compile.aot")
         signature, arrangement = lowered.signature, lowered.arrangement
         tell_lowered(lowered)
         say(Topic.SIGNATURE, lambda: signature_text(signature, arrangement))
         say(Topic.GRAPHS, lambda: graph_text("forward", lowered.forward))
         number = next(functions)
         around = partial(
-            emit, signature, arrangement, checks=self.checks, autocast=adapter.is_autocast()
+            emit, signature, arrangement, checks=self.checks, autocast=_torch.is_autocast()
         )
         task = Task(
             module=lowered.forward,
@@ -143,7 +143,7 @@ class Pipeline:
         backward = lowered.backward
         say(Topic.GRAPHS, lambda: graph_text("backward", backward))
         say(Topic.PARTITION, lambda: saved_text(lowered))
-        with stage("compile"), adapter.reported_strides() as strides:
+        with stage("compile"), _torch.reported_strides() as strides:
             run = self.inner(task)
         donated = donated_by(lowered, backward) if self.donates else ()
         graphs = Graphs(
@@ -151,6 +151,7 @@ class Pipeline:
             backward=_Later(self.inner, lowered, backward, strides, donated=donated, number=number),
             donates=bool(donated),
             num_saved=lowered.num_saved,
+            free_dims=lowered.free_dims,
             tangents=lowered.tangents,
             dependence=dependence_of(backward.graph, lowered.tangents, lowered.wrappings),
             writes_late=lowered.writes_late,
@@ -163,10 +164,10 @@ class Pipeline:
         function: Function,
         arrangement: Arrangement,
         args: Sequence[Any],
-        mode: adapter.FakeTensorMode,
+        mode: _torch.FakeTensorMode,
     ) -> tuple[Analysis, list[Any]]:
         fakes = [
-            adapter.fake_of(mode, one, dynamic=self.dynamic) if isinstance(one, Tensor) else one
+            _torch.fake_of(mode, one, dynamic=self.dynamic) if isinstance(one, Tensor) else one
             for one in arrangement.inputs(args)
         ]
         return analyse(function, arrangement, fakes, mode), fakes
@@ -212,7 +213,7 @@ class _Later:
         taken = [node.name for node in module.graph.find_nodes(op="placeholder")]
         self._handed = tuple(range(len(saved)))
         self._fixed = tuple(at for at in self._handed if taken[at] in fixed)
-        self._context = adapter.TracingContext.try_get()
+        self._context = _torch.TracingContext.try_get()
         self._observation = current()
 
     def __call__(self, is_last: bool) -> Boxed:
@@ -232,7 +233,7 @@ class _Later:
             number=self._number,
         )
         with resumed(self._observation), stage("compile backward"):
-            with adapter.tracing(self._context):
+            with _torch.tracing(self._context):
                 return self._inner(task)
 
     def _fake(self, node: Node) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.lowered import Lowered
 
 
@@ -33,9 +33,9 @@ def where_shared_alike(
         (one.mutation.data or one.mutation.is_set) and sources[at] not in fixed
         for at, one in enumerate(lowered.signature.inputs)
     )
-    if not is_written or any(isinstance(args[i], adapter.FakeTensor) for i in moving):
+    if not is_written or any(isinstance(args[i], _torch.FakeTensor) for i in moving):
         return run
-    still = {adapter.storage_key(args[i]): i for i in fixed if isinstance(args[i], Tensor)}
+    still = {_torch.storage_key(args[i]): i for i in fixed if isinstance(args[i], Tensor)}
     expected = _sharing(args, moving, still)
 
     def call(*values: Any) -> Any:
@@ -53,7 +53,7 @@ def _sharing(
     seen = dict(still)
     found: list[tuple[int, int, int, int]] = []
     for i in moving:
-        key = adapter.storage_key(args[i])
+        key = _torch.storage_key(args[i])
         first = seen.setdefault(key, i)
         if first != i and key is not None:
             found.append((i, first, args[i].storage_offset(), args[first].storage_offset()))

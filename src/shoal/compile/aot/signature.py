@@ -112,6 +112,13 @@ class Output:
     is_tensor: bool = True
     is_new_leaf: bool = False
     """Whether the function made it a leaf that requires a gradient: nothing flows through it."""
+    free_dims: tuple[int, ...] = ()
+    """The dims whose sizes differ from call to call."""
+
+    @property
+    def is_made(self) -> bool:
+        """Whether it is a tensor of its own, and neither an argument nor another output."""
+        return self.is_tensor and self.kind not in (OutputKind.INPUT, OutputKind.SAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,11 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
+from shoal.compile.aot.draws import Draws
+
+_LIFTING = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)
+"""What brings a constant into a trace: each call makes a new tensor of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +46,19 @@ class Write:
     with_grad: bool
 
 
-class Effects(adapter.TorchDispatchMode):
-    """Traces operators that do something besides their results as they are."""
+class Effects(_torch.TorchDispatchMode):
+    """Traces operators that do something besides their results as they are; counts draws."""
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """No mode of the program's own: Dynamo would not read branches of `torch.cond` in one."""
+        return True
+
+    def __init__(self, draws: Draws) -> None:
+        super().__init__()
+        self._draws = draws
 
     def __torch_dispatch__(
         self,
@@ -54,16 +67,18 @@ class Effects(adapter.TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if adapter.has_effects(func):
-            return adapter.run_as_it_is(func, args, kwargs or {})
+        if _torch.draws_from_default(func, args, kwargs or {}):
+            self._draws()
+        if _torch.has_effects(func):
+            return _torch.run_as_it_is(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
 
 class Watch(Effects):
     """Remembers every view of the tensors that pass through it, and every write to them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, draws: Draws) -> None:
+        super().__init__(draws)
         self._views: dict[int, tuple[Tensor, Taken]] = {}
         self._alive: list[Any] = []
         self._roots: set[int] = set()
@@ -89,10 +104,10 @@ class Watch(Effects):
     ) -> Any:
         kwargs = kwargs or {}
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if adapter.has_effects(func):
+        if _torch.has_effects(func):
             return result
         if not torch.is_grad_enabled():
-            made = (one for one in adapter.pytree.tree_leaves(result) if isinstance(one, Tensor))
+            made = (one for one in _torch.tree_leaves(result) if isinstance(one, Tensor))
             self._unseen.update((id(one), one) for one in made)
         schema = getattr(func, "_schema", None)
         if schema is not None:
@@ -107,7 +122,7 @@ class Watch(Effects):
             return
         if not args or not isinstance(args[0], Tensor):
             return
-        if not any(out.alias_info is not None for out in schema.returns):
+        if not any(out.alias_info is not None for out in schema.returns) or func in _LIFTING:
             return
         with_grad = torch.is_grad_enabled()
         many = isinstance(result, (list, tuple))
@@ -124,7 +139,7 @@ class Watch(Effects):
         with_grad = torch.is_grad_enabled()
         written = [
             value
-            for argument, value in adapter.bind(schema, args, kwargs)
+            for argument, value in _torch.given_arguments(schema, args, kwargs)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         tensors = [t for value in written for t in (value if _is_list(value) else [value])]

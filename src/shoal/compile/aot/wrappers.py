@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from shoal import _torch
 from shoal.compile.aot.arrange import Constant, Itself, memory_of
 from shoal.compile.aot.frame import Frame, call_of, in_mode
 from shoal.compile.aot.signature import OutputKind, Step
@@ -161,6 +162,17 @@ class Outputs(Wrapper):
         return name
 
 
+class FreeDims(Wrapper):
+    """Dynamo is told which sizes of results were symbols, and takes them for such at once."""
+
+    def after(self, source: Source, frame: Frame) -> None:
+        """Mark the results."""
+        for k, out in enumerate(frame.signature.outputs):
+            if out.free_dims:
+                mark = source.name("mark_free_dims", _torch.mark_free_dims)
+                source.line(f"{mark}(results[{k}], {out.free_dims!r})")
+
+
 class GradMode(Wrapper):
     """The grad mode that the function leaves behind."""
 
@@ -177,6 +189,7 @@ WRAPPERS: tuple[Wrapper, ...] = (
     Memory(),
     Mutations(),
     Outputs(),
+    FreeDims(),
     GradMode(),
 )
 """The order in which they are written, before and after alike: views are of what was written."""

@@ -55,7 +55,9 @@ def _read(
         if content is None:
             return None
         mode = pipeline.mode_for(args)
-        return entry_from_json(content, args, mode, with_values=options.inner == "inductor")
+        # Without them it is read faster; passes over collectives get them where there are any.
+        with_values = options.inner == "inductor" or options.passes is not None
+        return entry_from_json(content, args, mode, with_values=with_values)
     except DamagedError as error:
         # Wrong or not: it is traced again, and written anew.
         why = str(error)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.lowered import Lowered, outputs_of
 from shoal.compile.aot.signature import Signature
@@ -44,7 +44,7 @@ def entry_to_json(lowered: Lowered) -> Json:
 
 
 def entry_from_json(
-    json: Json, args: Sequence[Any], mode: adapter.FakeTensorMode, *, with_values: bool
+    json: Json, args: Sequence[Any], mode: _torch.FakeTensorMode, *, with_values: bool
 ) -> Lowered:
     """What tracing a function of these arguments has left behind.
 
@@ -90,10 +90,10 @@ def communicates(module: fx.GraphModule | None) -> bool:
 
 
 def _inputs(
-    arrangement: Arrangement, args: Sequence[Any], mode: adapter.FakeTensorMode
+    arrangement: Arrangement, args: Sequence[Any], mode: _torch.FakeTensorMode
 ) -> list[Any]:
     return [
-        adapter.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
+        _torch.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
         for one in arrangement.inputs(args)
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.cache import values
 from shoal.compile.cache.errors import NotExactError
 from shoal.compile.cache.operators import NAMESPACES
@@ -39,7 +39,7 @@ def graph_key(module: fx.GraphModule, *, is_inner: bool = False) -> Json:
 
     nodes = list(module.graph.nodes)
     if is_inner and any(
-        isinstance(adapter.attribute(module, str(node.target)), Tensor)
+        isinstance(_torch.attribute(module, str(node.target)), Tensor)
         for node in nodes
         if node.op == "get_attr"
     ):
@@ -76,7 +76,7 @@ def _argument_key(value: Any, reference: Callable[[Any], str | None]) -> Json:
 
 def _attribute_key(module: fx.GraphModule, path: str) -> Json:
     """What a graph finds on its module: a graph, or a tensor, which is one of the arguments."""
-    value = adapter.attribute(module, path)
+    value = _torch.attribute(module, path)
     if isinstance(value, Tensor):
         return {"tensor": path}
     if isinstance(value, fx.GraphModule):
@@ -86,15 +86,15 @@ def _attribute_key(module: fx.GraphModule, path: str) -> Json:
 
 def function_name(target: Any) -> str:
     """Where torch or Python keeps a function; refused if that is nowhere."""
-    if isinstance(target, adapter.OpOverload):
+    if isinstance(target, _torch.OpOverload):
         if target.namespace not in NAMESPACES:
             raise NotExactError(
                 f"it calls {target}, whose derivative and shapes are code that no key can hold"
             )
-        return f"{target} {adapter.schema_text(target)}"
-    if isinstance(target, adapter.OpOverloadPacket):
+        return f"{target} {_torch.schema_text(target)}"
+    if isinstance(target, _torch.OpOverloadPacket):
         return ", ".join(function_name(getattr(target, one)) for one in sorted(target.overloads()))
-    if isinstance(target, adapter.HigherOrderOperator):
+    if isinstance(target, _torch.HigherOrderOperator):
         if target.name() not in HIGHER_ORDER:
             raise NotExactError(f"it calls the higher-order operator {target.name()}")
         return f"higher_order.{target.name()}"

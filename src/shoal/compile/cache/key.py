@@ -7,7 +7,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.cache.errors import NotExactError
 from shoal.compile.cache.graph_key import graph_key
 from shoal.compile.cache.input_key import inputs_key
@@ -23,20 +23,24 @@ from shoal.compile.cache.values import Json
 from shoal.compile.options import Options
 from shoal.version import __version__
 
-NEUTRAL = frozenset({"cache", "logs"})
-"""Options that change no result."""
+NEUTRAL = frozenset({"cache", "logs", "passes"})
+"""Options that change nothing of what is kept: passes run after it is found."""
 
 
 def key_of(
     module: fx.GraphModule, args: Sequence[Any], fixed: Collection[int], options: Options
 ) -> str:
     """The key of a graph of Dynamo's; refused if something cannot be described exactly."""
-    intercepts = adapter.what_intercepts()
+    intercepts = _torch.what_intercepts()
     if intercepts is not None:
         raise NotExactError(intercepts)
     described = {
         "versions": versions(),
-        "options": {k: v for k, v in asdict(options).items() if k not in NEUTRAL},
+        "options": {
+            field.name: getattr(options, field.name)
+            for field in fields(options)
+            if field.name not in NEUTRAL
+        },
         "state": state_key(args, options),
         "fixed": sorted(fixed),
         "inputs": inputs_key(args),
@@ -51,9 +55,9 @@ def state_key(args: Sequence[Any], options: Options) -> Json:
     grouped = dist.is_available() and dist.is_initialized()
     return {
         "grad": torch.is_grad_enabled(),
-        "autocast": adapter.autocast_state(kinds),
-        "flags": adapter.backend_flags(),
-        "inductor": adapter.inductor_settings() if options.inner == "inductor" else None,
+        "autocast": _torch.autocast_state(kinds),
+        "flags": _torch.backend_flags(),
+        "inductor": _torch.inductor_settings() if options.inner == "inductor" else None,
         # Whatever a program made of its rank is a constant of the graph; better safe.
         "rank": [dist.get_rank(), dist.get_world_size()] if grouped else None,
     }
@@ -65,9 +69,10 @@ def versions() -> list[str]:
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     try:
-        for file in sorted([package / "_torch_compile.py", *(package / "compile").rglob("*.py")]):
+        folders = (package / "_torch", package / "compile")
+        for file in sorted(file for folder in folders for file in folder.rglob("*.py")):
             digest.update(file.name.encode() + file.read_bytes())
     except OSError as error:
         raise NotExactError(f"the compiler's own source cannot be read: {error}") from error
     python = f"{sys.implementation.name} {sys.version}"
-    return [__version__, digest.hexdigest(), python, *adapter.compiler_versions()]
+    return [__version__, digest.hexdigest(), python, *_torch.compiler_versions()]

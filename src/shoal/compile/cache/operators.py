@@ -1,4 +1,4 @@
-"""Operators by name: those that torch itself defines, and nothing else that a file could name."""
+"""Operators by name: torch's own and shoal's, and nothing else that a file could name."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 from shoal.compile.cache.errors import DamagedError, NotExactError
+from shoal.runtime import row_op
 
-NAMESPACES = frozenset({"aten", "prims", "_c10d_functional"})
-"""Of operators that torch brings. What others do, and what their derivatives are, is code that may
-be another tomorrow under the same name."""
+NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", row_op.NAMESPACE})
+"""Of operators that torch and shoal bring. What others do, and what their derivatives are, is code
+that may be another tomorrow under the same name."""
 
 HIGHER_ORDER: dict[str, Any] = {
-    "run_and_save_rng_state": adapter.run_and_save_rng_state,
-    "run_with_rng_state": adapter.run_with_rng_state,
+    "run_and_save_rng_state": _torch.run_and_save_rng_state,
+    "run_with_rng_state": _torch.run_with_rng_state,
 }
 """Those of the partition, which take another operator."""
 
@@ -34,7 +35,7 @@ _HIGHER_ORDER_NAMES = {id(one): name for name, one in HIGHER_ORDER.items()}
 
 def kind_and_name(target: Any) -> tuple[str, str]:
     """What a node calls, as a file names it."""
-    if isinstance(target, adapter.OpOverload):
+    if isinstance(target, _torch.OpOverload):
         if target.namespace not in NAMESPACES:
             raise NotExactError(f"it calls {target}, which is no operator of torch's own")
         return "op", str(target)
@@ -57,14 +58,15 @@ def named(kind: str, name: str) -> Any:
 
 
 def operator_called(name: str) -> Any:
-    """An operator of torch's by its full name, such as `aten.add.Tensor`."""
+    """An operator by its full name, such as `aten.add.Tensor`."""
     parts = name.split(".")
     if len(parts) != 3 or parts[0] not in NAMESPACES or not all(map(str.isidentifier, parts)):
         raise DamagedError(f"{name!r} is no operator of torch's own")
+    row_op.define()
     try:
-        found = adapter.operator_named(name)
+        found = _torch.operator_named(name)
     except AttributeError:
         raise DamagedError(f"torch has no operator {name!r}") from None
-    if not isinstance(found, adapter.OpOverload):
+    if not isinstance(found, _torch.OpOverload):
         raise DamagedError(f"{name!r} is no operator of torch's own")
     return found

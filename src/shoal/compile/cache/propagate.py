@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch_compile as adapter
+from shoal import _torch
 
 
-def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: adapter.FakeTensorMode) -> None:
+def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: _torch.FakeTensorMode) -> None:
     """Give each node the value that it had when it was traced, without its elements."""
     given = iter(inputs)
 
     def value(node: fx.Node) -> Any:
         return node.meta["val"]
 
-    with adapter.below_python(mode), torch.no_grad(), adapter.keep_rng():
+    with _torch.below_python(mode), torch.no_grad(), _torch.keep_rng():
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 one = next(given)
@@ -27,7 +27,7 @@ def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: adapter.FakeT
                 node.meta["val"] = fx.map_arg(node.args[0], value)
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-                if adapter.INPUT_VALUES in node.meta:
-                    node.meta[adapter.INPUT_VALUES] = (args, kwargs)
+                if _torch.INPUT_VALUES in node.meta:
+                    node.meta[_torch.INPUT_VALUES] = (args, kwargs)
                 # Of a generator's state, operators give the real one.
-                node.meta["val"] = adapter.as_fake(mode, node.target(*args, **kwargs))
+                node.meta["val"] = _torch.as_fake(mode, node.target(*args, **kwargs))

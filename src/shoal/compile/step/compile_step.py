@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from shoal import _torch
-from shoal import _torch_compile as adapter
 from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.backend import pipeline_of
 from shoal.compile.communication import schedule_collectives
@@ -150,9 +149,9 @@ class CompiledStep:
             inputs, targets = _torch.tree_unflatten(given[num_fixed:], structure)
             with parts.in_place(given[:num_fixed]) as leaves, torch.enable_grad():
                 loss = self._loss(inputs, targets)
-                first = len(adapter.traced_nodes())
+                first = len(_torch.traced_nodes())
                 grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-                _check_recomputed(adapter.traced_nodes()[first:])
+                _check_recomputed(_torch.traced_nodes()[first:])
             with torch.no_grad():
                 if self._max_norm is not None:
                     grads = clip(parts, grads, self._max_norm)
@@ -160,7 +159,12 @@ class CompiledStep:
             return [loss.detach()]
 
         pipeline = pipeline_of(self._options)
-        with observing(self._options.logs), _torch.captured_for("shoal"), torch.no_grad():
+        with (
+            _torch.without_compiled_autograd(),
+            observing(self._options.logs),
+            _torch.captured_for("shoal"),
+            torch.no_grad(),
+        ):
             lowered = pipeline.lower(run, [*parts.tensors, *data], range(num_fixed))
             schedule_collectives(lowered, self._options)
             check_ranks_agree(lowered)

@@ -143,6 +143,7 @@ class Parts:
             stack.enter_context(_torch.parameters_replaced(self._model, named))
             for one, leaf in zip(lowered, leaves, strict=True):
                 one.leaf = leaf
+                one.reached.clear()
             try:
                 yield [*leaves, *own.values()]
             finally:
@@ -187,7 +188,9 @@ class Parts:
         unit, index = home
         in_graph, grad = _lowered(self.units[unit]), grads[unit]
         view = in_graph.piece_of(given[self._leaves[unit]], index)
-        return view, None if grad is None else in_graph.piece_of(grad, index)
+        if grad is None or index not in in_graph.reached:
+            return view, None
+        return view, in_graph.piece_of(grad, index)
 
 
 def _units_of(model: nn.Module) -> list[Unit]:

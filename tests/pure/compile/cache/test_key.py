@@ -55,6 +55,7 @@ def test_names_and_values_make_no_difference() -> None:
 
     assert key(program, ones()) == key(renamed, torch.zeros(4, 6, requires_grad=True))
     assert key(program, ones()) == key(program, ones(), options=Options(logs="all", cache=False))
+    assert key(program, ones()) == key(program, ones(), options=Options(passes=lambda one: one))
 
 
 def chained(x: Tensor) -> Tensor:
