@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: help demo test soak check fix bench build clean
+.PHONY: help demo test test-pure test-ranks soak check fix bench build clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -22,10 +22,20 @@ demo: $(STAMP) ## train a small transformer on 2 local ranks, then resume it
 	$(BIN)/shoal train --name demo --overwrite
 	$(BIN)/shoal train --resume runs/demo --steps +20
 
+# Tests of one process leave cores idle that ranks can use, so both kinds run at once. The ranks'
+# progress is shown as it is made; the other half, which ends first, shows its own when it ends.
+test: export OMP_NUM_THREADS := 1
 test: $(STAMP) ## run all tests
-	$(BIN)/python -m pytest
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-pure test-ranks
 
-soak: $(STAMP) ## run the long tests: random programs, kills, damages, world sizes
+test-pure:
+	@log=$$(mktemp) && { $(BIN)/python -m pytest tests/pure > $$log 2>&1; status=$$?; \
+	  echo; cat $$log; rm $$log; exit $$status; }
+
+test-ranks:
+	@$(BIN)/python -m pytest $(filter-out tests/pure/,$(wildcard tests/*/))
+
+soak: $(STAMP) ## run the long tests: random programs, kills, damages, all combinations
 	$(BIN)/python -m pytest -m soak
 
 check: $(STAMP) ## lint and type-check

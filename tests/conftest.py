@@ -9,6 +9,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from sampling import mark_unsampled
+
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:
     """Let pyproject.toml name pytest-timeout's option where the plugin is not installed."""
@@ -30,6 +32,13 @@ def pytest_configure(config: pytest.Config) -> None:
         is_soak = config.getoption("markexpr") == "soak"
         settings.register_profile("shoal", deadline=None, derandomize=not is_soak)
         settings.load_profile("shoal")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those are dropped that the soak alone runs
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Take samples of large products of parameters; all of what somebody asks for by name."""
+    if not config.getoption("keyword"):
+        mark_unsampled(items)
 
 
 @pytest.fixture(scope="session", autouse=True)

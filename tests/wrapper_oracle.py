@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor as TorchShardedTensor
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
 from shoal.fsdp import (
@@ -32,6 +33,7 @@ CPU = torch.device("cpu")
 HALF = MixedPrecision(
     param_dtype=torch.bfloat16, reduce_dtype=torch.float32, buffer_dtype=torch.bfloat16
 )
+WRAPPERS: tuple[Any, Any] = (FullyShardedDataParallel, TorchWrapper)
 HYBRID = (ShardingStrategy.HYBRID_SHARD, ShardingStrategy._HYBRID_SHARD_ZERO2)
 STRATEGIES = tuple(sorted(set(ShardingStrategy) - set(HYBRID), key=lambda one: one.name))
 SPACE: dict[str, list[Any]] = {
@@ -88,6 +90,16 @@ def build(wrapper: Any, device: torch.device, **options: Any) -> Any:
     return wrapper(Model(), device_id=device, auto_wrap_policy=policy, **options)
 
 
+def gpu() -> torch.device:
+    """The device that all ranks of a test share."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def build_on_gpu(wrapper: Any, *, offloads: bool = False, **options: Any) -> Any:
+    """A model that computes on the GPU, with its shards there or on the host."""
+    return build(wrapper, gpu(), cpu_offload=CPUOffload(offloads), **options)
+
+
 def batches(num: int, device: torch.device) -> list[torch.Tensor]:
     """Tokens, others on every rank."""
     generator = torch.Generator().manual_seed(7 + dist.get_rank())
@@ -123,11 +135,14 @@ def train(wrapper: Any, num_backwards: int, device: torch.device, **options: Any
 def state_dicts(
     wrapper: Any, model: Any, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> list[Any]:
-    """What the kinds of state dicts hold, by name, and where; pieces are put together."""
+    """What the kinds of state dicts hold, by name, and where."""
     kinds = {
         StateDictType.FULL_STATE_DICT: FullOptimStateDictConfig(offload_to_cpu=False),
         StateDictType.SHARDED_STATE_DICT: ShardedOptimStateDictConfig(offload_to_cpu=False),
     }
+    # Where nothing is sharded, torch cuts the states of flat parameters into rows all the same.
+    is_whole = model.sharding_strategy is ShardingStrategy.NO_SHARD
+    show = partial(whole if is_whole else held, device=device)
     found: list[Any] = []
     for kind, config in kinds.items():
         with wrapper.state_dict_type(model, kind, optim_state_dict_config=config):
@@ -137,8 +152,20 @@ def state_dicts(
         }
         saved[1]["param_groups"] = [sorted(g["params"]) for g in saved[1]["param_groups"]]
         found += [places(part) for part in saved]
-        found += [tree_map(partial(whole, device=device), part) for part in saved]
+        found += [tree_map(show, part) for part in saved]
     return found
+
+
+def held(value: Any, device: torch.device) -> Any:
+    """What this rank has of a tensor, on a device, and which part of the whole it is."""
+    if isinstance(value, TorchShardedTensor):
+        return [
+            (shard.metadata.shard_offsets, shard.metadata.shard_sizes, held(shard.tensor, device))
+            for shard in value.local_shards()
+        ]
+    if isinstance(value, DTensor):
+        return [str(value.placements), held(value.to_local(), device)]
+    return value.detach().to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def whole(value: Any, device: torch.device) -> Any:

@@ -26,9 +26,9 @@ class Groups:
         )
         # Two would corrupt the heap once in many thousand collectives, in whichever test is next.
         _torch.run_gloo_in_one_thread()
-        self._join(seat.prefix)
+        self._join(seat.prefix, binds=seat.setup.uses_cuda)
 
-    def _join(self, prefix: str) -> None:
+    def _join(self, prefix: str, *, binds: bool) -> None:
         setup = self._seat.setup
         dist.init_process_group(
             setup.backend,
@@ -37,7 +37,7 @@ class Groups:
             world_size=self._seat.world_size,
             timeout=TIMEOUT,
             # Binding the device connects NCCL now, and tells barriers which GPU to use.
-            device_id=torch.device(setup.device) if setup.uses_cuda else None,
+            device_id=torch.device(setup.device) if binds else None,
         )
         self._default = c10d._get_default_group()
         self._count = c10d._world.group_count
@@ -47,7 +47,9 @@ class Groups:
         if dist.is_initialized():
             dist.destroy_process_group()
         _forget_meshes()
-        self._join(prefix)
+        # Unbound, or meshes would split this group: torch 2.11 crashes in that (SIGSEGV in NCCL's
+        # split, without shoal too) once a bound group was destroyed in the process.
+        self._join(prefix, binds=False)
 
     def state(self) -> GroupState:
         """Look at what the run left."""

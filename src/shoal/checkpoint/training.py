@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,15 @@ def load_training(
     ranks = Ranks(group)
     manifest = ranks.together(lambda: _checked(folder, model, optimizer))
     generators = _generators(ranks, manifest)
+    source = _Source(
+        folder=folder,
+        manifest=manifest,
+        generators=generators,
+        group=group,
+        verify_first=verify_first,
+    )
     load_into = _load_wrapped if wrappers_below(model) else _load_bare
-    extra = load_into(folder, model, optimizer, manifest, generators, group, verify_first)
+    extra = load_into(source, model, optimizer)
     restore_hyper_parameters(model, optimizer, extra["optimizer"])
     restore_generators(generators)
     return extra["training"]
@@ -165,29 +173,43 @@ def _tensors(
     return tensors | moments, hyper
 
 
-def _load_bare(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    manifest: Manifest,
-    generators: Mapping[str, Share],
-    group: dist.ProcessGroup | None,
-    verify_first: bool,
-) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A checkpoint, and how it is to be read."""
+
+    folder: Path
+    manifest: Manifest
+    generators: Mapping[str, Share]
+    """What the saved states of generators are loaded into."""
+    group: dist.ProcessGroup | None
+    verify_first: bool
+
+    def load(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        before_write: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
+        """Fill tensors, and generators' states with them; return what was saved beside."""
+        stored = self.manifest.tensors
+        unused = [n for n in stored if n.startswith(GENERATORS) and n not in self.generators]
+        return load(
+            self.folder,
+            {**tensors, **self.generators},
+            group=self.group,
+            exclude=unused,
+            verify_first=self.verify_first,
+            before_write=before_write,
+        )
+
+
+def _load_bare(source: _Source, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Load into the tensors themselves, which make an unusable mixture until all are there."""
-    ranks = Ranks(group)
+    ranks = Ranks(source.group)
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     try:
-        ranks.together(lambda: prepare_optimizer(model, optimizer, manifest.tensors))
+        ranks.together(lambda: prepare_optimizer(model, optimizer, source.manifest.tensors))
         tensors, _ = ranks.together(lambda: _tensors(model, optimizer))
-        extra = load(
-            folder,
-            {**tensors, **generators},
-            group=group,
-            exclude=_unused(manifest, generators),
-            verify_first=verify_first,
-            before_write=lambda: mark_unusable(model, _mixture(folder)),
-        )
+        extra = source.load(tensors, lambda: mark_unusable(model, _mixture(source.folder)))
     except BaseException:
         # A checkpoint that is refused leaves the optimizer as it was, like everything else.
         optimizer.state.clear()
@@ -197,26 +219,13 @@ def _load_bare(
     return extra
 
 
-def _load_wrapped(
-    folder: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    manifest: Manifest,
-    generators: Mapping[str, Share],
-    group: dist.ProcessGroup | None,
-    verify_first: bool,
-) -> dict[str, Any]:
+def _load_wrapped(source: _Source, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Load into copies, and let the model have them when all are there."""
-    weights = Ranks(group).together(lambda: wrapped_weights(model))
-    states = Ranks(group).together(lambda: empty_states(model, manifest))
+    ranks = Ranks(source.group)
+    weights = ranks.together(lambda: wrapped_weights(model))
+    states = ranks.together(lambda: empty_states(model, source.manifest))
     named = {f"{MODEL}{name}": value for name, value in weights.items()}
-    extra: dict[str, Any] = load(
-        folder,
-        {**named, **states, **generators},
-        group=group,
-        exclude=_unused(manifest, generators),
-        verify_first=verify_first,
-    )
+    extra = source.load({**named, **states})
     take_over(model, optimizer, weights, states, extra["optimizer"])
     return extra
 
@@ -230,11 +239,6 @@ def _generators(ranks: Ranks, manifest: Manifest) -> dict[str, Share]:
         for name, share in own.items()
         if name in stored and stored[name].shape == share.shape
     }
-
-
-def _unused(manifest: Manifest, generators: Mapping[str, Share]) -> list[str]:
-    """The saved states of generators that this load has no use for."""
-    return [n for n in manifest.tensors if n.startswith(GENERATORS) and n not in generators]
 
 
 def _mixture(folder: Path) -> str:

@@ -2,22 +2,8 @@
 
 from torch.distributed.fsdp import FlatParameter
 
-from shoal.fsdp.api import (
-    BackwardPrefetch,
-    CPUOffload,
-    FullOptimStateDictConfig,
-    FullStateDictConfig,
-    LocalOptimStateDictConfig,
-    LocalStateDictConfig,
-    MixedPrecision,
-    OptimStateDictConfig,
-    ShardedOptimStateDictConfig,
-    ShardedStateDictConfig,
-    ShardingStrategy,
-    StateDictConfig,
-    StateDictSettings,
-    StateDictType,
-)
+from shoal.fsdp import api
+from shoal.fsdp.api import *  # noqa: F403
 from shoal.fsdp.fully_sharded_data_parallel import FullyShardedDataParallel, OptimStateKeyType
 from shoal.mesh import DataParallelMeshDims
 from shoal.runtime.fsdp_module import (
@@ -37,29 +23,16 @@ from shoal.runtime.policy import (
 )
 
 __all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
+    *api.__all__,
     "CPUOffloadPolicy",
     "DataParallelMeshDims",
     "FSDPModule",
     "FlatParameter",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
     "FullyShardedDataParallel",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
     "MixedPrecisionPolicy",
     "OffloadPolicy",
-    "OptimStateDictConfig",
     "OptimStateKeyType",
     "ShardPlacementResult",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictConfig",
-    "StateDictSettings",
-    "StateDictType",
     "UnshardHandle",
     "full_parameters",
     "fully_shard",

@@ -96,7 +96,7 @@ def move_to(
 @torch.no_grad()
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
     moved = tensor.to(device)
-    if not _torch.is_traceable_wrapper_subclass(tensor):
+    if not _torch.wraps_others(tensor):
         tensor.data = moved
         return
     # A wrapper has no data of its own to be replaced.

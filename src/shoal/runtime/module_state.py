@@ -146,9 +146,9 @@ class ModuleState:
         tensors: dict[str, torch.Tensor] = {}
         for at, unit in enumerate(self.units):
             in_graph = unit.in_graph
-            # Asked so that they become guards: when shards have moved, or somebody sets other
-            # options, the graph is traced again.
-            assert unit.shards.num_changes >= 0
+            # Asked so that they become guards: when shards have another dtype, or somebody sets
+            # other options, the graph is traced again.
+            assert unit.shards.num_recaptures >= 0
             assert in_graph is not None
             options = unit.options
             for name, default in DEFAULTS:

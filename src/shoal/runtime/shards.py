@@ -104,6 +104,8 @@ class Shards:
         )
         self.num_changes = 0
         """How often parameters were replaced or moved."""
+        self.num_recaptures = 0
+        """How often graphs that read the buffer became wrong: for another dtype, or device."""
         self._remember()
         self.register()
 
@@ -247,6 +249,9 @@ class Shards:
         dtypes = [local.dtype for local in locals_]
         if dtypes != [param.dtype for param in self.whole.params]:
             self.whole = self.whole.with_dtypes(dtypes)
+            self.num_recaptures += 1
+        elif devices != {self.buffer.device}:
+            self.num_recaptures += 1
         self._leave_out(locals_)
         num_bytes, device = self.packing.shard_bytes, locals_[0].device
         self.buffer = self._place(torch.zeros(num_bytes, dtype=torch.uint8, device=device))

@@ -187,6 +187,7 @@ class Unit:
         self.reshard()
         self.policy = policy
         self.shards.num_changes += 1  # whoever runs that backward is told that it is too late
+        self.shards.num_recaptures += 1
         if self._prepared is not None:
             self._prepared = None
             self.prepare(self.arena, self.streams)
@@ -468,7 +469,7 @@ class Unit:
         return any(
             member.dtype is not dtype
             or member.sharded.grad is not None
-            or _torch.has_post_accumulate_hooks(member.sharded)
+            or _torch.grad_hooks(member.sharded)
             for member in members
         )
 
@@ -499,7 +500,7 @@ class Unit:
         else:
             self._accumulate(member, held, grad)
         if _torch.grad_hooks(sharded):
-            _torch.run_post_accumulate_hooks(sharded)
+            _torch.run_grad_hooks(sharded)
 
     def _accumulate(self, member: Member, held: torch.Tensor, grad: torch.Tensor) -> None:
         local = member.form.local_of(held)
@@ -511,9 +512,9 @@ class Unit:
         local.add_(grad)
 
     def retrace_if_moved(self) -> None:
-        """Let graphs that read this rank's shard be captured again if it lies elsewhere now."""
+        """Let graphs that read this rank's shard be captured again if it was replaced."""
         if self.in_graph is not None and self.shards.have_moved:
-            self.shards.num_changes += 1
+            self.shards.num_recaptures += 1
 
     def forget_grads(self) -> None:
         """Drop every gradient that has not reached the shards."""

@@ -71,26 +71,15 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
     ) -> None:
         super().__init__()
         _torch.serve_wrapper(FullyShardedDataParallel)
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            warnings.warn(
-                "FSDP will not all-gather parameters for containers that do not implement forward: "
-                f"{module}",
-                stacklevel=2,
-            )
+        _warn_of_containers(module)
         check_unreplicated(module)
-        self._ignored_modules, self._ignored_params = ignored_of(
-            module, ignored_modules, ignored_states
-        )
+        ignored = ignored_of(module, ignored_modules, ignored_states)
+        self._ignored_modules, self._ignored_params = ignored
         device = device_of(module, self._ignored_params, device_id)
-        placing = place(
-            sharding_strategy,
-            process_group,
-            device_mesh,
-            device,
-            wraps_itself=auto_wrap_policy is not None,
-        )
+        wraps = auto_wrap_policy is not None
+        placing = place(sharding_strategy, process_group, device_mesh, device, wraps_itself=wraps)
         if auto_wrap_policy is not None:
-            inner = {
+            options = {
                 "process_group": None if device_mesh is not None else placing.groups,
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
@@ -105,28 +94,17 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 "ignored_states": self._ignored_params,
                 "device_mesh": device_mesh,
             }
-            self._wrap_inside(module, auto_wrap_policy, inner)
-        self.sharding_strategy = placing.strategy
+            self._wrap_inside(module, auto_wrap_policy, options)
         self.mixed_precision = mixed_precision or MixedPrecision()
         self.cpu_offload = cpu_offload or CPUOffload()
-        self.backward_prefetch = backward_prefetch
-        self.forward_prefetch = forward_prefetch
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.limit_all_gathers = limit_all_gathers
-        self.compute_device = device
-        self.process_group = placing.shard_group
-        self._inter_node_pg = placing.replicate_group
-        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-        self._use_orig_params = use_orig_params
-        self._device_mesh = device_mesh
-        self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL, "") == "1"
-        self._flat_members: FlatMembers | None = None
-        casts = (child for child in own_modules(module) if child not in self._ignored_modules)
-        self._buffers_cast = Buffers(casts, self.mixed_precision.buffer_dtype)
-        self._have_run = False
+        self._use_orig_params, self._device_mesh = use_orig_params, device_mesh
+        self._take_place(placing, device)
+        self._begin(module)
         found = prepared(
             module,
-            self._ignored_modules,
-            self._ignored_params,
+            *ignored,
             device,
             moves=device_id is not None,
             param_init_fn=param_init_fn,
@@ -134,6 +112,22 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         )
         self._make_unit(module, found, placing)
         setattr(self, WRAPPED, module)
+
+    def _take_place(self, placing: Placing, device: torch.device) -> None:
+        """Remember which ranks share the parameters, and where they are computed with."""
+        self.sharding_strategy = placing.strategy
+        self.compute_device = device
+        self.process_group = placing.shard_group
+        self._inter_node_pg = placing.replicate_group
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+
+    def _begin(self, module: nn.Module) -> None:
+        """Set what changes later to what it is before the first forward."""
+        self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL, "") == "1"
+        self._flat_members: FlatMembers | None = None
+        casts = (child for child in own_modules(module) if child not in self._ignored_modules)
+        self._buffers_cast = Buffers(casts, self.mixed_precision.buffer_dtype)
+        self._have_run = False
 
     def _wrap_inside(
         self, module: nn.Module, policy: Callable[..., Any], options: dict[str, Any]
@@ -291,6 +285,15 @@ def _offload_of(offload: CPUOffload, device: torch.device) -> OffloadPolicy:
     if not offload.offload_params:
         return OffloadPolicy()
     return CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+
+def _warn_of_containers(module: nn.Module) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            "FSDP will not all-gather parameters for containers that do not implement forward: "
+            f"{module}",
+            stacklevel=3,
+        )
 
 
 def _check(found: Sequence[Found], mesh: DeviceMesh | None) -> None:

@@ -146,10 +146,17 @@ def test_a_sharded_model_on_a_modelled_network(
 
 
 def test_mixed_precision_on_a_modelled_network(alone: Callable[..., None]) -> None:
+    """For a few steps: fused kernels round bf16 less often, and training amplifies what differs.
+
+    Whole tensors are compared, not elements: sums that cancel keep few of bf16's eight bits.
+    """
     alone()
     options = {"layout": Flat(), "mp_policy": HALF}
     ours, theirs = (shard(build(device="cuda"), **options) for _ in range(2))
-    check_same(trained(ours, recorded(ours)), trained(theirs, theirs), 5e-2)
+    pairs = zip(trained(ours, recorded(ours), 6), trained(theirs, theirs, 6), strict=True)
+    for number, (a, b) in enumerate(pairs):
+        error = float((a - b).float().norm() / b.float().norm())
+        assert error < 3e-2, f"{number}: {error:.3f} of {tuple(a.shape)}"
 
 
 def test_a_whole_step_on_a_modelled_network(alone: Callable[..., None]) -> None:

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 
 from harness import nccl_ranks
 from shoal.fsdp import (
-    CPUOffload,
     FullOptimStateDictConfig,
     FullStateDictConfig,
     FullyShardedDataParallel,
@@ -22,19 +21,24 @@ from shoal.fsdp import (
     ShardingStrategy,
     StateDictType,
 )
-from wrapper_oracle import CPU, STRATEGIES, batches, build, check_same, places, total, whole
+from wrapper_oracle import (
+    CPU,
+    STRATEGIES,
+    WRAPPERS,
+    batches,
+    build_on_gpu,
+    check_same,
+    gpu,
+    places,
+    total,
+    whole,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-WRAPPERS: tuple[Any, Any] = (FullyShardedDataParallel, TorchWrapper)
-
-
-def gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
-
 
 def trained(wrapper: Any, **options: Any) -> tuple[Any, torch.optim.Optimizer]:
-    model = build(wrapper, gpu(), **options)
+    model = build_on_gpu(wrapper, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
     for tokens in batches(2, gpu()):
         model(tokens).pow(2).mean().backward()
@@ -131,9 +135,7 @@ def test_whole_parameters() -> None:
     def run(wrapper: Any) -> list[Any]:
         seen: list[Any] = []
         for use_orig_params, offloads in itertools.product([False, True], [False, True]):
-            model, _ = trained(
-                wrapper, use_orig_params=use_orig_params, cpu_offload=CPUOffload(offloads)
-            )
+            model, _ = trained(wrapper, use_orig_params=use_orig_params, offloads=offloads)
             with wrapper.summon_full_params(
                 model, writeback=False, rank0_only=True, offload_to_cpu=True
             ):
@@ -161,13 +163,8 @@ def test_whole_gradients_of_offloaded_parameters(strategy: ShardingStrategy) -> 
     """As without offloading, since torch refuses them here; what is written stays."""
 
     def run(offloads: bool) -> list[Any]:
-        model = build(
-            FullyShardedDataParallel,
-            gpu(),
-            sharding_strategy=strategy,
-            use_orig_params=True,
-            cpu_offload=CPUOffload(offloads),
-        )
+        options = {"sharding_strategy": strategy, "use_orig_params": True}
+        model = build_on_gpu(FullyShardedDataParallel, offloads=offloads, **options)
         model(batches(1, gpu())[0]).pow(2).mean().backward()
         seen: list[Any] = []
         for _ in range(2):
@@ -199,9 +196,7 @@ def test_loading_into_offloaded_models() -> None:
     """What is loaded reaches the shards, which stay on the host, and training goes on."""
     for strategy, use_orig_params, kind in LOADED:
         options = {"sharding_strategy": strategy, "use_orig_params": use_orig_params}
-        model, optimizer = trained(
-            FullyShardedDataParallel, cpu_offload=CPUOffload(True), **options
-        )
+        model, optimizer = trained(FullyShardedDataParallel, offloads=True, **options)
         before = [parameter.detach().clone() for parameter in model.parameters()]
         with FullyShardedDataParallel.state_dict_type(model, kind):
             saved = copies(model.state_dict())

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 
 from harness import nccl_ranks
 from shoal.fsdp import (
@@ -21,24 +20,20 @@ from shoal.fsdp import (
 )
 from shoal.fsdp.sharded_grad_scaler import ShardedGradScaler
 from wrapper_oracle import (
+    CPU,
     HALF,
     HYBRID,
     STRATEGIES,
+    WRAPPERS,
     batches,
-    build,
+    build_on_gpu,
     check,
     check_same,
+    gpu,
     sample,
 )
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-CPU = torch.device("cpu")
-WRAPPERS: tuple[Any, Any] = (FullyShardedDataParallel, TorchWrapper)
-
-
-def gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 @nccl_ranks(2)
@@ -94,12 +89,7 @@ def test_clipping(offloads: bool) -> None:
         for use_orig_params, norm_type in itertools.product(
             [False, True], [2.0, float("inf"), 1.0]
         ):
-            model = build(
-                wrapper,
-                gpu(),
-                use_orig_params=use_orig_params,
-                cpu_offload=CPUOffload(offloads),
-            )
+            model = build_on_gpu(wrapper, offloads=offloads, use_orig_params=use_orig_params)
             for tokens in batches(2, gpu()):
                 model(tokens).pow(2).mean().backward()
                 norm = model.clip_grad_norm_(0.01, norm_type)
@@ -107,7 +97,8 @@ def test_clipping(offloads: bool) -> None:
                 model.zero_grad()
         return seen
 
-    check_same(run(FullyShardedDataParallel), run(TorchWrapper), 1e-4)
+    found, wanted = map(run, WRAPPERS)
+    check_same(found, wanted, 1e-4)
 
 
 @nccl_ranks(2)
@@ -116,13 +107,8 @@ def test_scaled_losses() -> None:
     half = MixedPrecision(torch.float16, torch.float32, buffer_dtype=torch.float16)
 
     def run(wrapper: Any, offloads: bool) -> list[Any]:
-        model = build(
-            wrapper,
-            gpu(),
-            mixed_precision=half,
-            use_orig_params=True,
-            cpu_offload=CPUOffload(offloads),
-        )
+        options = {"mixed_precision": half, "use_orig_params": True}
+        model = build_on_gpu(wrapper, offloads=offloads, **options)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scaler = ShardedGradScaler(init_scale=2.0**10, growth_interval=2)
         seen: list[Any] = []

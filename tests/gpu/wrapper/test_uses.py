@@ -19,13 +19,19 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from harness import nccl_ranks
 from shoal.fsdp import CPUOffload, FullyShardedDataParallel, MixedPrecision, ShardingStrategy
 from shoal.fsdp.wrap import ModuleWrapPolicy
-from wrapper_oracle import STRATEGIES, Block, Model, batches, build, check_same, places, total
+from wrapper_oracle import (
+    STRATEGIES,
+    Block,
+    Model,
+    batches,
+    build_on_gpu,
+    check_same,
+    gpu,
+    places,
+    total,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def gpu() -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device())
 
 
 def steps(model: Any, num: int = 3) -> list[Any]:
@@ -57,7 +63,7 @@ def test_hooks(strategy: ShardingStrategy) -> None:
     ]
 
     def run(wrapper: Any, hook: Any, state: type, **options: Any) -> list[Any]:
-        model = build(wrapper, gpu(), sharding_strategy=strategy, **options)
+        model = build_on_gpu(wrapper, sharding_strategy=strategy, **options)
         model.register_comm_hook(state(dist.group.WORLD), hook)
         # One backward each: without sharding, torch reduces again what was reduced before.
         model(batches(1, gpu())[0]).pow(2).mean().backward()
@@ -83,9 +89,8 @@ def test_narrow_gradients(offloads: bool) -> None:
                 torch.bfloat16, torch.float32, torch.bfloat16, keep_low_precision_grads=True
             ),
         }
-        offload = CPUOffload(offloads)
-        found = steps(build(FullyShardedDataParallel, gpu(), cpu_offload=offload, **options))
-        check_same(found, steps(build(TorchWrapper, gpu(), **options)), 2e-2)
+        found = steps(build_on_gpu(FullyShardedDataParallel, offloads=offloads, **options))
+        check_same(found, steps(build_on_gpu(TorchWrapper, **options)), 2e-2)
 
 
 @nccl_ranks(2)

@@ -14,6 +14,8 @@ from harness import ranks
 from shoal import _torch
 from shoal.comm.local import run_local
 
+pytestmark = pytest.mark.unsampled  # the number of ranks is what matters here
+
 
 def mine(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Whole numbers that differ between ranks, so that reductions are exact in any order."""

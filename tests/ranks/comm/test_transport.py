@@ -16,6 +16,8 @@ from shoal.comm import Transport
 from shoal.comm.reduction import reduce_in_order
 from shoal.errors import RankError
 
+pytestmark = pytest.mark.unsampled  # the number of ranks is what matters here
+
 NUMEL = 6
 
 

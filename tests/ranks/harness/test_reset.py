@@ -91,7 +91,9 @@ def leave_a_group_that_is_not_counted() -> int:
 
 
 def use_up_a_name() -> int:
-    dist.destroy_process_group(dist.new_group([0, 1]))
+    group = dist.new_group([0, 1])
+    dist.barrier()  # whoever leaves at once breaks the other's connection
+    dist.destroy_process_group(group)
     return os.getpid()
 
 

@@ -110,6 +110,7 @@ def check_close(found: Named, expected: Named) -> None:
         torch.testing.assert_close(found[name], value, msg=lambda text, n=name: f"{n}: {text}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kernel", ["fused", "foreach"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])

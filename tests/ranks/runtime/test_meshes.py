@@ -114,6 +114,7 @@ def _accumulate(model: Any, synchronised: list[str], last_only: bool) -> list[An
     return seen
 
 
+@pytest.mark.sampled
 @ranks(4)
 @pytest.mark.parametrize("reduce_dtype", [None, torch.float32], ids=["as_is", "wide"])
 @pytest.mark.parametrize("last_only", [False, True])

@@ -107,6 +107,7 @@ def test_clipping_finds_the_norm_of_the_whole(cut: str, foreach: bool) -> None:
             torch.testing.assert_close(full(parameter.grad), expected.grad)
 
 
+@pytest.mark.sampled
 @ranks(2, 4)
 @cuts
 @pytest.mark.parametrize("fused", [True, False])

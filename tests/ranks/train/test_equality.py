@@ -126,7 +126,7 @@ def global_batch(config: TrainConfig, corpus, step: int) -> torch.Tensor:
     return windows(corpus.training, offsets, config.model.context)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.soak)])
 def test_the_demo_has_the_losses_of_one_process(tmp_path, world_size):
     """The model, data and optimizer of `shoal train`, on fewer sequences to save time."""
     run = RunConfig(

@@ -1,0 +1,167 @@
+"""What autograd keeps for itself: hooks, the running backward, its graph."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Call `hook` with the gradient of a tensor that is no leaf, before any later hook.
+
+    `register_hook`, without a handle to remove it by, which costs more than all the rest.
+    """
+    own = cast(Any, tensor)
+    if own._backward_hooks is not None or type(tensor) is not Tensor:
+        tensor.register_hook(hook)
+        return
+    own._backward_hooks = hooks = OrderedDict()
+    own.grad_fn._register_hook_dict(tensor)
+    hooks[_NO_HANDLE] = hook
+
+
+_NO_HANDLE = -1
+"""Where handles count from 0."""
+
+
+def base_node(tensor: Tensor) -> Any | None:
+    """Where the gradient of a view's base comes through; None for what is no view."""
+    base = tensor._base
+    return None if base is None else base.grad_fn
+
+
+grad_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""Who is called when a gradient of a parameter is there; None or empty for nobody."""
+
+
+def set_grad_hooks(parameter: Tensor, hooks: OrderedDict[int, Callable[[Tensor], None]]) -> None:
+    """Put another dict where torch keeps those; autograd calls what the base class finds in it."""
+    parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore
+
+
+def run_grad_hooks(parameter: Tensor) -> None:
+    """Do for a gradient that was put there by hand what autograd does for its own."""
+    hooks = grad_hooks(parameter)
+    for hook in tuple(hooks.values()) if hooks else ():
+        hook(parameter)
+
+
+def backward_task() -> int:
+    """Which backward autograd is executing in this thread; -1 for none."""
+    return torch._C._current_graph_task_id()
+
+
+def inside_backward() -> bool:
+    """Whether autograd is executing a backward in this thread."""
+    return backward_task() != -1
+
+
+def inside_compiled_autograd() -> bool:
+    """Whether this backward is one that `torch._dynamo.compiled_autograd` has captured."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return module is not None and getattr(module, "in_compiled_autograd_region", False)
+
+
+def without_compiled_autograd() -> AbstractContextManager[None]:
+    """A context in which gradients are computed as usual, whoever captures them outside."""
+    module = sys.modules.get("torch._dynamo.compiled_autograd")
+    return nullcontext() if module is None else module._disable()
+
+
+def call_after_backward(callback: Callable[[], None]) -> None:
+    """Queue a call for the end of the backward that is being executed."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def inside_function_transform() -> bool:
+    """Whether a transform of `torch.func` is running in this thread."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def step_of(tensor: Tensor) -> Any:
+    """The step of autograd that made a tensor; None of a leaf, and where autograd will not say.
+
+    That is of a view which was made without it, of something written to since.
+    """
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
+
+
+def is_custom_view(tensor: Tensor, root: Tensor) -> bool:
+    """Whether a custom autograd function took one of the views that lead from a tensor to this."""
+    if not tensor.requires_grad:
+        return False
+    step, end = step_of(tensor), step_of(root)
+    while step is not None and step is not end:
+        if isinstance(step, torch.autograd.function.BackwardCFunction):
+            return True
+        step = step.next_functions[0][0] if step.next_functions else None
+    return False
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often a tensor was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def keeps_graph() -> bool:
+    """Whether the running backward may be followed by another one over the same graph."""
+    autograd: Any = vars(torch._C)["_autograd"]
+    return autograd._get_current_graph_task_keep_graph()
+
+
+def has_hooks_on_saved() -> bool:
+    """Whether hooks see what is saved for backward."""
+    autograd: Any = vars(torch._C)["_autograd"]
+    return autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@contextmanager
+def without_hooks_on_saved() -> Iterator[None]:
+    """Save for backward past all hooks."""
+    autograd: Any = vars(torch._C)["_autograd"]
+    before = autograd._saved_tensors_hooks_set_tracing(True)
+    try:
+        yield
+    finally:
+        autograd._saved_tensors_hooks_set_tracing(before)
+
+
+@contextmanager
+def without_outer_hooks() -> Iterator[None]:
+    """Trace past the hooks that are there by now: they are for what runs."""
+    with without_hooks_on_saved() if has_hooks_on_saved() else nullcontext():
+        yield
+
+
+def delayed_error(message: str, tensor: Tensor, through: Sequence[Tensor]) -> Tensor:
+    """The same tensor; to differentiate it raises, on the way to those that it goes `through` too.
+
+    Autograd does not look at what is on no way to what it is asked for.
+    """
+    functions: Any = vars(torch._C)["_functions"]
+    # Only what requires a gradient is asked for one.
+    made = functions.DelayedError(message, 1 + len(through))(
+        tensor.detach().requires_grad_(), *through
+    )
+    return made[0] if through else made
+
+
+def leaves_after(step: Any) -> list[Tensor]:
+    """The leaves that a step of backward gives gradients to at once."""
+    found = (getattr(one, "variable", None) for one, _ in step.next_functions)
+    return [one for one in found if one is not None]
+
+
+def view_text(tensor: Tensor) -> str:
+    """How a view came to be, as far as autograd allows or forbids writes to it by that."""
+    return str(torch._C._autograd._get_creation_meta(tensor))  # type: ignore[attr-defined]

@@ -1,0 +1,150 @@
+"""Collectives as a process group's own methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shoal._torch.subclasses import no_torch_function
+
+
+def gather_method(
+    group: dist.ProcessGroup, *, asynchronous: bool = True
+) -> Callable[[Tensor, Tensor], dist.Work]:
+    """The group's own all-gather into one tensor (output, input); torch 2.13 renamed it.
+
+    Where it is not asynchronous, NCCL works on the current stream instead of one of its own.
+    """
+    method = getattr(group, "all_gather_single", None) or cast(Any, group)._allgather_base
+    options = dist.distributed_c10d.AllgatherOptions()
+    options.asyncOp = asynchronous
+    return lambda output, input: method(output, input, options)
+
+
+def all_to_all_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work]:
+    """The group's own all-to-all of equal pieces (output, input); torch 2.13 renamed it."""
+    method = getattr(group, "all_to_all_single", None) or cast(Any, group).alltoall_base
+    options = dist.distributed_c10d.AllToAllOptions()
+    return lambda output, input: method(output, input, [], [], options)
+
+
+def scatter_method(
+    group: dist.ProcessGroup,
+    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+    *,
+    asynchronous: bool = True,
+) -> Callable[[Tensor, Tensor], dist.Work]:
+    """The group's own reduce-scatter of one tensor (output, input); torch 2.13 renamed it."""
+    method = getattr(group, "reduce_scatter_single", None)
+    method = method or cast(Any, group)._reduce_scatter_base
+    options = dist.distributed_c10d.ReduceScatterOptions()
+    options.reduceOp = cast(Any, op)
+    options.asyncOp = asynchronous
+    return lambda output, input: method(output, input, options)
+
+
+def all_reduce_method(
+    group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+) -> Callable[[Tensor], dist.Work]:
+    """The group's own all-reduce."""
+    method, options = group.allreduce, dist.distributed_c10d.AllreduceOptions()
+    options.reduceOp = cast(Any, op)
+    return lambda tensor: method([tensor], options)
+
+
+class _Shown(Tensor):
+    """A collective's output while modes look at it: below them the collective is run another way.
+
+    Modes come before subclasses. So every mode sees the collective, and then this class is asked.
+    """
+
+    run: Callable[[], dist.Work]
+
+    @staticmethod
+    def __new__(cls, output: Tensor, run: Callable[[], dist.Work]) -> _Shown:
+        shown = Tensor._make_wrapper_subclass(
+            cls, output.shape, dtype=output.dtype, device=output.device
+        )
+        shown.run = run
+        return shown
+
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> tuple[Tensor, Any]:
+        return args[0], args[0].run().boxed()
+
+
+def shown_as(
+    collective: Callable[[Tensor, Tensor], dist.Work],
+    output: Tensor,
+    input: Tensor,
+    run: Callable[[], dist.Work],
+) -> dist.Work:
+    """Run a collective in a way of our own, and show dispatch modes the one that it stands for.
+
+    Whoever counts collectives (`CommDebugMode`) counts those that were asked for. What goes to
+    other ranks stays the same, so that not all of them need to be watched.
+    """
+    if not torch._C._len_torch_dispatch_stack():
+        return run()
+    return collective(cast(Tensor, _Shown(output, run)), input)
+
+
+def reduction_kind(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> dist.ReduceOp.RedOpType:
+    """The type of a reduction, whichever way c10d passes it."""
+    return cast(Any, op).op if hasattr(op, "op") else cast(Any, op)
+
+
+def premultiplier(op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> float:
+    """The factor of a PREMUL_SUM, which only pickling shows."""
+    return cast(Any, op).__getstate__()[1]
+
+
+def premultiplied_sum(factor: float) -> dist.ReduceOp:
+    """A sum of inputs that are each multiplied first; torch 2.13 made it a constructor."""
+    make = getattr(dist, "_make_nccl_premul_sum", None)
+    return make(factor) if make is not None else cast(Any, dist.ReduceOp.PREMUL_SUM)(factor)
+
+
+def is_asynchronous(opts: object) -> bool:
+    """Whether c10d asked for an asynchronous collective; options made in C++ say yes."""
+    return getattr(opts, "asyncOp", True)
+
+
+def answer_gathers_from_c(
+    answer: Callable[[dist.ProcessGroup, Tensor, Tensor, bool], dist.Work | None],
+) -> torch.library.Library:
+    """Offer every all-gather into one tensor to `answer` first, those issued from C++ included.
+
+    Up to torch 2.13 `ProcessGroup`'s Python trampolines lack this one entry point, which Inductor's
+    `all_gather_into_tensor_out` uses: it goes to the dispatcher instead, and there to the C++
+    backend that a group written in Python does not have. The BackendSelect key is free, and stands
+    before every backend. `answer` returns None for groups it does not know. Serves as long as the
+    returned library lives.
+    """
+    op = torch.ops.c10d._allgather_base_.default
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+    def kernel(
+        keyset: torch._C.DispatchKeySet,
+        output: Tensor,
+        input: Tensor,
+        boxed: torch.ScriptObject,
+        async_op: bool = True,
+        timeout: int = -1,
+    ) -> tuple[Tensor, torch.ScriptObject]:
+        work = answer(dist.ProcessGroup.unbox(boxed), output, input, async_op)
+        if work is None:
+            return op.redispatch(keyset & below, output, input, boxed, async_op, timeout)
+        return output, work.boxed()
+
+    library = torch.library.Library("c10d", "IMPL")
+    library.impl("_allgather_base_", kernel, "BackendSelect", with_keyset=True)
+    return library

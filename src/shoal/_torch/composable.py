@@ -1,0 +1,28 @@
+"""The register in which torch's composable APIs note what manages a module."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, cast
+
+import torch
+from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+
+
+def replicates(module: torch.nn.Module) -> bool:
+    """Whether torch's composable `replicate` manages a module."""
+    registry = _get_registry(module)
+    return registry is not None and "replicate" in registry
+
+
+def is_fully_sharded(module: torch.nn.Module) -> bool:
+    """Whether torch's `fully_shard`, or one that registers like it, manages a module."""
+    registry = _get_registry(module)
+    return registry is not None and "fully_shard" in registry
+
+
+def register_composable(module: torch.nn.Module, name: str) -> None:
+    """Tell torch's composable APIs that one of that name manages a module."""
+    if _get_registry(module) is None:
+        vars(module)[REGISTRY_KEY] = OrderedDict()
+    cast(Any, _get_registry(module))[name] = RegistryItem()

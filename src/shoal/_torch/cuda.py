@@ -1,0 +1,62 @@
+"""CUDA's streams, at little cost to the host."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+
+def spin(num_cycles: int) -> None:
+    """Keep the current CUDA stream busy for so many cycles of the device's clock."""
+    torch.cuda._sleep(num_cycles)
+
+
+class StreamInUse(NamedTuple):
+    """A CUDA stream that was current, and what makes it current again."""
+
+    stream: torch.cuda.Stream
+    make_current: Callable[[], None]
+
+
+def stream_in_use(device_index: int) -> StreamInUse:
+    """The current CUDA stream; the same object each time, which costs the host next to nothing."""
+    return _stream_in_use(*torch._C._cuda_getCurrentStream(device_index))
+
+
+@functools.cache
+def _stream_in_use(number: int, device_index: int, device_type: int) -> StreamInUse:
+    # A handle, not a stream: making one costs microseconds, keeping it costs nothing.
+    stream = torch.cuda.Stream(stream_id=number, device_index=device_index, device_type=device_type)
+    return StreamInUse(stream, maker_of_current(stream))
+
+
+def maker_of_current(stream: torch.cuda.Stream) -> Callable[[], None]:
+    """What to call to launch on a stream of the current device from there on; for hot paths."""
+    return functools.partial(
+        torch._C._cuda_setStream,
+        stream_id=stream.stream_id,
+        device_index=stream.device_index,
+        device_type=stream.device_type,
+    )
+
+
+_event_in_c: Any = torch.cuda.Event.__mro__[1]
+
+
+# Past the methods in Python around them: (event, stream).
+record_event: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = getattr(
+    _event_in_c, "record", torch.cuda.Event.record
+)
+
+
+wait_event: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = getattr(
+    _event_in_c, "wait", torch.cuda.Event.wait
+)
+
+
+def device_count(device: torch.device) -> int:
+    """How many devices of a kind this host has; one for the CPU."""
+    return torch.get_device_module(device).device_count()

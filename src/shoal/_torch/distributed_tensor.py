@@ -1,0 +1,89 @@
+"""The inside of a DTensor: its local tensor, its spec."""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
+from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
+
+local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
+"""`local_tensor`, in C."""
+
+
+spec_getter: operator.attrgetter[Any] = operator.attrgetter("_spec")
+"""How a DTensor is distributed, and what it is as a whole."""
+
+
+place_getter: operator.attrgetter[Any] = operator.attrgetter(
+    "_spec.placements", "_spec.mesh", "_spec.tensor_meta.shape"
+)
+"""Where a DTensor lies: what two must have in common to be added element by element."""
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """A DTensor's own local tensor, not the differentiable view that `to_local` makes."""
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
+    """Give a DTensor other memory for its local tensor."""
+    tensor._local_tensor = local
+
+
+def spec_of(tensor: DTensor) -> DTensorSpec:
+    """Mesh, placements and global shape of a DTensor."""
+    return tensor._spec
+
+
+def dtensor_spec(
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    """The spec of a DTensor that does not exist yet."""
+    meta = TensorMeta(torch.Size(shape), tuple(stride), dtype)
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
+
+
+def respec(spec: DTensorSpec, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensorSpec:
+    """The spec of the same global tensor, distributed in another way."""
+    return DTensorSpec(mesh, tuple(placements), tensor_meta=spec.tensor_meta)
+
+
+def num_shards(spec: DTensorSpec, dim: int) -> int:
+    """Into how many pieces a distributed tensor is cut along a dim."""
+    return spec.num_shards_map[dim]
+
+
+def strided_shard(dim: int, split_factor: int) -> Placement:
+    """A shard of a dim that another mesh axis, which comes later, has cut before."""
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def is_shard_of(placement: Placement, dim: int) -> bool:
+    """Whether a placement cuts a dim, in whatever order."""
+    return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """Wrap a local tensor; skips what `from_local` checks, and is not differentiable."""
+    # Past `__init__`, which does nothing, behind wrappers that cost more than all the rest.
+    return DTensor.__new__(DTensor, local, spec, requires_grad=False)
+
+
+def is_distributed(tensor: Tensor) -> bool:
+    """Whether a tensor is torch's distributed one."""
+    api = sys.modules.get("torch.distributed.tensor")
+    return api is not None and isinstance(tensor, api.DTensor)

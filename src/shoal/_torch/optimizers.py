@@ -1,0 +1,55 @@
+"""Optimizers: how their steps group tensors, what stands around a step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+
+
+def offer_foreach(cls: type) -> None:
+    """Let optimizers and gradient clipping choose multi-tensor operations for a tensor class."""
+    for module in ("torch.optim.optimizer", "torch.utils._foreach_utils"):
+        classes: list[type] = sys.modules[module]._foreach_supported_types
+        if cls not in classes:
+            classes.append(cls)
+
+
+def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
+    """An optimizer's step, as its class has it, without what stands around it for profilers."""
+    private: Any = optimizer
+    hooks = (private._optimizer_step_pre_hooks, private._optimizer_step_post_hooks)
+    if any(hooks):
+        raise NotImplementedError(
+            "shoal: hooks on an optimizer's step are not called in a captured one; call them "
+            "around the step instead"
+        )
+    step: Any = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def count_update(optimizer: torch.optim.Optimizer) -> None:
+    """Let schedulers know that an optimizer has updated its parameters, though not by `step`."""
+    cast(Any, optimizer)._opt_called = True
+
+
+def group_for_optimizers(group: Callable[[str, list[list[Any]]], dict[Any, Any] | None]) -> None:
+    """Offer the lists that an optimizer groups by device and dtype to `group` first.
+
+    It gets the name of the optimizer's module, and the lists. None leaves them to torch, and so
+    does a step that is being compiled.
+    """
+    optimizer = torch.optim.Optimizer
+    by_torch: Callable[..., Any] = optimizer._group_tensors_by_device_and_dtype
+
+    def grouped(tensorlistlist: list[list[Any]], with_indices: bool = False) -> Any:
+        if not torch.compiler.is_compiling():
+            module = sys._getframe(1).f_globals["__name__"]
+            groups = group(module, tensorlistlist)
+            if groups is not None:
+                return groups
+        return by_torch(tensorlistlist, with_indices)
+
+    cast(Any, optimizer)._group_tensors_by_device_and_dtype = staticmethod(grouped)

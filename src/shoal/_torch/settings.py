@@ -1,0 +1,94 @@
+"""The state of torch that a compiled graph depends on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shoal._torch.autograd import has_hooks_on_saved
+
+
+def dispatch_text(tensor: Tensor) -> str:
+    """What the dispatcher makes of a tensor: device, lazy conjugation, inference and so on."""
+    return str(torch._C._dispatch_keys(tensor))
+
+
+def what_intercepts() -> str | None:
+    """Something that sees or changes every operator, which no key could describe; None if none."""
+    from torch.overrides import _get_current_function_mode_stack
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+        return f"the mode {type(mode).__name__} is active"
+    functorch: Any = vars(torch._C)["_functorch"]
+    if functorch.peek_interpreter_stack() is not None:
+        return "a functorch transform is active"
+    if has_hooks_on_saved():
+        return "hooks on saved tensors are active"
+    return None
+
+
+def autocast_state(device_types: Iterable[str]) -> list[Any]:
+    """Where autocast is on, and for which dtypes."""
+    state: list[Any] = [torch.is_autocast_cache_enabled()]
+    for kind in sorted(device_types):
+        with contextlib.suppress(RuntimeError):  # a device that has no autocast
+            state.append(
+                [kind, torch.is_autocast_enabled(kind), str(torch.get_autocast_dtype(kind))]
+            )
+    return state
+
+
+def is_autocast() -> bool:
+    """Whether autocast is on, for any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def backend_flags() -> dict[str, Any]:
+    """The global flags that decide which operators a function is made of."""
+    backends: Any = torch.backends
+    return {
+        "default_dtype": str(torch.get_default_dtype()),
+        "default_device": str(torch.get_default_device()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "fill": torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
+        "matmul": torch.get_float32_matmul_precision(),
+        "mkldnn": backends.mkldnn.is_available() and torch._C._get_mkldnn_enabled(),
+        "cpu": backends.cpu.get_cpu_capability(),
+        "cudnn": [
+            *(backends.cudnn.enabled, backends.cudnn.benchmark, backends.cudnn.deterministic),
+            backends.cudnn.allow_tf32,
+        ],
+        "attention": [
+            *(backends.cuda.flash_sdp_enabled(), backends.cuda.mem_efficient_sdp_enabled()),
+            *(backends.cuda.math_sdp_enabled(), backends.cuda.cudnn_sdp_enabled()),
+        ],
+        "attention_fast_path": backends.mha.get_fastpath_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "anomaly": torch.is_anomaly_enabled(),
+    }
+
+
+def device_text(device: torch.device) -> str:
+    """What kind of device it is: kernels are chosen by that."""
+    if device.type != "cuda":
+        return str(device)
+    properties = torch.cuda.get_device_properties(device)
+    return f"{device} {properties.name} {properties.major}.{properties.minor}"
+
+
+def inductor_settings() -> str:
+    """Inductor's settings, in short."""
+    from torch._inductor import config
+
+    return config.get_hash().hex()
+
+
+def compiler_versions() -> list[str]:
+    """The versions of what a graph was traced with."""
+    return [torch.__version__, str(torch.version.git_version), str(torch.version.cuda)]

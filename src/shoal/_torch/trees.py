@@ -1,0 +1,8 @@
+"""Nested containers, taken apart into their leaves."""
+
+from __future__ import annotations
+
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
