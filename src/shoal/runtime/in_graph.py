@@ -23,12 +23,11 @@ from torch.distributed import ReduceOp
 
 from shoal import _torch
 from shoal.errors import InvariantError
-from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
+from shoal.runtime.graph_rows import cuts_of, full_in, matrix_of, place_of
 from shoal.runtime.phase import Phase
 from shoal.runtime.policy import Options
 from shoal.runtime.reduction import Division
-from shoal.runtime.row_op import lay_in_row
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -61,9 +60,9 @@ class InGraph:
         self.name = unit.name
         self.stored: Packing = unit.shards.packing
         self._pieces = tuple(
-            _place(self.stored, i, unit.rank) for i in range(len(self.stored.params))
+            place_of(self.stored, i, unit.rank) for i in range(len(self.stored.params))
         )
-        self._examples, self._wanted = _cuts(self._pieces)
+        self._examples, self._wanted = cuts_of(self._pieces)
         dtype = self.stored.params[0].dtype
         self.reached: set[int] = set()
         """The parameters that a backward comes to, while one runs or is traced."""
@@ -160,12 +159,12 @@ class InGraph:
         if self._gather_group is not None and self.size > 1:
             shard = _torch.gather_in_graph(shard, self.size, self._gather_group)
         rows = shard.view(self.size, -1)
-        return tuple(_full(self.stored, i, rows) for i in range(len(self.stored.params)))
+        return tuple(full_in(self.stored, i, rows) for i in range(len(self.stored.params)))
 
     def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Reduce gradients to this rank's shard of them."""
         zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self.leaf.device)
-        shard = _matrix(self.stored, grads, self.reduce_dtype, zeros).view(-1)
+        shard = matrix_of(self.stored, grads, self.reduce_dtype, zeros).view(-1)
         before, after = self._division.before, self._division.after
         if before is not None and before != 1:
             shard = shard / before
@@ -221,29 +220,6 @@ def in_graph_of(leaf: object) -> InGraph | None:
     return None if found is None else found()
 
 
-def _place(packing: Packing, index: int, rank: int) -> tuple[int, int, tuple[int, ...]]:
-    """Where a parameter's piece begins and ends in a rank's shard, and its shape."""
-    piece = packing.piece(index, rank)
-    start = piece.offset_bytes // packing.params[index].dtype.itemsize
-    return start, start + piece.numel, tuple(piece.shape)
-
-
-def _cuts(
-    pieces: Sequence[tuple[int, int, tuple[int, ...]]],
-) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """A shard cut into pieces and gaps, as examples without memory, and which are whose."""
-    examples: list[Tensor] = []
-    wanted: list[tuple[int, int]] = []
-    blank, reached = torch.empty(1), 0
-    for index, (start, end, shape) in sorted(enumerate(pieces), key=lambda item: item[1][:2]):
-        if end > start > reached:
-            examples.append(blank.expand(start - reached))
-        wanted.append((index, len(examples)))
-        examples.append(blank.expand(shape))
-        reached = max(reached, end) if end > start else reached
-    return examples, sorted(wanted)
-
-
 class _Gathered(torch.autograd.Function):
     """A gather whose derivative is a reduction."""
 
@@ -271,115 +247,6 @@ class _Marked(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         ctx.unit.reached.update(ctx.reached)
         return grad, None, None
-
-
-def _full(packing: Packing, index: int, rows: Tensor) -> Tensor:
-    """A parameter in the gathered rows: a view where it lies in one run."""
-    param = packing.params[index]
-    offset = packing.gathered_offset(index)
-    if offset is not None:
-        start = offset // param.dtype.itemsize
-        return rows.view(-1)[start : start + param.numel].view(param.shape)
-    if isinstance(packing, EvenPacking) and packing.dims[index] == 0:
-        piece = packing.piece(index, 0)
-        start = piece.offset_bytes // param.dtype.itemsize
-        chunks = rows[:, start : start + piece.numel].reshape(-1)
-        return chunks[: param.numel].view(param.shape)
-    full = rows.new_empty(param.numel)
-    for stripe in packing.stripes(index):
-        stripe.of_full(full).copy_(stripe.of_rows(rows))
-    return full.view(param.shape)
-
-
-Zeros = Callable[[tuple[int, ...]], Tensor]
-
-
-def _matrix(
-    packing: Packing, grads: tuple[Tensor | None, ...], dtype: torch.dtype, zeros: Zeros
-) -> Tensor:
-    """Gradients laid out as gathered rows; what has none, and what lies between, is zero.
-
-    Put together by one operator: writes into a matrix would each become a copy of it in a graph.
-    """
-    num_rows, num_columns = packing.world_size, packing.shard_bytes // _itemsize(packing)
-    runs = _runs(packing)
-    if runs is not None:
-        return _row(packing, runs, grads, num_rows * num_columns, dtype)
-    if not isinstance(packing, EvenPacking):
-        matrix = zeros((num_rows, num_columns))
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                for stripe in packing.stripes(index):
-                    stripe.of_rows(matrix).copy_(stripe.of_full(grad.reshape(-1)))
-        return matrix
-    parts: list[Tensor] = []
-    end = 0
-    for index in sorted(range(len(grads)), key=lambda i: packing.piece(i, 0).offset_bytes):
-        piece, grad = packing.piece(index, 0), grads[index]
-        start = piece.offset_bytes // _itemsize(packing)
-        if piece.numel == 0:
-            continue
-        if start > end:
-            parts.append(zeros((num_rows, start - end)))
-        shape = (num_rows, piece.numel)
-        if grad is None:
-            parts.append(zeros(shape))
-        else:
-            parts.append(_columns(packing, index, grad.to(dtype).reshape(-1), start, zeros(shape)))
-        end = start + piece.numel
-    if num_columns > end:
-        parts.append(zeros((num_rows, num_columns - end)))
-    return torch.cat(parts, dim=1)
-
-
-def _row(
-    packing: Packing,
-    runs: list[tuple[int, int]],
-    grads: tuple[Tensor | None, ...],
-    numel: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Gradients end to end, where each parameter lies in one run."""
-    given = next(grad for grad in grads if grad is not None)
-    pieces: list[Tensor] = []
-    end = 0
-    for start, index in runs:
-        if start > end:
-            pieces.append(given.new_zeros(start - end))
-        grad, end = grads[index], start + packing.params[index].numel
-        pieces.append(given.new_zeros(end - start) if grad is None else grad)
-    if numel > end:
-        pieces.append(given.new_zeros(numel - end))
-    return lay_in_row(pieces, dtype)
-
-
-def _columns(packing: EvenPacking, index: int, flat: Tensor, start: int, blank: Tensor) -> Tensor:
-    """A gradient as the columns that are its own: each rank's piece in its row."""
-    if packing.dims[index] == 0:
-        missing = blank.numel() - flat.numel()
-        return torch.nn.functional.pad(flat, (0, missing)).view(blank.shape)
-    for stripe in packing.stripes(index):
-        ranks = slice(stripe.first_rank, stripe.first_rank + stripe.num_ranks)
-        at = stripe.shard_offset - start
-        target = blank[ranks, at : at + stripe.num_bands * stripe.numel]
-        target.copy_(stripe.of_full(flat).reshape(stripe.num_ranks, -1))
-    return blank
-
-
-def _itemsize(packing: Packing) -> int:
-    return packing.params[0].dtype.itemsize
-
-
-def _runs(packing: Packing) -> list[tuple[int, int]] | None:
-    """Where parameters begin in the gathered rows, in order; None if some do not lie in one run."""
-    runs: list[tuple[int, int]] = []
-    for index, param in enumerate(packing.params):
-        offset = packing.gathered_offset(index)
-        if offset is None:
-            return None
-        if param.numel:
-            runs.append((offset // param.dtype.itemsize, index))
-    return sorted(runs)
 
 
 def _check_can_lower(unit: Unit) -> None:

@@ -14,6 +14,7 @@ from shoal.train.model import Block, Transformer
 from shoal.train.world import World
 from shoal.wrapper.fully_sharded import FullyShardedDataParallel
 
+_INNER = {"graph": "direct", "inductor": "inductor"}
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -47,4 +48,8 @@ def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Mod
     policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
     for block in model.blocks:
         fully_shard(block.to(world.device), mesh=world.mesh, mp_policy=policy)
-    return fully_shard(model.to(world.device), mesh=world.mesh, mp_policy=policy)
+    sharded = fully_shard(model.to(world.device), mesh=world.mesh, mp_policy=policy)
+    if config.parallel.compile != "off":
+        inner = _INNER[config.parallel.compile]
+        sharded.compile(backend="shoal", fullgraph=True, options={"inner": inner})
+    return sharded

@@ -125,9 +125,19 @@ class ParallelConfig:
     activation_checkpointing: bool = option(
         False, "recompute each block in backward instead of keeping its activations"
     )
+    compile: Literal["off", "graph", "inductor"] = option(
+        "off",
+        "train from one graph of forward and one of backward, with all gathers and reductions in "
+        "them: as it was traced, or made into kernels by Inductor",
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.compile != "off" and self.engine != "fully_shard":
+            raise UsageError(
+                f"--compile {self.compile} needs --engine fully_shard, whose gathers can be in a "
+                f"graph; got --engine {self.engine}. Drop one of them."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from torch import nn
 
@@ -26,14 +28,17 @@ def write_sample(job: Job, world: World, model: nn.Module, corpus: Corpus) -> No
         return
     text = corpus.validation if len(corpus.validation) else corpus.training
     prompt = text[: min(_PROMPT_BYTES, context)].tobytes()
-    continuation = generate(
-        model,
-        prompt,
-        num_bytes=run.sample_tokens,
-        context=context,
-        seed=run.seed,
-        device=world.device,
-    )
+    # Texts that grow byte by byte are not worth graphs of their own.
+    is_compiled = job.config.parallel.compile != "off"
+    with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
+        continuation = generate(
+            model,
+            prompt,
+            num_bytes=run.sample_tokens,
+            context=context,
+            seed=run.seed,
+            device=world.device,
+        )
     if world.leads:
         sample = (prompt + continuation).decode("utf-8", errors="replace")
         with disk_errors("write", job.folder.sample):

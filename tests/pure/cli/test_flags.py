@@ -25,6 +25,7 @@ def test_the_flags_are_these():
         "--beta2",
         "--check-replicas-every",
         "--clip",
+        "--compile",
         "--context",
         "--data",
         "--device",

@@ -103,6 +103,7 @@ def test_a_dry_run_prints_the_config_and_writes_nothing(tmp_path, capsys):
         "threads": None,
         "engine": "fully_shard",
         "activation_checkpointing": False,
+        "compile": "off",
     }
     assert not (tmp_path / "runs").exists()
 
