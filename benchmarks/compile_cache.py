@@ -13,6 +13,7 @@ included; the rest is Dynamo's, which reads the program and makes guards in ever
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shlex
@@ -100,6 +101,7 @@ def _measure(inner: str) -> dict[str, Any]:
     from shoal.compile import backend
     from shoal.compile.observe import records
 
+    gc.freeze()  # as ranks of the trainer do
     torch.manual_seed(0)
     config = ModelConfig()
     model = Transformer(config)
