@@ -50,8 +50,9 @@ class Case:
     mixed_precision: bool
     """bf16 compute and fp32 reduction; fp32 everywhere if not."""
     pace: Pace
-    gib_together: float
-    """What all engines need at once; a GPU that has as much lets them take turns."""
+    gib_each: float
+    """What an engine needs, or a little more than most; a GPU that has as much for each that is
+    measured lets them take turns."""
     fill: bool = False
     """Whether the modelled network writes the other ranks' pieces too, so that values stay finite
     at the price of memory traffic; without it a gathered buffer keeps what it held before."""
@@ -103,7 +104,7 @@ def _large_on_free_network(world_size: int) -> Case:
         network=FREE,
         mixed_precision=True,
         pace=_PACE,
-        gib_together=60,
+        gib_each=12,
     )
 
 
@@ -129,7 +130,7 @@ CASES: tuple[Case, ...] = (
         world_size=64,
         network=INFINIBAND,
         pace=_LONG_STEPS,
-        gib_together=180,
+        gib_each=34,
     ),
     replace(
         _B1,
@@ -139,7 +140,7 @@ CASES: tuple[Case, ...] = (
         shape=_SMALL,
         batch_size=1,
         seq_len=512,
-        gib_together=8,
+        gib_each=2,
     ),
     replace(
         _B1,
@@ -150,7 +151,7 @@ CASES: tuple[Case, ...] = (
         batch_size=1,
         network=NVLINK,
         pace=_LONG_STEPS,
-        gib_together=130,
+        gib_each=18,
     ),
     Case(
         name="B6a",
@@ -163,7 +164,7 @@ CASES: tuple[Case, ...] = (
         network=None,
         mixed_precision=False,
         pace=_CPU_PACE,
-        gib_together=0,
+        gib_each=0,
     ),
     Case(
         name="B6b",
@@ -176,7 +177,7 @@ CASES: tuple[Case, ...] = (
         network=None,
         mixed_precision=False,
         pace=_CPU_PACE,
-        gib_together=0,
+        gib_each=0,
     ),
 )
 """In the order in which they are run and shown."""

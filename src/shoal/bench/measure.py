@@ -74,7 +74,7 @@ def _measure_together(
             for run in runs
         ]
         stages = _stages(runs[0].case.pace)
-        if _fit_together(runs[0], host):
+        if _fit_together(runs, host):
             # What is not timed is done by all at once: compilers take minutes.
             build, *timed = stages
             with ThreadPoolExecutor(len(sittings)) as threads:
@@ -92,10 +92,11 @@ def _measure_together(
                 yield sitting.finish()
 
 
-def _fit_together(run: Run, host: Host) -> bool:
-    if run.device_type == "cpu" or run.case.quick:
+def _fit_together(runs: Sequence[Run], host: Host) -> bool:
+    case = runs[0].case
+    if runs[0].device_type == "cpu" or case.quick:
         return True
-    return host.gpu_memory_gib is not None and host.gpu_memory_gib >= run.case.gib_together
+    return host.gpu_memory_gib is not None and host.gpu_memory_gib >= case.gib_each * len(runs)
 
 
 def _core_for(run: Run) -> int | None:

@@ -59,7 +59,7 @@ def merge(named: Sequence[tuple[str, Results]], command: str) -> Results:
 
 def _work(case: Mapping[str, object]) -> dict[str, object]:
     """A case without how it was measured, which files may differ in."""
-    how = ("pace", "gib_together")
+    how = ("pace", "gib_each", "gib_together")
     return {field: value for field, value in case.items() if field not in how}
 
 

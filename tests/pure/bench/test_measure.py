@@ -65,9 +65,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def measured(
-    device_type: DeviceType, mode: Mode = Mode.EAGER, gib_together: float = 60
+    device_type: DeviceType, mode: Mode = Mode.EAGER, gib_each: float = 30
 ) -> list[Record]:
-    case = replace(CASE, quick=False, gib_together=gib_together, network=None)
+    case = replace(CASE, quick=False, gib_each=gib_each, network=None)
     runs = [
         Run(case=case, engine=engine, mode=mode, device_type=device_type)
         for engine in ("plain", "shoal")
@@ -75,11 +75,11 @@ def measured(
     return list(measure(runs, HOST, timeout_s=None, on_stage=lambda run, stage: None))
 
 
-@pytest.mark.parametrize(("device_type", "gib_together"), [("cpu", 60), ("cuda", 50)])
+@pytest.mark.parametrize(("device_type", "gib_each"), [("cpu", 30), ("cuda", 25)])
 def test_engines_take_turns_where_they_fit(
-    log: list[str], device_type: DeviceType, gib_together: float
+    log: list[str], device_type: DeviceType, gib_each: float
 ) -> None:
-    records = measured(device_type, gib_together=gib_together)
+    records = measured(device_type, gib_each=gib_each)
     assert set(log[2:4]) == {"build plain", "build shoal"}
     assert log[4:8] == ["compute plain", "compute shoal"] * 2
     assert FakeJob.cores == {"cpu": [None] * 4, "cuda": [0, 0, 1, 1]}[device_type]
