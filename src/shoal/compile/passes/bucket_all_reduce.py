@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import fx
 
 from shoal.compile.partition.ops import Kind, is_tensor, kind
 from shoal.compile.passes.bucket import Bucket, Limits, Member
+from shoal.compile.passes.coalesce import launch_together
 from shoal.compile.passes.collectives import CommKind, collective, variant
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.fuse import arrival, departure, fuse
@@ -71,14 +71,11 @@ def rewrite_as_row(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
 
 def rewrite_as_list(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
     """Write one all-reduce of a list; give the new result for each old one."""
-    sources, waits, common = _parts(bucket)
-    last = bucket[-1].block.comm_node
+    sources, _, common = _parts(bucket)
     with graph.inserting_before(departure(bucket)):
         given = sources if common is None else common.of_each(graph, sources)
-        comm = call_again(graph, last, given, _variant(last, "_coalesced"))
-    with graph.inserting_before(arrival(bucket)):
-        items = [call_function(graph, operator.getitem, (comm, i)) for i in range(len(sources))]
-        return [call_again(graph, waits[-1], item) for item in items]
+    op = _variant(bucket[-1].block.comm_node, "_coalesced")
+    return launch_together(graph, bucket, op, given)
 
 
 def _parts(bucket: Bucket) -> tuple[list[fx.Node], list[fx.Node], Scaling | None]:

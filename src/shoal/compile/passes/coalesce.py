@@ -9,6 +9,8 @@ gloo carries them one after the other, so that on CPU it is cheaper to copy them
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 from torch import fx
 
@@ -28,19 +30,22 @@ def together_or(name: str, in_one_row: Rewrite, *, together: bool | None) -> Rew
         device = bucket[0].block.key.device
         on_cuda = device is not None and device.type == "cuda"
         if on_cuda if together is None else together:
-            return _launch_together(graph, bucket, name)
+            sources = [node for member in bucket for node in member.sources]
+            op = variant(bucket[-1].block.comm_node, name)
+            return launch_together(graph, bucket, op, sources)
         return list(in_one_row(graph, bucket))
 
     return rewrite
 
 
-def _launch_together(graph: fx.Graph, bucket: Bucket, name: str) -> list[fx.Node]:
-    sources = [node for member in bucket for node in member.sources]
+def launch_together(
+    graph: fx.Graph, bucket: Bucket, op: Callable[..., Any], given: list[fx.Node] | fx.Node
+) -> list[fx.Node]:
+    """Write one call of an operator that takes a list; give the new result for each old one."""
     last = bucket[-1].block
+    num_results = sum(len(member.block.wait_nodes) for member in bucket)
     with graph.inserting_before(departure(bucket)):
-        comm = call_again(graph, last.comm_node, sources, variant(last.comm_node, name))
+        comm = call_again(graph, last.comm_node, given, op)
     with graph.inserting_before(arrival(bucket)):
-        results = [
-            call_function(graph, operator.getitem, (comm, place)) for place in range(len(sources))
-        ]
-        return [call_again(graph, last.wait_nodes[0], result) for result in results]
+        items = [call_function(graph, operator.getitem, (comm, i)) for i in range(num_results)]
+        return [call_again(graph, last.wait_nodes[-1], item) for item in items]
