@@ -23,6 +23,7 @@ from shoal.compile.aot.graph_code import Boxed
 from shoal.compile.aot.inner import Inner, Role, Task
 from shoal.compile.aot.lowered import Lowered, count_saved, outputs_of
 from shoal.compile.aot.naming import functions
+from shoal.compile.aot.room import with_room
 from shoal.compile.aot.sharing import where_shared_alike
 from shoal.compile.aot.subclasses import places
 from shoal.compile.observe.observation import current, observing, resumed, say, stage, tell_lowered
@@ -125,6 +126,7 @@ class Pipeline:
         say(Topic.SIGNATURE, lambda: signature_text(signature, arrangement))
         say(Topic.GRAPHS, lambda: graph_text("forward", lowered.forward))
         number = next(functions)
+        inner = with_room(self.inner)
         around = partial(
             emit, signature, arrangement, checks=self.checks, autocast=_torch.is_autocast()
         )
@@ -138,17 +140,17 @@ class Pipeline:
         )
         if lowered.backward is None:
             with stage("compile"):
-                run = self.inner(task)
+                run = inner(task)
             return around(run=run, graph=lowered.wrappings)
         backward = lowered.backward
         say(Topic.GRAPHS, lambda: graph_text("backward", backward))
         say(Topic.PARTITION, lambda: saved_text(lowered))
         with stage("compile"), _torch.reported_strides() as strides:
-            run = self.inner(task)
+            run = inner(task)
         donated = donated_by(lowered, backward) if self.donates else ()
         graphs = Graphs(
             forward=run,
-            backward=_Later(self.inner, lowered, backward, strides, donated=donated, number=number),
+            backward=_Later(inner, lowered, backward, strides, donated=donated, number=number),
             donates=bool(donated),
             num_saved=lowered.num_saved,
             free_dims=lowered.free_dims,
