@@ -146,16 +146,17 @@ def test_a_sharded_model_on_a_modelled_network(
 
 
 def test_mixed_precision_on_a_modelled_network(alone: Callable[..., None]) -> None:
-    """For a few steps: fused kernels round bf16 less often, and training amplifies what differs.
+    """With eager's roundings: fused kernels keep more bits, and ReLUs at their kink then differ.
 
     Whole tensors are compared, not elements: sums that cancel keep few of bf16's eight bits.
     """
     alone()
     options = {"layout": Flat(), "mp_policy": HALF}
     ours, theirs = (shard(build(device="cuda"), **options) for _ in range(2))
-    pairs = zip(trained(ours, recorded(ours), 6), trained(theirs, theirs, 6), strict=True)
-    for number, (a, b) in enumerate(pairs):
-        error = float((a - b).float().norm() / b.float().norm())
+    with torch._inductor.config.patch(emulate_precision_casts=True):
+        found = trained(ours, recorded(ours), 6)
+    for number, (a, b) in enumerate(zip(found, trained(theirs, theirs, 6), strict=True)):
+        error = float((a - b).float().norm() / b.float().norm().clamp_min(1e-6))
         assert error < 3e-2, f"{number}: {error:.3f} of {tuple(a.shape)}"
 
 
