@@ -93,6 +93,11 @@ def base_and_view_inner() -> Given:
     return Given(args=(base, base.t()), watched={"root": root})
 
 
+def leaf_and_view() -> Given:
+    root = torch.randn(4, 6, requires_grad=True)
+    return Given(args=(root, root[1:3]), watched={})
+
+
 def view_and_base_inner() -> Given:
     root = torch.randn(4, 6, requires_grad=True)
     base = root * 1
@@ -153,11 +158,13 @@ def test_two_names_of_one_memory(case: Case, through: Entry) -> None:
 @table(
     Case(fn=written_without_grad, inputs=duplicate_leaf),
     Case(fn=written_without_grad, inputs=overlapping_inner),
+    Case(fn=written_without_grad, inputs=leaf_and_view),
     Case(fn=first_written, inputs=detached_pair, options={"may_refuse": "share"}),
     Case(fn=second_written, inputs=detached_pair, options={"may_refuse": "share"}),
     Case(fn=second_written, inputs=other_dtype, options={"may_refuse": "dtype"}),
     torch_differs={
         "written_without_grad-overlapping_inner-compile": TANGENTS,
+        "written_without_grad-leaf_and_view-*": "asserts that all of them are leaves, or none",
         "*-detached_pair-*": "asserts that it cannot tell which name carries the gradient",
         "*-other_dtype-*": "asserts that it knows no view of another dtype",
     },

@@ -158,7 +158,7 @@ class Run:
                 "memory with another or is a tensor subclass, inside a function that is compiled, "
                 "is not supported; call it before the function is called"
             )
-        was_seen = any(written[member] or self._is_redone(member) for member in writes)
+        was_seen = any(written[member] or self._is_redone(at, member) for member in writes)
         was_seen &= before.requires_grad
         return Mutation(
             data=bool(writes),
@@ -169,9 +169,16 @@ class Run:
             is_made_leaf=is_leaf,
         )
 
-    def _is_redone(self, argument: int) -> bool:
-        """Whether an argument has another history than before: custom functions mark it dirty."""
-        before, step = self._arguments_before[argument], _torch.step_of(self._arguments[argument])
+    def _is_redone(self, at: int, argument: int) -> bool:
+        """Whether an argument has another history than before: custom functions mark it dirty.
+
+        One that shares its memory is a view here, and gets a new step with every write, seen by
+        autograd or not. The memory does not.
+        """
+        value, before = self._arguments[argument], self._arguments_before[argument]
+        if self._arrangement.is_memory[at]:
+            value, before = self._inputs[at], self._before[at]
+        step = _torch.step_of(value)
         return before is not None and step is not None and step is not before.step
 
     def _num_reshapes(self, argument: int) -> int:
