@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,22 +21,6 @@ def place_of(packing: Packing, index: int, rank: int) -> Piece:
     piece = packing.piece(index, rank)
     start = piece.offset_bytes // packing.params[index].dtype.itemsize
     return start, start + piece.numel, tuple(piece.shape)
-
-
-def cuts_of(
-    pieces: Sequence[Piece],
-) -> tuple[list[Tensor], list[tuple[int, int]]]:
-    """A shard cut into pieces and gaps, as examples without memory, and which are whose."""
-    examples: list[Tensor] = []
-    wanted: list[tuple[int, int]] = []
-    blank, reached = torch.empty(1), 0
-    for index, (start, end, shape) in sorted(enumerate(pieces), key=lambda item: item[1][:2]):
-        if end > start > reached:
-            examples.append(blank.expand(start - reached))
-        wanted.append((index, len(examples)))
-        examples.append(blank.expand(shape))
-        reached = max(reached, end) if end > start else reached
-    return examples, sorted(wanted)
 
 
 def full_in(packing: Packing, index: int, rows: Tensor) -> Tensor:

@@ -24,7 +24,8 @@ from torch.distributed import ReduceOp
 from shoal import _torch
 from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
-from shoal.runtime.graph_rows import cuts_of, full_in, matrix_of, place_of
+from shoal.runtime.cuts import cut, examples_of
+from shoal.runtime.graph_rows import full_in, matrix_of, place_of
 from shoal.runtime.phase import Phase
 from shoal.runtime.policy import Options
 from shoal.runtime.reduction import Division
@@ -62,7 +63,9 @@ class InGraph:
         self._pieces = tuple(
             place_of(self.stored, i, unit.rank) for i in range(len(self.stored.params))
         )
-        self._examples, self._wanted = cuts_of(self._pieces)
+        starts = {i: (start, shape) for i, (start, _, shape) in enumerate(self._pieces)}
+        shapes, wanted = cut(starts)
+        self._examples, self._wanted = examples_of(shapes), sorted(wanted)
         dtype = self.stored.params[0].dtype
         self.reached: set[int] = set()
         """The parameters that a backward comes to, while one runs or is traced."""

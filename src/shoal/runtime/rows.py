@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from shoal import _torch
 from shoal.comm.transport import Pending, Transport
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
+from shoal.runtime.cuts import cut, examples_of
 from shoal.runtime.parts import Parts
 from shoal.runtime.reduction import Division, Reduction
 from shoal.runtime.streams import no_wait
@@ -361,27 +363,13 @@ class Rows:
 
     def _cut(self) -> Cuts:
         members = self._unit.shards.members
-        widths: list[int] = []
-        wanted: list[tuple[int, int]] = []
-        shapes: list[tuple[int, ...]] = []
-        end = 0
-        for index, offset in sorted(self._offsets.items(), key=lambda item: (item[1], item[0])):
-            local = members[index].local
-            if local.numel() > 0:
-                if offset > end:
-                    widths.append(offset - end)
-                    shapes.append((offset - end,))
-                end = offset + local.numel()
-            wanted.append((index, len(widths)))
-            widths.append(local.numel())
-            shapes.append(tuple(local.shape))
-        if self.shard_numel > end:
-            widths.append(self.shard_numel - end)
-            shapes.append((self.shard_numel - end,))
-        if all(len(shape) == 1 for shape in shapes):
-            return widths, wanted, None
-        # Examples with no memory behind them.
-        return widths, wanted, [torch.empty(1).expand(shape) for shape in shapes]
+        pieces = {
+            index: (offset, tuple(members[index].local.shape))
+            for index, offset in self._offsets.items()
+        }
+        shapes, wanted = cut(pieces, self.shard_numel)
+        is_flat = all(len(shape) == 1 for shape in shapes)
+        return [prod(shape) for shape in shapes], wanted, None if is_flat else examples_of(shapes)
 
 
 def limit_parts(all_rows: Sequence[Rows]) -> None:
