@@ -4,7 +4,14 @@ Tested on torch 2.11 and 2.13, so that a new torch release breaks this folder an
 write `_torch.name`, wherever in here the name lives. Dynamo, Inductor: imported by what needs them.
 """
 
+from shoal._torch.aot_settings import (
+    autocast_of_backward,
+    backward_autocast,
+    joint_pass,
+    memory_budget,
+)
 from shoal._torch.autograd import (
+    applied,
     backward_task,
     base_node,
     call_after_backward,
@@ -17,6 +24,7 @@ from shoal._torch.autograd import (
     inside_function_transform,
     is_custom_view,
     keeps_graph,
+    leave_undifferentiated,
     leaves_after,
     run_grad_hooks,
     set_grad_hooks,
@@ -79,17 +87,24 @@ from shoal._torch.dynamo import (
     DYNAMO_MODULE,
     allowed_in_graph,
     captured_for,
+    compiling_backend,
     constant_in_graph,
     first_line,
     fixed_inputs,
     forget_inner_guards,
     free_dims,
+    fuse_traced_averages,
     graph_breaks,
+    guard_overlap,
     mark_free_dims,
     mark_unmoving,
+    overlapping,
     recompiles,
     report_ddp_buckets,
     skip_in_dynamo,
+    sources_of,
+    stands_for_lists,
+    stepped_over_by_dynamo,
     tracing_backend,
     untraced,
     unwrapped_by_dynamo,

@@ -85,6 +85,33 @@ def inside_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def applied(function: type[torch.autograd.Function], *, all_tensors: bool) -> Callable[..., Any]:
+    """`function.apply`, without the questions that torch asks in Python on the way.
+
+    They are about functions with a `setup_context`, and about transforms, which still get theirs.
+    `all_tensors` says that there are no other arguments.
+    """
+    if not all_tensors:
+        return function.apply
+    apply = cast(Any, super(torch.autograd.Function, function)).apply
+    with_questions = function.apply
+    is_transformed = torch._C._are_functorch_transforms_active
+    unwrap = cast(Any, torch._C)._functorch.unwrap_if_dead
+
+    def call(*tensors: Tensor) -> Any:
+        if is_transformed():
+            return with_questions(*tensors)
+        return apply(*map(unwrap, tensors))
+
+    return call
+
+
+def leave_undifferentiated(ctx: Any, *outputs: Tensor) -> None:
+    """Say that outputs have no derivative, and that nobody needs zeros for it."""
+    ctx.mark_non_differentiable(*outputs)
+    ctx._materialize_non_diff_grads = False
+
+
 def step_of(tensor: Tensor) -> Any:
     """The step of autograd that made a tensor; None of a leaf, and where autograd will not say.
 

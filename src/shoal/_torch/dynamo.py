@@ -6,13 +6,15 @@ import functools
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch._C._dynamo import eval_frame
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 from torch.fx import GraphModule
 
 Class = TypeVar("Class", bound=type)
@@ -40,10 +42,19 @@ def untraced(cls: Class) -> Class:
 
 def untraced_function(function: Function) -> Function:
     """Keep dynamo out of a function and of what it calls."""
-    from torch._C._dynamo import eval_frame
-
     skip = eval_frame._FrameAction.SKIP
     strategy = eval_frame._FrameExecStrategy(skip, skip)
+    eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
+    return function
+
+
+def stepped_over_by_dynamo(function: Function) -> Function:
+    """Keep dynamo out of a function that is called, though not out of what it calls.
+
+    A graph that comes to it while it is traced goes into it.
+    """
+    actions = eval_frame._FrameAction
+    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
     eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
     return function
 
@@ -71,6 +82,38 @@ def constant_in_graph(function: Callable[[], Constant]) -> Callable[[], Constant
     return function
 
 
+def stands_for_lists(module: torch.nn.Module) -> bool:
+    """Whether a module stands for a graph that takes lists, which Dynamo flattens for it."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return utils is not None and isinstance(module, utils.GmWrapper)
+
+
+def sources_of(module: GraphModule) -> list[Any]:
+    """Where Dynamo found each input of a graph of its own; None if it does not say."""
+    inputs = module.graph.find_nodes(op="placeholder")
+    return [getattr(node, "_dynamo_source", None) for node in inputs]
+
+
+def overlapping(tensors: Sequence[Tensor]) -> set[int]:
+    """Which of some tensors of one storage have elements in common with another of them.
+
+    Or may have: of those that are left out, it is certain. Sizes must be known.
+    """
+    from torch._C._dynamo.guards import compute_overlapping_tensors
+
+    return set(compute_overlapping_tensors(list(tensors), symbolic=False))
+
+
+def guard_overlap(overlapping: Sequence[Any], apart: Sequence[Any]) -> None:
+    """Have Dynamo compile anew where other tensors of one storage overlap than these sources'."""
+    from torch._guards import StorageOverlap, TracingContext
+
+    context = TracingContext.try_get()
+    if context is not None:
+        guard = StorageOverlap(list(overlapping), list(apart))
+        context.guards_context.aotautograd_guards.append(guard)
+
+
 _captures_for: list[str] = []
 """For which backends captures without Dynamo are under way."""
 
@@ -96,8 +139,17 @@ def tracing_backend() -> str | None:
     convert = sys.modules.get("torch._dynamo.symbolic_convert")
     if convert is None:
         return None
-    translator = convert.InstructionTranslator.current_tx()
-    compiler: Any = translator.output.compiler_fn
+    return _name_of(convert.InstructionTranslator.current_tx().output.compiler_fn)
+
+
+def compiling_backend() -> str | None:
+    """The name of the backend for which the frames that are called now are compiled, if any."""
+    callback: Any = get_eval_frame_callback()
+    return None if callback is None or callback is False else _name_of(callback)
+
+
+def _name_of(compiler: Any) -> str | None:
+    """The name of a backend, whatever Dynamo has wrapped it in."""
     while compiler is not None:
         name = getattr(compiler, "compiler_name", None) or getattr(compiler, "__name__", None)
         inner = getattr(compiler, "_torchdynamo_orig_backend", None)
@@ -131,6 +183,19 @@ def report_ddp_buckets(number: int) -> None:
     from torch._dynamo.utils import counters
 
     counters["inductor"]["ddp_buckets"] = number
+
+
+def fuse_traced_averages(bucket_mb: float) -> None:
+    """Let Inductor make few of many all-reduces in backwards that are traced by themselves.
+
+    If the program has asked Dynamo for that (`optimize_ddp`), as torch's own replicas do.
+    """
+    settings: Any = sys.modules.get("torch._dynamo.config")  # not there: nobody has asked
+    if settings is not None and str(settings.optimize_ddp).startswith("python_reducer"):
+        from torch._inductor import config
+
+        cast(Any, config)._fuse_ddp_communication = True
+        cast(Any, config)._fuse_ddp_bucket_size = bucket_mb
 
 
 def graph_breaks() -> list[tuple[str, tuple[str, int | None] | None]]:

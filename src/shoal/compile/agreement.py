@@ -1,10 +1,13 @@
 """Ranks compare the collectives of a graph before they run it.
 
 A rank that captured another order would hang the rest. What each is about to issue travels through
-the job's store: nobody can hang in a collective that only some ranks enter.
+the job's store: nobody can hang in a collective that only some ranks enter. There, too, a rank says
+that it has failed before it could compare.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import torch.distributed as dist
 from torch import Tensor
@@ -13,19 +16,35 @@ from torch.fx import GraphModule, Node
 from shoal import _torch
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.passes.collectives import collective, sent_nodes
-from shoal.runtime.guard import check_collectives_agree
+from shoal.errors import RankError
+from shoal.runtime.guard import check_collectives_agree, tell_failure
 
 
 def check_ranks_agree(lowered: Lowered) -> None:
     """Raise on every rank if the ranks of a group have captured different collectives."""
-    if not dist.is_available() or not dist.is_initialized():
-        return
+    found = collectives_of(lowered)
+    for group in (groups := sorted(found)):
+        try:
+            check_collectives_agree(_torch.group_named(group), found[group])
+        except RankError as error:
+            tell_groups([later for later in groups if later > group], str(error))
+            raise
+
+
+def collectives_of(lowered: Lowered) -> dict[str, list[str]]:
+    """The collectives of both graphs in their order, described, by the name of their group."""
     found: dict[str, list[str]] = {}
-    for phase, module in (("forward", lowered.forward), ("backward", lowered.backward)):
-        if module is not None:
-            _collect(phase, module, found)
-    for group, sequence in sorted(found.items()):
-        check_collectives_agree(_torch.group_named(group), sequence)
+    if dist.is_available() and dist.is_initialized():
+        for phase, module in (("forward", lowered.forward), ("backward", lowered.backward)):
+            if module is not None:
+                _collect(phase, module, found)
+    return found
+
+
+def tell_groups(groups: Iterable[str], failure: str) -> None:
+    """Let nobody in some groups wait for this rank, which has failed before it could compare."""
+    for group in sorted(groups):
+        tell_failure(_torch.group_named(group), failure)
 
 
 def _collect(phase: str, module: GraphModule, found: dict[str, list[str]]) -> None:

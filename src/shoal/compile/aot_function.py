@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from shoal import _torch
 from shoal.compile.aot.capture import Decompositions
@@ -14,7 +16,7 @@ from shoal.compile.aot.inner import Given, Role
 from shoal.compile.aot.pipeline import Partition, Pipeline
 from shoal.compile.aot.subclasses import flat as inner_tensors
 from shoal.compile.aot.subclasses import kind_of
-from shoal.compile.graph_compilers import Compiler
+from shoal.compile.graph_compilers import Compiler, make_boxed_func
 from shoal.compile.partition import default_partition
 
 
@@ -94,6 +96,7 @@ def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
     """What a graph depends on in the values that it is called with."""
     first: dict[int, int] = {}
     memory: dict[int, tuple[int, Tensor]] = {}
+    crowded = _crowded(flat) if dynamic else frozenset[int]()
     keys: list[Any] = []
     for i, one in enumerate(flat):
         if not isinstance(one, Tensor):
@@ -107,9 +110,24 @@ def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
                 earlier, other = memory.setdefault(inner.untyped_storage()._cdata, (i, inner))
                 if other is not inner:
                     shared = (earlier, other.storage_offset(), inner.storage_offset())
-            sizes = inner.dim() if dynamic else (tuple(inner.shape), tuple(inner.stride()))
+            is_free = dynamic and _torch.storage_key(inner) not in crowded
+            sizes = inner.dim() if is_free else _place_of(inner)
             keys.append((inner.dtype, inner.device, sizes, shared))
     return keys
+
+
+def _place_of(tensor: Tensor) -> tuple[Any, ...]:
+    """Its shape, and how it lies in memory if it does."""
+    strides = tuple(tensor.stride()) if tensor.layout is torch.strided else tensor.layout
+    return tuple(tensor.shape), strides
+
+
+def _crowded(flat: list[Any]) -> frozenset[int]:
+    """The memory that several tensors lie in: whether these overlap depends on their sizes."""
+    tensors = {id(one): one for one in flat if isinstance(one, Tensor)}.values()
+    inner = (part for one in tensors for part in inner_tensors(one, symbols=False))
+    counts = Counter(map(_torch.storage_key, inner))
+    return frozenset(key for key, count in counts.items() if key is not None and count > 1)
 
 
 def _compile(
@@ -164,14 +182,26 @@ def aot_module_simplified(
     decompositions: Decompositions | None = None,
     keep_inference_input_mutations: bool = False,
     inference_compiler: Compiler | None = None,
+    compiler_config_extra: object = None,
+    ignore_shape_env: bool = False,
+    disable_functionalization: bool = False,
+    pre_grad_passes: Callable[[GraphModule, Sequence[Any]], GraphModule] | None = None,
+    compile_region_name: str | None = None,
     *,
     dynamic: bool = False,
 ) -> Callable[..., Any]:
     """A function of `mod`'s flat inputs, compiled now for arguments like `args`.
 
     `mod` takes and returns flat values, as Dynamo's graphs do; its parameters are read anew in
-    every call.
+    every call. `pre_grad_passes` rewrites it first, if it is a graph. The function takes its
+    inputs in a list if `mod` stands for a graph that takes lists. As of `aot_function`, some
+    arguments change nothing: `keep_inference_input_mutations`, `disable_functionalization`,
+    `compiler_config_extra`, `compile_region_name`.
     """
+    if ignore_shape_env:
+        raise NotImplementedError("aot_module_simplified(ignore_shape_env=True) is not supported")
+    if pre_grad_passes is not None and isinstance(mod, GraphModule):
+        mod = pre_grad_passes(mod, args)
     pipeline = _pipeline(
         fw_compiler,
         bw_compiler,
@@ -203,10 +233,11 @@ def aot_module_simplified(
     def forward(*runtime_args: Any) -> Any:
         return compiled(*tensors, *runtime_args)
 
-    forward.zero_grad = mod.zero_grad  # type: ignore[attr-defined]
-    forward.named_parameters = mod.named_parameters  # type: ignore[attr-defined]
-    forward.named_buffers = mod.named_buffers  # type: ignore[attr-defined]
-    return forward
+    call: Any = make_boxed_func(forward) if _torch.stands_for_lists(mod) else forward
+    call.zero_grad = mod.zero_grad
+    call.named_parameters = mod.named_parameters
+    call.named_buffers = mod.named_buffers
+    return call
 
 
 compiled_function = aot_function

@@ -13,7 +13,7 @@ from shoal import _torch
 from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.aot.inner import Inductor, directly
 from shoal.compile.aot.pipeline import Pipeline
-from shoal.compile.aot.sharing import where_shared_alike
+from shoal.compile.aot.sharing import guard_sharing, where_shared_alike
 from shoal.compile.cache.door import lower_cached
 from shoal.compile.communication import schedule_collectives
 from shoal.compile.observe.dynamo import news
@@ -76,6 +76,8 @@ def shoal(
         check_ranks_agree(lowered)
         compiled = pipeline.build(lowered)
         compiled = where_shared_alike(compiled, function, lowered, args, fixed)
+        sources = [*(None for _ in lifted), *_torch.sources_of(module)]
+        guard_sharing(lowered, args, sources, fixed)
         compiled = with_shards_of_now(compiled, args)
     return partial(compiled, *lifted) if lifted else compiled
 

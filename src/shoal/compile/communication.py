@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch.distributed as dist
 from torch.fx import Graph
 
+from shoal.compile.agreement import collectives_of, tell_groups
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.observe.observation import say
 from shoal.compile.observe.topics import Topic
@@ -36,13 +38,19 @@ def schedule_collectives(lowered: Lowered, options: Options) -> None:
     blocks = [get_all_comm_blocks(module.graph) for module in modules]
     if not any(blocks) and options.passes is None:
         return
-    for module, found in zip(modules, blocks, strict=True):
-        if found or options.passes is not None:
-            _schedule(module.graph, found, options)
-        drop_idle_views(module.graph)
-        if options.inner == "direct":
-            average_in_place(module.graph)
-        module.recompile()
+    groups = collectives_of(lowered)
+    try:
+        for module, found in zip(modules, blocks, strict=True):
+            if found or options.passes is not None:
+                _schedule(module.graph, found, options)
+            drop_idle_views(module.graph)
+            if options.inner == "direct":
+                average_in_place(module.graph)
+            module.recompile()
+    except Exception as error:
+        rank = dist.get_rank() if groups else 0
+        tell_groups(groups, f"rank {rank} raised in its passes: {type(error).__name__}: {error}")
+        raise
 
 
 def _schedule(graph: Graph, blocks: Sequence[CommBlock], options: Options) -> None:

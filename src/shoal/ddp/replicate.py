@@ -88,6 +88,7 @@ def replicate(
     replica.attach(module)
     if device is not None:
         move_inputs(module, device)
+    _torch.fuse_traced_averages(bucket_cap_mb)
     _torch.register_composable(module, "replicate")
     become(module, ReplicatedModule, "DDP", _COPY_REFUSAL)
     return module

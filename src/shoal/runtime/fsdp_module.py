@@ -14,17 +14,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from shoal import _torch
 from shoal.errors import UsageError
 from shoal.mesh import FSDPMeshInfo, HSDPMeshInfo
+from shoal.runtime.module_call import ModuleCall
 from shoal.runtime.module_state import ModuleState, context_of, state_of
 from shoal.runtime.policy import AllGather, ReduceScatter
 from shoal.runtime.streams import Streams
 from shoal.runtime.torch_state import TorchState
 from shoal.runtime.unit import Unit
-
-_COMPILED = "_shoal_compiled"
-"""Where a module has what its calls were compiled to, gathers among them."""
 
 
 class UnshardHandle:
@@ -40,7 +37,7 @@ class UnshardHandle:
         self._units = ()
 
 
-class FSDPModule(TorchFSDPModule):
+class FSDPModule(ModuleCall, TorchFSDPModule):
     """What `fully_shard` makes of a module's class; libraries that look for torch's find it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -49,36 +46,6 @@ class FSDPModule(TorchFSDPModule):
         instance = original.__new__(original, *args, **kwargs)
         instance.__init__(*args, **kwargs)
         return instance
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, its hooks and whatever it was compiled to, with full parameters."""
-        compiled = self.__dict__.get(_COMPILED)
-        if compiled is not None and not torch.compiler.is_compiling():
-            return compiled(*args, **kwargs)
-        return self._run(*args, **kwargs)
-
-    def _run(self, *args: Any, **kwargs: Any) -> Any:
-        state: ModuleState = self.__dict__["_shoal_state"]
-        if torch.compiler.is_compiling() and state.is_captured():
-            args, kwargs, tensors = state.enter_graph(self, args, kwargs)  # pyright: ignore[reportArgumentType]
-            with _torch.parameters_replaced(self, tensors):  # pyright: ignore[reportArgumentType]
-                return super().__call__(*args, **kwargs)  # pyright: ignore
-        args, kwargs, runs = state.enter(self, args, kwargs)  # pyright: ignore[reportArgumentType]
-        try:
-            output = super().__call__(*args, **kwargs)  # pyright: ignore
-        except BaseException:
-            state.abort()
-            raise
-        return state.leave(self, runs, output)  # pyright: ignore[reportArgumentType]
-
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile calls of this module; by shoal's backend together with its gathers."""
-        backend = kwargs.get("backend")
-        if getattr(backend, "__name__", backend) == "shoal":
-            self.__dict__[_COMPILED] = torch.compile(self._run, *args, **kwargs)
-            return
-        self.__dict__.pop(_COMPILED, None)
-        super().compile(*args, **kwargs)  # pyright: ignore
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:  # pyright: ignore
         """Gather this module's parameters and hold them until `reshard` or the next backward."""

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
 
 _TIMEOUT = timedelta(minutes=5)
+_FAILURE = "failure"
+"""What a rank says that has nothing to compare, because it raised."""
 
 
 def check_ranks_agree(units: Sequence[Unit]) -> None:
@@ -70,7 +72,7 @@ def check_order_agrees(unit: Unit) -> None:
 def check_tensors_agree(group: dist.ProcessGroup, tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise on every rank if the ranks of a group have different tensors to communicate."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-    if len(ranks) > 1 and not getattr(group, "others_are_imagined", False):
+    if len(ranks) > 1 and not _are_others_imagined(group):
         described = {name: f"{tuple(t.shape)} of {t.dtype}" for name, t in tensors.items()}
         _compare(
             ranks,
@@ -83,7 +85,7 @@ def check_tensors_agree(group: dist.ProcessGroup, tensors: Mapping[str, torch.Te
 def check_collectives_agree(group: dist.ProcessGroup, sequence: Sequence[str]) -> None:
     """Raise on every rank if the ranks of a group are about to issue different collectives."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
-    if len(ranks) > 1 and not getattr(group, "others_are_imagined", False):
+    if len(ranks) > 1 and not _are_others_imagined(group):
         _compare(
             ranks,
             [
@@ -95,32 +97,56 @@ def check_collectives_agree(group: dist.ProcessGroup, sequence: Sequence[str]) -
         )
 
 
+def tell_failure(group: dist.ProcessGroup, failure: str) -> None:
+    """Tell the ranks that compare collectives why this one does not. Waits for nobody."""
+    ranks = tuple(sorted(dist.get_process_group_ranks(group)))
+    if len(ranks) > 1 and not _are_others_imagined(group):
+        store, rank = _torch.default_store(), dist.get_rank()
+        key = _next_key(store, ranks, rank)
+        store.set(f"{key}/{rank}", json.dumps([{_FAILURE: failure}]))
+        if rank == ranks[0]:
+            store.set(f"{key}/verdict", failure)
+
+
 def _is_imagined(unit: Unit) -> bool:
     """Whether the other ranks exist only in a model of the network."""
     transport = unit.transport or unit.replicas
-    return transport is None or getattr(transport.group, "others_are_imagined", False)
+    return transport is None or _are_others_imagined(transport.group)
+
+
+def _are_others_imagined(group: dist.ProcessGroup) -> bool:
+    """Whether nobody else could answer, as in a modelled network or with torch's fake backend."""
+    return getattr(group, "others_are_imagined", False) or dist.get_backend(group) == "fake"
 
 
 def _compare(
     ranks: tuple[int, ...], mine: list[dict[str, object]], accusation: str, advice: str
 ) -> None:
     store, rank = _torch.default_store(), dist.get_rank()
-    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
-    # The store counts, not the process: ranks may be threads, and a new job has a new store.
-    number = store.add(f"shoal/agree/{digest}/count/{rank}", 1)
-    key = f"shoal/agree/{digest}/{number}"
+    key = _next_key(store, ranks, rank)
     store.set(f"{key}/{rank}", json.dumps(mine))
     if rank == ranks[0]:
         verdict = ""
         for other in ranks[1:]:
             theirs = json.loads(_awaited(store, f"{key}/{other}", mine, other, advice))
-            difference = _difference(mine, theirs)
-            if difference and not verdict:
+            if verdict:
+                continue
+            if theirs and _FAILURE in theirs[0]:
+                verdict = theirs[0][_FAILURE]
+            elif difference := _difference(mine, theirs):
                 verdict = f"{accusation.format(f'rank {rank}', f'rank {other}')}: {difference}"
         store.set(f"{key}/verdict", verdict)
     verdict = _awaited(store, f"{key}/verdict", mine, ranks[0], advice).decode()
     if verdict:
-        raise RankError(f"{verdict}. {advice}")
+        raise RankError(verdict if advice in verdict else f"{verdict}. {advice}")
+
+
+def _next_key(store: dist.Store, ranks: tuple[int, ...], rank: int) -> str:
+    """Where ranks meet that compare something for the same time."""
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+    # The store counts, not the process: ranks may be threads, and a new job has a new store.
+    number = store.add(f"shoal/agree/{digest}/count/{rank}", 1)
+    return f"shoal/agree/{digest}/{number}"
 
 
 def _awaited(

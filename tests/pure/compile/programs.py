@@ -45,7 +45,8 @@ STATEMENTS = (
     "{a}.relu_()",
     "{a}.add_({b})",
     "{a}.copy_({b})",
-    "{a}[0] = {b}.sum()",
+    # Into booleans eager fills a sum that has a gradient; autograd itself refuses them later.
+    "{a}[0] = {b}.sum().to({a}.dtype)",
     "{a}.add_({b}.detach().mean())",
     "with torch.no_grad(): {a}.mul_(3)",
     "with torch.no_grad(): {new} = {a} * 3",
@@ -106,13 +107,35 @@ class RandomProgram:
         return f"\n{self.source}\n"
 
 
+WRITE = re.compile(
+    r"(?:with torch.no_grad\(\): )?(\w+)(?:\.detach\(\))?(?:\.\w+_\(|\[0\] = )(\w+\))?"
+)
+"""A line that writes to a name, and the name that it reads as it is meanwhile, with its bracket."""
+
+
 def tried(line: str, scope: dict[str, Any]) -> bool:
-    """Run one line; whether eager accepts it."""
+    """Run one line; whether eager accepts it.
+
+    Left out is what torch does not define, though it may happen to work: writes to memory that is
+    shown repeatedly, or that is read at other places meanwhile.
+    """
+    write = WRITE.match(line)
+    if write is not None:
+        target, source = scope[write[1]], scope.get((write[2] or "").rstrip(")"))
+        if 0 in target.stride() or (isinstance(source, Tensor) and _is_elsewhere(target, source)):
+            return False
     try:
         exec(line, scope)
     except (RuntimeError, IndexError):
         return False
     return True
+
+
+def _is_elsewhere(target: Tensor, source: Tensor) -> bool:
+    """Whether two tensors show one memory, and not the same elements at the same places."""
+    places = [(x.shape, x.stride(), x.storage_offset()) for x in (target, source)]
+    memory = [x.untyped_storage().data_ptr() for x in (target, source)]
+    return memory[0] == memory[1] and places[0] != places[1]
 
 
 def living(body: list[str], results: tuple[str, ...]) -> tuple[str, ...]:

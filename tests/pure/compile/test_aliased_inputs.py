@@ -71,6 +71,17 @@ def overlapping_inner() -> Given:
     return Given(args=(base[:4], base[2:]), watched={"root": root, "base": base})
 
 
+def overlapping_gapped() -> Given:
+    """Both leave out every other row; torch takes that for tensors that have none in common."""
+    base = torch.randn(8, 6)[::2]
+    return Given(args=(base, base[1:3]), watched={"base": base})
+
+
+def interleaved_plain() -> Given:
+    base = torch.randn(4, 6)
+    return Given(args=(base[:, ::2], base[:, 1::2]), watched={"base": base})
+
+
 def disjoint_plain() -> Given:
     base = torch.randn(8, 6)
     return Given(args=(base[:4], base[4:]), watched={"base": base})
@@ -123,7 +134,14 @@ def other_dtype() -> tuple[Tensor, Tensor]:
 TANGENTS = "counts one tangent too many or too few for a shared base"
 REPLAY = "replays a view on the base that it was not made from"
 
-PLAIN = (duplicate_plain, overlapping_plain, disjoint_plain, base_and_view_plain)
+PLAIN = (
+    duplicate_plain,
+    overlapping_plain,
+    overlapping_gapped,
+    interleaved_plain,
+    disjoint_plain,
+    base_and_view_plain,
+)
 INNER = (
     duplicate_inner,
     overlapping_inner,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import GmWrapper
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule, Tracer
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -143,3 +145,38 @@ def test_argument_made_to_require_a_gradient() -> None:
     assert a.requires_grad
     assert torch.equal(x.grad, a.grad)  # type: ignore[arg-type]
     assert torch.equal(y.grad, b.grad)  # type: ignore[arg-type]
+
+
+def test_graph_is_rewritten_before_it_is_differentiated() -> None:
+    def doubled(module: GraphModule, inputs: Any) -> GraphModule:
+        (node,) = module.graph.find_nodes(op="call_function", target=operator.add)
+        node.target = operator.mul
+        module.recompile()
+        return module
+
+    x, y = pair(True, True)
+    (out,) = aot_module_simplified(traced(Sum()), [x, y], nop, pre_grad_passes=doubled)(x, y)
+    assert torch.equal(out, x * y)
+    assert torch.equal(torch.autograd.grad(out.sum(), x)[0], y)
+
+
+def test_what_stands_for_lists_takes_one() -> None:
+    """As Dynamo calls what it has flattened the inputs of."""
+    module = GmWrapper(traced(Sum()), tuple)
+    x, y = pair(True, True)
+    call = aot_module_simplified(module, [x, y], nop)
+    assert torch.equal(call([x, y])[0], x + y)
+
+
+def test_settings_that_change_the_trace_are_refused() -> None:
+    with pytest.raises(NotImplementedError, match="ignore_shape_env"):
+        aot_module_simplified(Sum(), pair(True, True), nop, ignore_shape_env=True)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compressed_tensors_are_refused(dynamic: bool) -> None:
+    """To trace one with its gradient would end the process."""
+    sparse = torch.eye(3).to_sparse_csr().requires_grad_()
+    with pytest.raises(NotImplementedError, match="sparse_csr"):
+        aot_function(torch.sparse.sampled_addmm, nop, dynamic=dynamic)(sparse, *pair(True, True))

@@ -11,6 +11,12 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from compile_compare import BACKEND, ENTRIES, Entry, compare, leaf
+from shoal.aot import (
+    aot_function,
+    default_partition,
+    min_cut_rematerialization_partition,
+    nop,
+)
 
 SIZES = (5, 7, 9, 5)
 
@@ -171,3 +177,33 @@ def test_results_and_what_is_saved_say_which_sizes_differ(grad: bool) -> None:
             results = call(torch.randn(rows, 3, requires_grad=grad))
         assert [marks(one) for one in results] == expected[0]
         assert saved == [expected[1]] * grad
+
+
+class Scaled(torch.autograd.Function):
+    """Its backward asks for the size of a view that it takes itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return grad * x.cos() * x.reshape(-1)[1:].size(0)
+
+
+@pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
+def test_size_of_a_view_taken_in_backward(partition: Any) -> None:
+    call = aot_function(Scaled.apply, nop, partition_fn=partition, dynamic=True)
+    for size in SIZES:
+        x = torch.randn(size, 4, requires_grad=True)
+        (got,), (want,) = (torch.autograd.grad(f(x).sum(), x) for f in (call, Scaled.apply))
+        assert torch.equal(got, want)
+
+
+def test_size_that_is_fixed_while_it_is_traced() -> None:
+    """Into how many parts a tensor falls is a number of the graph."""
+    x = torch.randn(10, 10, requires_grad=True)
+    parts = aot_function(lambda x: x.split(3), nop, dynamic=True)(x)
+    assert all(map(torch.equal, parts, x.split(3)))

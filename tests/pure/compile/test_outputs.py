@@ -50,6 +50,36 @@ def view_and_intermediate(x: Tensor) -> tuple[Tensor, Tensor]:
     return y.t(), y
 
 
+def view_beside_computed(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Whoever writes to the view writes to `x`, which eager's backward does not read."""
+    return x.t(), (x * 2).sin()
+
+
+def written_through_a_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    z = y.view(-1)
+    z.mul_(2)
+    return z, y
+
+
+def detached_and_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Autograd takes what was detached for the base of its views."""
+    y = (x * 2).detach()
+    return y.t(), y
+
+
+def base_detached_and_view(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    y = x * 2
+    z = y.detach()
+    return z.t(), z, y
+
+
+def views_of_detached(x: Tensor) -> tuple[Tensor, ...]:
+    """Of one and the same, and of another."""
+    y = x.detach()
+    return y.t(), y[1:], x.detach().t()
+
+
 def views_of_intermediate(x: Tensor) -> tuple[Tensor, Tensor]:
     y = x * 2
     return y.view(-1), y[:2]
@@ -268,6 +298,11 @@ ALIASES = (
     view_of_intermediate,
     intermediate_and_view,
     view_and_intermediate,
+    view_beside_computed,
+    written_through_a_view,
+    detached_and_view,
+    base_detached_and_view,
+    views_of_detached,
     views_of_intermediate,
     two_bases,
     same_twice,

@@ -26,7 +26,8 @@ def inner_callee(*args: Any, **kwargs: Any) -> None:
 def function_of(num_values: int) -> Callable[[list[Any]], list[Any]]:
     """As generated code is: many variables, many calls."""
     lines = ["def run(inputs):", *(f"    v{i} = None" for i in range(num_values))]
-    lines += [f"    for _ in range({NUM_CALLS}):", "        callee(0, stream=1)", "    return inputs"]
+    lines += [f"    for _ in range({NUM_CALLS}):", "        callee(0, stream=1)"]
+    lines += ["    return inputs"]
     names: dict[str, Any] = {"callee": callee}
     exec("\n".join(lines), names)
     return names["run"]

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
+from torch.fx import GraphModule
 
 from compile_compare import ENTRIES, Entry, Given, compare, compiled
 from shoal.aot import aot_function, aot_module_simplified, nop
@@ -108,3 +110,61 @@ def test_leaf_that_is_a_view_of_plain_memory_is_refused() -> None:
 
     with pytest.raises(NotImplementedError, match="share memory"):
         aot_function(program, nop)(memory, leaf)
+
+
+def forward_graph(x: Tensor, y: Tensor, **kwargs: Any) -> GraphModule:
+    graphs: list[GraphModule] = []
+
+    def keep(module: GraphModule, inputs: list[Any]) -> GraphModule:
+        graphs.append(module)
+        return module
+
+    aot_function(written, keep, **kwargs)(x, y)
+    return graphs[0]
+
+
+@pytest.mark.parametrize("cut", ["rows", "columns"])
+def test_parts_of_one_memory_that_do_not_meet_stay_apart(cut: str) -> None:
+    """No write to all of it for a write to a part."""
+
+    def parts() -> tuple[Tensor, Tensor]:
+        memory = torch.arange(32.0).view(4, 8)
+        return (memory[:2], memory[2:]) if cut == "rows" else (memory[:, :4], memory[:, 4:])
+
+    graph = forward_graph(*parts()).graph
+    targets = {node.target for node in graph.nodes}
+    assert torch.ops.aten.as_strided.default not in targets
+    assert torch.ops.aten.as_strided_scatter.default not in targets
+    assert len(graph.find_nodes(op="placeholder")) == 2
+    compare(written, lambda: Given(args=parts()), through="aot")
+
+
+@pytest.mark.parametrize("start", [2, 6])
+@pytest.mark.parametrize("through", ENTRIES)
+def test_parts_of_another_size_may_meet(through: Entry, start: int) -> None:
+    """A graph for any size holds for one where several lie in one memory."""
+
+    def program(x: Tensor, y: Tensor) -> Tensor:
+        x.add_(1)
+        return y.mul_(2).sum()
+
+    if through == "aot":
+        call = aot_function(program, nop, dynamic=True)
+    else:
+        torch._dynamo.reset()
+        call = torch.compile(program, backend="shoal", dynamic=True)
+    for end in (4, 6, 9, 5, 4):
+        want, got = torch.arange(24.0), torch.arange(24.0)
+        second = slice(start, start + 6)
+        assert torch.equal(call(got[:end], got[second]), program(want[:end], want[second]))
+        assert torch.equal(got, want)
+
+
+def test_dynamo_compiles_anew_for_other_overlaps() -> None:
+    """What its guards can tell apart is compiled, and not left to the program itself."""
+    torch._dynamo.reset()
+    graphs = counters["stats"]["unique_graphs"]
+    call = torch.compile(written, backend="shoal", dynamic=False)
+    for offset in (3, 6, 3, 6):
+        check(call, offset)
+    assert counters["stats"]["unique_graphs"] == graphs + 2

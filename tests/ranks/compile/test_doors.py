@@ -46,7 +46,7 @@ def test_guards_look_at_parameters_and_not_into_them() -> None:
         model.compile(backend="shoal", fullgraph=True, options=OPTIONS)
         (tokens,) = batches(1)
         loss_of(model, tokens).backward()
-        (entry,) = _debug_get_cache_entry_list(type(model)._run.__code__)
+        (entry,) = _debug_get_cache_entry_list(type(model)._run_in_graph.__code__)
         text = str(entry.guard_manager)
         assert "_parameters['weight']" in text
         assert "tensor_flatten" not in text

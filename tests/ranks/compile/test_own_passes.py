@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import fx, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from harness import ranks
 from shoal import compile_step, fully_shard, replicate
@@ -110,6 +112,29 @@ def test_nonsense_is_refused_on_every_rank() -> None:
     for passes, words in NONSENSE:
         with pytest.raises(Exception, match=words):
             compiled(model, passes)(torch.ones(2, 4))
+
+
+@ranks(4, timeout_s=180)
+def test_a_pass_that_raises_on_one_rank_stops_all_at_once() -> None:
+    """The others would wait minutes for what it sends; also those that share no group with it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for culprit in (1, 0):
+        model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+        is_culprit = dist.get_rank() == culprit
+
+        def passes(given: Pipeline, is_culprit: bool = is_culprit) -> Pipeline:
+            if is_culprit:
+                raise ValueError("no idea")
+            return given
+
+        begin = time.monotonic()
+        expected = "ValueError: no idea" if is_culprit else f"rank {culprit} raised in its passes"
+        with pytest.raises(Exception, match=expected):
+            compiled(model, passes)(torch.ones(2, 4))
+        assert time.monotonic() - begin < 60
+    # What they agree on afterwards is not mixed up with that.
+    model = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    compiled(model, lambda given: given)(torch.ones(2, 4)).sum().backward()
 
 
 @ranks(2, timeout_s=180)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch._dynamo import compiled_autograd
+from torch._inductor import config as inductor_config
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
@@ -245,3 +246,16 @@ def test_graphs_captured_while_backwards_are_traced_by_themselves() -> None:
     loss_of(theirs, tokens).backward()
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
+
+
+@ranks(2, timeout_s=180)
+def test_programs_that_ask_for_it_have_such_backwards_fused_by_inductor() -> None:
+    """By the setting that torch's own replicas look at; nobody else's Inductor is told anything."""
+    for mode, fuses in (("ddp_optimizer", False), ("python_reducer", True)):
+        with (
+            torch._dynamo.config.patch(optimize_ddp=mode),
+            inductor_config.patch(_fuse_ddp_communication=False, _fuse_ddp_bucket_size=25),
+        ):
+            replicate(build("mlp"), bucket_cap_mb=7)
+            assert inductor_config._fuse_ddp_communication == fuses
+            assert inductor_config._fuse_ddp_bucket_size == (7 if fuses else 25)

@@ -45,11 +45,21 @@ def test_twenty_steps_are_those_of_the_eager_engines(case: str) -> None:
     assert_same(ours, trained(sharded(case, torch_fully_shard)), exact=False)
 
 
-@ranks(2, timeout_s=180)
-def test_twenty_steps_in_half_precision() -> None:
+def check_half_precision() -> None:
     ours = compiled("mlp", mp_policy=MixedPrecisionPolicy(**PRECISION))
     theirs = sharded("mlp", torch_fully_shard, mp_policy=TorchPolicy(**PRECISION))
     assert_same(ours, trained(theirs), exact=False)
+
+
+@ranks(2, timeout_s=180)
+def test_twenty_steps_in_half_precision() -> None:
+    check_half_precision()
+
+
+@pytest.mark.soak
+@ranks(4, timeout_s=240)
+def test_twenty_steps_in_half_precision_on_four_ranks() -> None:
+    check_half_precision()
 
 
 @ranks(4, timeout_s=240)

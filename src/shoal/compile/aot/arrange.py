@@ -2,17 +2,18 @@
 
 a tensor                      → an input
 the same tensor again         → the same input
-tensors that share memory, one of them written to → one input, the memory; each is a view of it
+tensors that overlap, one of them written to → one input, the memory; each is a view of it
 anything but a tensor         → a constant of the graph (integers that are symbolic: an input)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,6 +69,17 @@ class Arrangement:
             for at, (source, is_memory) in enumerate(zip(self.sources, self.is_memory, strict=True))
         ]
 
+    def settle(self, before: Arrangement, fakes: Sequence[Any]) -> None:
+        """Make the graph one for the sizes of those arguments that it takes as views.
+
+        `fakes` are the inputs as they were arranged before: who guards their symbols learns of it.
+        """
+        for place, earlier in zip(self.places, before.places, strict=True):
+            if isinstance(place, Within) and not isinstance(earlier, Constant):
+                fake = fakes[earlier.input]
+                for number in (*fake.shape, *fake.stride(), fake.storage_offset()):
+                    int(number)
+
     def members(self, at: int) -> list[int]:
         """The arguments that lie in an input."""
         return [
@@ -89,13 +101,17 @@ class Arrangement:
                     arguments.append(_view_of(inputs[place.input], place))
         return arguments
 
-    def with_memory(self, args: Sequence[Any], written: set[int]) -> Arrangement | None:
-        """One in which inputs that share memory with one that is written are one; None if none."""
+    def with_memory(
+        self, args: Sequence[Any], written: set[int], *, apart: Collection[int] = ()
+    ) -> Arrangement | None:
+        """One in which inputs that share memory with one that is written are one; None if none.
+
+        Inputs in `apart` have no element in common with another, whatever memory they lie in.
+        """
         inputs = [args[i] for i in self.sources]
         _refuse_wrappers(inputs, written)
-        groups = [
-            group for group in _sharing(inputs) if len(group) > 1 and written.intersection(group)
-        ]
+        shared = [[at for at in group if at not in apart] for group in _sharing(inputs)]
+        groups = [group for group in shared if len(group) > 1 and written.intersection(group)]
         if not groups:
             return None
         merged = {at: number for number, group in enumerate(groups) for at in group}
@@ -140,12 +156,20 @@ def _view_of(memory: Tensor, place: Within) -> Tensor:
     return view
 
 
+_COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def arrange(args: Sequence[Any]) -> Arrangement:
     """Each tensor once, everything else a constant."""
     places: list[Place] = []
     sources: list[int] = []
     seen: dict[int, int] = {}
     for i, arg in enumerate(args):
+        if isinstance(arg, Tensor) and arg.layout in _COMPRESSED:
+            raise NotImplementedError(
+                f"compiled functions take no tensors of layout {arg.layout}, which autograd cannot "
+                f"trace; got one as argument {i}. Pass its parts, or call the function uncompiled."
+            )
         if isinstance(arg, (Tensor, *_torch.SYMBOLIC)):
             if id(arg) not in seen:
                 seen[id(arg)] = len(sources)
@@ -166,6 +190,33 @@ def _sharing(inputs: Sequence[Any]) -> list[list[int]]:
         if is_plain and _torch.has_storage(one):
             by_storage.setdefault(one.untyped_storage()._cdata, []).append(at)
     return list(by_storage.values())
+
+
+def lying_apart(inputs: Sequence[Any], fakes: Sequence[Any]) -> set[int]:
+    """Inputs that share a storage, though no element of it, with others.
+
+    Only where sizes are known: a graph for any size is called with some that overlap. Nor where
+    gradients are wanted: to autograd, a write to one view is a write to what all are views of.
+    """
+    apart: set[int] = set()
+    for group in _sharing(inputs):
+        if len(group) > 1 and all(
+            _is_plain(fakes[at]) and not fakes[at].requires_grad for at in group
+        ):
+            meeting = {
+                at
+                for pair in combinations(group, 2)
+                if _meet(*(inputs[i] for i in pair))
+                for at in pair
+            }
+            apart.update(set(group) - meeting)
+    return apart
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is known where a tensor lies."""
+    place = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return all(isinstance(one, int) for one in place)
 
 
 def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
@@ -189,10 +240,31 @@ def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
                 )
 
 
+_FEW = 1 << 16
+"""So many elements are looked at one by one."""
+
+
 def _meet(one: Tensor, two: Tensor) -> bool:
-    """Whether tensors of one memory may have elements in common."""
+    """Whether tensors of one memory have elements in common, or may have: if they are large.
+
+    Torch has such a function, which takes some that do for tensors that do not.
+    """
     (first, last), (its_first, its_last) = _extent_of(one), _extent_of(two)
-    return first <= its_last and its_first <= last
+    if not (first <= its_last and its_first <= last):
+        return False
+    if not (_is_plain(one) and _is_plain(two)) or one.element_size() != two.element_size():
+        return True
+    if max(one.numel(), two.numel()) > _FEW:
+        return True
+    return bool(np.isin(_places_of(one), _places_of(two)).any())
+
+
+def _places_of(tensor: Tensor) -> np.ndarray:
+    """Which elements of its memory a tensor shows; the tensor itself may have none."""
+    places = np.array([tensor.storage_offset()])
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        places = np.add.outer(places, np.arange(size) * stride).ravel()
+    return places
 
 
 def _extent_of(tensor: Tensor) -> tuple[Any, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,10 +12,10 @@ from torch.fx import GraphModule, Node
 
 from shoal import _torch
 from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_watched
-from shoal.compile.aot.arrange import Arrangement
+from shoal.compile.aot.arrange import Arrangement, Constant
 from shoal.compile.aot.draws import Draws
 from shoal.compile.aot.rebind import rebind_sizes
-from shoal.compile.aot.signature import Signature
+from shoal.compile.aot.signature import Output, OutputKind, Signature
 from shoal.compile.aot.subclasses import (
     Wrapped,
     Wrappings,
@@ -46,6 +46,11 @@ class Captured:
     """Fake gradients; None for parts of them that are inputs, which the graph takes once."""
     wrappings: Wrappings
 
+    @property
+    def joint_inputs(self) -> tuple[list[Any], list[Any]]:
+        """What the graph takes: primals, tangents."""
+        return list(self.inputs), [one for one in self.tangents if one is not None]
+
 
 class BackwardMutationError(NotImplementedError, AssertionError):
     """Backward changes something in place in a way that cannot be carried out.
@@ -66,7 +71,7 @@ class _Trace:
         shared: Sequence[int | None],
     ) -> None:
         self._function = function
-        self._arrangement = arrangement
+        self.arrangement = arrangement
         self._fakes = fakes
         self._analysis = analysis
         self._shared = shared
@@ -83,7 +88,7 @@ class _Trace:
             inputs = rebuild(primals, self._fakes, _torch.functional)
             entering = self._entering(inputs)
             with _torch.remember_lines():
-                watched = run_watched(self._function, self._arrangement, inputs, entering)
+                watched = run_watched(self._function, self.arrangement, inputs, entering)
             self._check_same(watched.classified.signature)
             returned = returned_tensors(signature, watched, entering)
             values = _values(returned)
@@ -116,7 +121,7 @@ class _Trace:
         return entering
 
     def _check_same(self, signature: Signature) -> None:
-        if signature.outputs != self._analysis.signature.outputs:
+        if _settled(signature) != _settled(self._analysis.signature):
             raise InvariantError(
                 "the function did not return the same when it was traced as when it was analysed: "
                 f"expected {self._analysis.signature.outputs}, got {signature.outputs}. It must "
@@ -139,7 +144,7 @@ class _Trace:
         given = rebuild(tangents, self._analysis.tangents, _torch.functional, symbols=False)
         before = _values(given, symbols=False)
         _torch.carry_lines(outs)
-        with _torch.no_autocast(), Effects(draws):
+        with _torch.autocast_of_backward(), Effects(draws):
             grads = _differentiate(outs, [inputs[i] for i in wanted], given)
         after = _values(given, symbols=False)
         if any(self._shared[i] is not None for i in _changed(before, after)):
@@ -152,6 +157,11 @@ class _Trace:
         listed = [by_input.get(i) for i in range(len(inputs))]
         self.gradients = wrappings_of(listed)
         return _values(listed), [before[i] for i in own], [after[i] for i in own]
+
+
+def _settled(signature: Signature) -> list[Output]:
+    """Outputs, but for which sizes are free: the second run may meet those that the first fixed."""
+    return [replace(one, free_dims=()) for one in signature.outputs]
 
 
 def _differentiate(
@@ -274,6 +284,9 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
         # After the graph, but before backward: what backward reads of it has to be kept apart.
         for at in inner[i]:
             primals[at].meta["written"] = True
+    for i in _handed_out(signature, trace.arrangement):
+        for at in inner[i]:
+            primals[at].meta["handed_out"] = True
     for i, value in zip(written, new, strict=True):
         _write(module, primals[i], value, boundary, FORWARD)
     for i, value in zip(trace.backward_writes, changed, strict=True):
@@ -281,9 +294,18 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
     output.args = ([*returned, *grads],)
     _drop_aliases(module)
     _drop_dead(module)
+    if signature.trains:
+        _tag(module)
     graph.lint()
     module.recompile()
     return num_forward
+
+
+def _handed_out(signature: Signature, arrangement: Arrangement) -> set[int]:
+    """The inputs that outputs show: callers may write to those before backward."""
+    shown = (OutputKind.INPUT, OutputKind.VIEW_OF_INPUT)
+    of = (arrangement.places[out.of] for out in signature.outputs if out.kind in shown)
+    return {place.input for place in of if not isinstance(place, Constant)}
 
 
 def _tensors(wrapped: Wrapped, i: int) -> range:
@@ -329,6 +351,13 @@ def _write(module: GraphModule, primal: Node, value: Any, before: Node, phase: s
     node.meta.update(val=primal.meta.get("val"), phase=phase)
     if isinstance(value, Node) and "stack_trace" in value.meta:
         node.meta["stack_trace"] = value.meta["stack_trace"]
+
+
+def _tag(module: GraphModule) -> None:
+    """Say in torch's way where nodes ran too: passes and partitions of others read that."""
+    for node in module.graph.nodes:
+        if node.op != "output":
+            node.meta.setdefault("partitioner_tag", f"is_{node.meta['phase']}")
 
 
 def _drop_dead(module: GraphModule) -> None:

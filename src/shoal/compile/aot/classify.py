@@ -82,6 +82,7 @@ class Run:
         }
         self._symbols: list[Any] = []
         self._bases: list[Tensor] = []
+        self._detached: dict[int, int] = {}
 
     def classify(self, *, with_grad: bool, grad_mode_after: bool | None) -> Classified:
         """Say what everything is."""
@@ -220,8 +221,7 @@ class Run:
                 # to such a view, and has to know that it is one.
                 outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=True)
             elif argument is not None:
-                _refuse_new_history(out, taken)
-                outputs[k] = self._view_of_input(out, argument, taken)
+                outputs[k] = self._view(out, OutputKind.VIEW_OF_INPUT, argument, taken)
             else:
                 views.setdefault(id(root), []).append((k, root, taken))
         for members in views.values():
@@ -232,12 +232,13 @@ class Run:
             if out is not None
         )
 
-    def _view_of_input(self, out: Tensor, argument: int, taken: Sequence[Taken]) -> Output:
+    def _view(self, out: Tensor, kind: OutputKind, of: int, taken: Sequence[Taken]) -> Output:
+        """An output that is a view; of another output, where autograd takes that for its base."""
+        _refuse_new_history(out, taken)
         places = {id(one): k for k, one in reversed(list(enumerate(self._outputs)))}
         cut = None if self._watch.reshaped else self._watch.cut_at(out, places)
         if cut is None:
-            steps = self._steps(taken)
-            return Output(kind=OutputKind.VIEW_OF_INPUT, of=argument, steps=steps)
+            return Output(kind=kind, of=of, steps=self._steps(taken))
         base, steps = places[id(cut[0])], self._steps(cut[1])
         return Output(kind=OutputKind.VIEW_OF_OUTPUT, of=base, steps=steps)
 
@@ -257,6 +258,7 @@ class Run:
                 kind=OutputKind.FRESH,
                 requires_grad=out.requires_grad,
                 is_view=self._is_made_view(root, taken),
+                is_base=not out._is_view(),
             )
             return
         if returned is None:
@@ -270,10 +272,10 @@ class Run:
                     kind=OutputKind.FRESH,
                     requires_grad=root.requires_grad,
                     is_view=self._is_made_view(root, ()),
+                    is_base=not root._is_view(),
                 )
             else:
-                _refuse_new_history(self._outputs[k], taken)
-                outputs[k] = Output(kind=kind, of=of, steps=self._steps(taken))
+                outputs[k] = self._view(self._outputs[k], kind, of, taken)
 
     def _is_new_leaf(self, out: Tensor, root: Tensor, taken: Sequence[Taken]) -> bool:
         """Whether the function let an output require a gradient that no input has to do with."""
@@ -295,6 +297,9 @@ class Run:
                 kwargs=tuple((key, self._frozen(value)) for key, value in one.kwargs.items()),
                 item=one.item,
                 with_grad=one.with_grad,
+                detached=self._detached.setdefault(id(one), len(self._detached))
+                if one.is_detaching
+                else None,
             )
             for one in taken
         )

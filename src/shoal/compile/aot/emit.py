@@ -59,6 +59,11 @@ def emit(
     if autocast:
         source.end()
     put_together(source, returned, wrapped)
+    if graph is not None:
+        for at, k in enumerate(signature.fresh, start=frame.first_fresh):
+            out = signature.outputs[k]
+            if out.is_view and out.is_base and wrapped[at] is None:
+                source.line(f"{returned[at]} = {returned[at]}.detach()")
     for wrapper in WRAPPERS:
         wrapper.after(source, frame)
     source.line("return results")

@@ -111,7 +111,7 @@ def make_function(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
         (torch.autograd.Function,),
         {"forward": staticmethod(forward), "backward": staticmethod(backward)},
     )
-    return function.apply
+    return _torch.applied(function, all_tensors=all(one.is_tensor for one in signature.inputs))
 
 
 def _write_forward(source: Source, signature: Signature, graphs: Graphs) -> None:
@@ -153,7 +153,8 @@ def _write_forward(source: Source, signature: Signature, graphs: Graphs) -> None
         if is_tensor and not is_differentiable
     ]
     if fixed:
-        source.line(f"ctx.mark_non_differentiable({', '.join(fixed)})")
+        leave = source.name("leave_undifferentiated", _torch.leave_undifferentiated)
+        source.line(f"{leave}(ctx, {', '.join(fixed)})")
     source.line(f"return ({''.join(f'{name}, ' for name in returned)})")
     source.end()
 

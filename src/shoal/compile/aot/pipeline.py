@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from shoal import _torch
 from shoal.compile.aot.analyse import Analysis, Function, analyse
-from shoal.compile.aot.arrange import Arrangement, arrange
+from shoal.compile.aot.arrange import Arrangement, arrange, lying_apart
 from shoal.compile.aot.capture import Captured, Decompositions, capture
 from shoal.compile.aot.dependence import dependence_of
 from shoal.compile.aot.donation import donated_by
@@ -29,6 +29,7 @@ from shoal.compile.aot.subclasses import places
 from shoal.compile.observe.observation import current, observing, resumed, say, stage, tell_lowered
 from shoal.compile.observe.text import graph_text, saved_text, signature_text
 from shoal.compile.observe.topics import Topic
+from shoal.compile.partition.phases import infer_phases
 from shoal.compile.partition.prepare import copy_graph
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
@@ -76,15 +77,21 @@ class Pipeline:
         arrangement = arrange(args)
         with stage("analyse"):
             analysis, fakes = self._analyse(function, arrangement, args, mode)
-            written = {i for i, one in enumerate(analysis.signature.inputs) if one.mutation.data}
-            merged = arrangement.with_memory(args, written)
+            inputs = analysis.signature.inputs
+            written = {i for i, one in enumerate(inputs) if one.mutation.data}
+            apart = set[int]()
+            if written and not any(one.mutation.by_autograd for one in inputs):
+                apart = lying_apart(arrangement.inputs(args), fakes)
+            merged = arrangement.with_memory(args, written, apart=apart)
             if merged is not None:
+                merged.settle(arrangement, fakes)
                 arrangement = merged
                 analysis, fakes = self._analyse(function, arrangement, args, mode)
         with stage("capture"):
             captured = capture(function, arrangement, fakes, analysis, mode, self.decompositions)
             for rewrite in self.rewrites:
                 rewrite(captured.module.graph)
+            captured = _rewritten_by_user(captured, trains=analysis.signature.trains)
         say(Topic.GRAPHS, lambda: graph_text("captured", captured.module))
         stay = tuple(
             at
@@ -184,10 +191,20 @@ class Pipeline:
     def _cut(self, captured: Captured) -> tuple[GraphModule, GraphModule]:
         return self.partition(
             captured.module,
-            [*captured.inputs, *(one for one in captured.tangents if one is not None)],
+            captured.joint_inputs,
             num_fwd_outputs=captured.num_forward_outputs,
             **self._written_later(captured.module),
         )
+
+
+def _rewritten_by_user(captured: Captured, *, trains: bool) -> Captured:
+    """What the pass over joint graphs makes of one that the user has set, if any."""
+    rewrite = _torch.joint_pass()
+    if rewrite is None or not trains:
+        return captured
+    module = rewrite(captured.module, captured.joint_inputs)
+    infer_phases(module.graph)
+    return replace(captured, module=module)
 
 
 class _Later:

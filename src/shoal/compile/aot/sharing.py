@@ -1,7 +1,8 @@
 """Arguments that share memory otherwise than those that a function was compiled for.
 
 A graph that writes to one argument holds for the memory that others had in common with it, and at
-which offsets. Nobody in front of it compares that: Dynamo's guards are on shapes and strides.
+which offsets. Of its own, nobody in front of it compares that: Dynamo's guards are on shapes and
+strides.
 """
 
 from __future__ import annotations
@@ -44,6 +45,33 @@ def where_shared_alike(
         return function(*values)
 
     return call
+
+
+def guard_sharing(
+    lowered: Lowered, args: Sequence[Any], sources: Sequence[Any], fixed: Collection[int] = ()
+) -> None:
+    """Have Dynamo compile anew for arguments that overlap otherwise, if one of them is written to.
+
+    `sources` say where Dynamo finds arguments, None where it does not. It does not compare all
+    that `where_shared_alike` does: what it lets pass runs uncompiled.
+    """
+    places, inputs = lowered.arrangement.sources, lowered.signature.inputs
+    written = {
+        _torch.storage_key(args[places[at]]) for at, one in enumerate(inputs) if one.mutation.data
+    }
+    by_storage: dict[int, list[int]] = {}
+    for i, arg in enumerate(args):
+        if isinstance(arg, Tensor) and sources[i] is not None and i not in fixed:
+            key = _torch.storage_key(arg)
+            if key in written and key is not None:
+                by_storage.setdefault(key, []).append(i)
+    for group in by_storage.values():
+        if len(group) > 1:
+            overlapping = _torch.overlapping([args[i] for i in group])
+            _torch.guard_overlap(
+                [sources[i] for at, i in enumerate(group) if at in overlapping],
+                [sources[i] for at, i in enumerate(group) if at not in overlapping],
+            )
 
 
 def _sharing(

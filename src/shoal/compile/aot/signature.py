@@ -37,6 +37,8 @@ class Step:
     """Which of its results, where it gives a list."""
     with_grad: bool = True
     """Whether autograd recorded it."""
+    detached: int | None = None
+    """Which of the detached tensors it gave: autograd takes that for the base of views of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +109,8 @@ class Output:
     requires_grad: bool = False
     is_view: bool = False
     """Whether a fresh one is a view of something that nobody else sees."""
+    is_base: bool = False
+    """Whether, of those, eager has one that is no view."""
     value: Any = None
     """The constant."""
     is_tensor: bool = True

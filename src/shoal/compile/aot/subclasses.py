@@ -232,10 +232,19 @@ def _coerced(tangent: Any, context: Any, kind: type[Any] | None, *, needed: bool
 def _wrong_tangent(expected: str, tangent: Any) -> RuntimeError:
     wraps = _torch.wraps_others(tangent)
     got = f"{type(tangent).__name__} with {tangent.__tensor_flatten__()[1] if wraps else None!r}"
-    # The first two lines are those of torch's own runtime: programs look for them.
-    return RuntimeError(
+    # It begins as that of torch's own runtime: programs look for that.
+    begin = (
         "\nDuring the backward, we encountered a tensor subclass where we guessed its\n"
-        f"metadata incorrectly.\nA gradient was expected to be a {expected}; got {got}. Give "
+        "metadata incorrectly.\n"
+    )
+    if type(tangent) is Tensor:
+        return RuntimeError(
+            f"{begin}Expected a {expected} tangent but got a plain Tensor. So it is where nothing "
+            "of that type came to an output that requires a gradient: detach outputs that are not "
+            "used, or make the gradient of the expected type."
+        )
+    return RuntimeError(
+        f"{begin}A gradient was expected to be a {expected}; got {got}. Give "
         f"{type(tangent).__name__} a method __coerce_same_metadata_as_tangent__, or make the "
         "gradient of the expected type."
     )

@@ -122,6 +122,7 @@ class Outputs(Wrapper):
         """Put the results together."""
         outputs = frame.signature.outputs
         names: dict[int, str] = {}
+        views = _Views(source, frame)
         fresh = {
             k: frame.returned(frame.first_fresh + n) for n, k in enumerate(frame.signature.fresh)
         }
@@ -137,29 +138,46 @@ class Outputs(Wrapper):
                 case OutputKind.INPUT:
                     names[k] = frame.argument(out.of)
                 case OutputKind.VIEW_OF_INPUT:
-                    names[k] = self._view(source, frame, f"v{k}", frame.argument(out.of), out.steps)
+                    names[k] = views.write(f"v{k}", frame.argument(out.of), out.steps)
                 case OutputKind.VIEW_OF_BASE:
                     base = frame.returned(frame.first_base + out.of)
-                    names[k] = self._view(source, frame, f"v{k}", base, out.steps)
+                    names[k] = views.write(f"v{k}", base, out.steps)
                 case _:
                     pass
-        for k, out in enumerate(outputs):
-            if out.kind is OutputKind.VIEW_OF_OUTPUT:
-                names[k] = self._view(source, frame, f"v{k}", names[out.of], out.steps)
+        last = [k for k, out in enumerate(outputs) if out.kind is OutputKind.VIEW_OF_OUTPUT]
+        # Those of others of them come after these.
+        for k in sorted(last, key=lambda k: outputs[k].of in last):
+            out = outputs[k]
+            names[k] = views.write(f"v{k}", names[out.of], out.steps)
         for k, out in enumerate(outputs):
             if out.kind is OutputKind.SAME:
                 names[k] = names[out.of]
         listed = "".join(f"{names[k]}, " for k in range(len(outputs)))
         source.line(f"results = ({listed})")
 
-    def _view(
-        self, source: Source, frame: Frame, name: str, of: str, steps: tuple[Step, ...]
-    ) -> str:
+
+class _Views:
+    """Views that are taken again; of what was detached once, not one by one."""
+
+    def __init__(self, source: Source, frame: Frame) -> None:
+        self._source = source
+        self._frame = frame
+        self._detached: set[int] = set()
+
+    def write(self, name: str, of: str, steps: tuple[Step, ...]) -> str:
+        """Take some steps from one name to another, which is returned."""
+        places = [at for at, step in enumerate(steps) if step.detached in self._detached]
+        if places:
+            of, steps = f"d{steps[places[-1]].detached}", steps[places[-1] + 1 :]
         for step in steps:
-            line = f"{name} = {call_of(source, frame, of, step)}"
-            in_mode(source, frame, step.with_grad, line)
-            of = name
-        return name
+            target = name
+            if step.detached is not None:
+                target = f"d{step.detached}"
+                self._detached.add(step.detached)
+            line = f"{target} = {call_of(self._source, self._frame, of, step)}"
+            in_mode(self._source, self._frame, step.with_grad, line)
+            of = target
+        return of
 
 
 class FreeDims(Wrapper):

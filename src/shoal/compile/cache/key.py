@@ -34,6 +34,8 @@ def key_of(
     intercepts = _torch.what_intercepts()
     if intercepts is not None:
         raise NotExactError(intercepts)
+    if _torch.joint_pass() is not None:
+        raise NotExactError("a pass over joint graphs is set (joint_custom_pass)")
     described = {
         "versions": versions(),
         "options": {
@@ -56,6 +58,8 @@ def state_key(args: Sequence[Any], options: Options) -> Json:
     return {
         "grad": torch.is_grad_enabled(),
         "autocast": _torch.autocast_state(kinds),
+        "backward_autocast": str(_torch.backward_autocast()),
+        "budget": _torch.memory_budget(),
         "flags": _torch.backend_flags(),
         "inductor": _torch.inductor_settings() if options.inner == "inductor" else None,
         # Whatever a program made of its rank is a constant of the graph; better safe.

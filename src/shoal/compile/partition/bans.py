@@ -95,6 +95,8 @@ def _work(joint: Joint, node: fx.Node) -> str | None:
     kind = joint.kinds[node]
     if kind is Kind.EXPENSIVE:
         return f"it is {kind.value}"
+    if kind not in WITH_OTHERS and reads_any(node, joint.handed_out):
+        return "the caller sees what it reads, and may write to it"
     if node.meta.get("recompute") is CheckpointPolicy.PREFER_SAVE:
         return "a checkpoint prefers so"
     if kind is Kind.REDUCTION:

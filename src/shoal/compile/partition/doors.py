@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import fx
 
+from shoal import _torch
 from shoal.compile.partition.bans import find_firm_bans
 from shoal.compile.partition.budget import keep_within
 from shoal.compile.partition.joint import Joint, Side
@@ -74,11 +75,14 @@ def min_cut_rematerialization_partition(
     memory_budget: float = 1.0,
     mutated_inputs: Collection[int] = (),
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward graphs that keep the fewest bytes; `compiler` changes nothing."""
+    """The forward and backward graphs that keep the fewest bytes; `compiler` changes nothing.
+
+    The budget that is set for torch's own runtime (`activation_memory_budget`) holds too.
+    """
     parts = split_by_min_cut(
         joint_module,
         num_fwd_outputs=num_fwd_outputs,
-        memory_budget=memory_budget,
+        memory_budget=min(memory_budget, _torch.memory_budget()),
         static_inputs=static_lifetime_input_indices or (),
         mutated_inputs=mutated_inputs,
     )

@@ -108,7 +108,8 @@ def _long_chains(
     found: dict[fx.Node, str] = {}
     for node in forward:
         chains = [
-            length[one]
+            # A size that backward asked for may be of what was traced there.
+            length.get(one, 0)
             for one in node.all_input_nodes
             if one not in broken and can_fuse(joint, one, node)
         ]

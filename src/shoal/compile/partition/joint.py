@@ -59,6 +59,8 @@ class Joint:
     backward_outputs: tuple[Any, ...]
     written: frozenset[int] = frozenset()
     """The memory that does not keep its value: the graph, or its caller, writes to it."""
+    handed_out: frozenset[int] = frozenset()
+    """The memory of inputs that the caller sees in outputs, and may write to before backward."""
 
     def in_order(self, nodes: Iterable[fx.Node]) -> list[fx.Node]:
         """Some of the nodes, in the order of the graph."""
@@ -107,6 +109,7 @@ def read_joint(
     *,
     graph: fx.Graph | None = None,
     written: frozenset[int] = frozenset(),
+    handed_out: frozenset[int] = frozenset(),
 ) -> Joint:
     """Read a module's joint graph, or one made of it: outputs of a function, then gradients."""
     graph = module.graph if graph is None else graph
@@ -138,6 +141,7 @@ def read_joint(
         forward_outputs=outputs[:num_fwd_outputs],
         backward_outputs=outputs[num_fwd_outputs:],
         written=written,
+        handed_out=handed_out,
     )
 
 

@@ -22,13 +22,22 @@ def complete_phases(graph: fx.Graph) -> None:
     Dataflow does not tell where a write ran: one without a tag is left without a phase, which is
     refused by whoever asks for it. What depends on no gradient counts as forward's.
     """
-    calls = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
-    if any("phase" in node.meta for node in calls):
-        return
-    for node in calls:
+    if not any("phase" in node.meta for node in _calls(graph)):
+        infer_phases(graph)
+
+
+def infer_phases(graph: fx.Graph) -> None:
+    """Give phases to those nodes of a graph that have none."""
+    for node in _calls(graph):
+        if "phase" in node.meta:
+            continue
         found = PHASES.get(node.meta.get("partitioner_tag", ""))
         if found is None and kind(node) is not Kind.MUTATION:
             reads_backward = any(phase(one) == "backward" for one in node.all_input_nodes)
             found = "backward" if reads_backward else "forward"
         if found is not None:
             node.meta["phase"] = found
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]

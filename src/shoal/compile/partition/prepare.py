@@ -35,7 +35,8 @@ def prepare(
     if dedupe:
         drop_repeated(graph)
     written = frozenset(before_backward | written_in(graph, "backward"))
-    return read_joint(module, num_fwd_outputs, graph=graph, written=written)
+    shown = frozenset(storages(node for node in inputs if node.meta.get("handed_out")))
+    return read_joint(module, num_fwd_outputs, graph=graph, written=written, handed_out=shown)
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

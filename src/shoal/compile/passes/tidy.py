@@ -20,15 +20,16 @@ MAY_COPY = frozenset({"aten::reshape", "aten::flatten", "aten::contiguous", "ate
 """What gives its input back where that is as it should be, and a copy otherwise."""
 
 
-def drop_idle_views(graph: fx.Graph) -> int:
+def drop_idle_views(graph: fx.Graph, *, also_returned: bool = False) -> int:
     """Read what idle views look at in their place; say how many went.
 
-    What a graph returns stays as it is: whoever gets it may tell a view from its base.
+    What a graph returns stays as it is, unless `also_returned`: whoever gets it may tell a view
+    from its base.
     """
     before = len(graph.nodes)
     for node in list(graph.nodes):
         _drop_dims_in_sum(node)
-    returned = set(graph.output_node().all_input_nodes)
+    returned = set() if also_returned else set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
         source = None if node in returned else _same_sight(node)
         if source is not None:
@@ -49,6 +50,8 @@ def _drop_dims_in_sum(node: fx.Node) -> None:
         return
     (user,), (_, dims, keeps) = node.users, node.args
     if user.target is not aten.view.default or not keeps or not isinstance(dims, list | tuple):
+        return
+    if value(node) is None or value(user) is None:  # nobody said
         return
     shape, seen = value(node).shape, value(user).shape
     if not dims or not all(isinstance(one, int) for one in (*shape, *seen)):
