@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
+from shoal.compile.backend import shoal
+
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
     # Inductor advises on TF32 by a warning.
@@ -76,7 +78,7 @@ def built(which: str) -> Blocks:
 def test_direct_calls_draw_what_eager_draws(which: str) -> None:
     torch._dynamo.reset()
     ours, theirs = built(which), built(which)
-    run = torch.compile(ours, backend="shoal", fullgraph=True, options={"cache": False})
+    run = torch.compile(ours, backend=shoal, fullgraph=True, options={"cache": False})
     for a, b in zip(seen(ours, run), seen(theirs, theirs), strict=True):
         assert torch.equal(a, b)
 
@@ -88,7 +90,7 @@ def test_inductor_draws_what_eager_draws_if_it_is_told_to(which: str) -> None:
     ours, theirs = built(which), built(which)
     options = {"cache": False, "inner": "inductor"}
     with torch._inductor.config.patch(fallback_random=True):
-        run = torch.compile(ours, backend="shoal", fullgraph=True, options=options)
+        run = torch.compile(ours, backend=shoal, fullgraph=True, options=options)
         found = seen(ours, run)
     for a, b in zip(found, seen(theirs, theirs), strict=True):
         if a.dtype == torch.uint8:
