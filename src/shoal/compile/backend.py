@@ -116,6 +116,7 @@ def pipeline_of(options: Options) -> Pipeline:
         else default_partition,
         decompositions=_torch.inductor_decompositions() if is_inductor else None,
         rewrites=(compare_instead_of_scatter,) if is_inductor else (),
+        tidies=not is_inductor,
         donates=is_inductor,
     )
 

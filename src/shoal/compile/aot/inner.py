@@ -13,7 +13,6 @@ from shoal import _torch
 from shoal.compile.aot.graph_code import Boxed, compile_graph
 from shoal.compile.aot.naming import compiling
 from shoal.compile.passes.collectives import collective
-from shoal.compile.passes.tidy import drop_idle_views
 
 
 class Role(StrEnum):
@@ -49,8 +48,6 @@ Inner = Callable[[Task], Boxed]
 
 def directly(task: Task) -> Boxed:
     """Call the graph's operators one by one."""
-    # Gradients are autograd's, which does not ask of what they are views.
-    drop_idle_views(task.module.graph, also_returned=task.role is Role.BACKWARD)
     return compile_graph(task.module, str(task.role))
 
 

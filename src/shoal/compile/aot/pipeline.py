@@ -31,6 +31,7 @@ from shoal.compile.observe.text import graph_text, saved_text, signature_text
 from shoal.compile.observe.topics import Topic
 from shoal.compile.partition.phases import infer_phases
 from shoal.compile.partition.prepare import copy_graph
+from shoal.compile.passes.tidy import drop_idle_views
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 Rewrite = Callable[[Graph], object]
@@ -48,6 +49,8 @@ class Pipeline:
     """Whether a call checks its arguments, because nobody in front of it does."""
     rewrites: tuple[Rewrite, ...] = ()
     """What is done to a captured graph before it is cut."""
+    tidies: bool = False
+    """Whether views that show nothing new go: of use where operators run one by one."""
     donates: bool = False
     """Whether the inner compiler can write over what was saved for backward."""
 
@@ -111,6 +114,8 @@ class Pipeline:
                 forward, backward = self._cut(captured)
             saved = outputs_of(forward)[captured.num_forward_outputs :]
             num_saved, saved_bytes = count_saved(saved)
+        if self.tidies:
+            _tidy(forward, backward)
         return Lowered(
             signature=analysis.signature,
             arrangement=arrangement,
@@ -195,6 +200,15 @@ class Pipeline:
             num_fwd_outputs=captured.num_forward_outputs,
             **self._written_later(captured.module),
         )
+
+
+def _tidy(forward: GraphModule, backward: GraphModule | None) -> None:
+    drop_idle_views(forward.graph)
+    forward.recompile()
+    if backward is not None:
+        # Gradients are autograd's, which does not ask of what they are views.
+        drop_idle_views(backward.graph, also_returned=True)
+        backward.recompile()
 
 
 def _rewritten_by_user(captured: Captured, *, trains: bool) -> Captured:

@@ -51,8 +51,6 @@ def _drop_dims_in_sum(node: fx.Node) -> None:
     (user,), (_, dims, keeps) = node.users, node.args
     if user.target is not aten.view.default or not keeps or not isinstance(dims, list | tuple):
         return
-    if value(node) is None or value(user) is None:  # nobody said
-        return
     shape, seen = value(node).shape, value(user).shape
     if not dims or not all(isinstance(one, int) for one in (*shape, *seen)):
         return
