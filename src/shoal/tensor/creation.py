@@ -36,18 +36,17 @@ def full(
     sharding_spec: ShardingSpec, size: Sequence[Any], fill_value: Any, **options: Any
 ) -> ShardedTensor:
     """Make a tensor of one value."""
-    tensor = ShardedTensor(sharding_spec, *size, **options)
-    return _filled(tensor, lambda local: local.fill_(fill_value))
+    return _filled(lambda local: local.fill_(fill_value), sharding_spec, *size, **options)
 
 
 def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """Draw uniform numbers from [0, 1); each rank draws its own, with its own generator."""
-    return _filled(ShardedTensor(sharding_spec, *size, **options), Tensor.uniform_)
+    return _filled(Tensor.uniform_, sharding_spec, *size, **options)
 
 
 def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
     """Draw normal numbers; each rank draws its own, with its own generator."""
-    return _filled(ShardedTensor(sharding_spec, *size, **options), Tensor.normal_)
+    return _filled(Tensor.normal_, sharding_spec, *size, **options)
 
 
 def allocate(
@@ -125,8 +124,17 @@ def shape_of(size: Sequence[Any]) -> tuple[int, ...]:
     return tuple(size)
 
 
-def _filled(tensor: ShardedTensor, fill: Callable[[Tensor], object]) -> ShardedTensor:
+def _filled(
+    fill: Callable[[Tensor], object],
+    sharding_spec: ShardingSpec,
+    *size: Any,
+    init_rrefs: bool = False,
+    **options: Any,
+) -> ShardedTensor:
+    tensor = ShardedTensor(sharding_spec, *size, **options)
     with torch.no_grad():
         for local in tensor.locals:
             fill(local)
+    if init_rrefs:  # not before: others could look at what is not filled yet
+        remote.share(tensor)
     return tensor

@@ -35,6 +35,7 @@ def main() -> Results:
     start_workers()
     torch.manual_seed(dist.get_rank())
     tensor = rand(ChunkShardingSpec(dim=0, placements=places()), 7, 3, init_rrefs=True)
+    dist.barrier()  # torch tells the others of shards before it fills them
     found: Results = {"tensor": described(tensor), "remote": {}}
     for rank, references in tensor.remote_shards().items():
         shards = [reference.to_here() for reference in references]

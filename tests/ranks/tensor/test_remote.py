@@ -1,12 +1,14 @@
 """RRefs to the shards of other ranks: exchanged, counted from the world, and cleaned up."""
 
 import pickle
+import time
 import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +94,20 @@ def test_nothing_stays_of_a_tensor_that_is_gone(tmp_path: Path) -> None:
         del kept
         assert not SHARED
         assert OURS.tensor.api._sharded_tensor_map is SHARED
+
+
+@ranks(2, fresh=True)
+def test_others_see_a_tensor_once_it_is_filled(tmp_path: Path) -> None:
+    def late(local: torch.Tensor) -> None:
+        time.sleep(0.3 * (dist.get_rank() == 0))
+        local.fill_(7)
+
+    with workers(tmp_path), mock.patch.object(torch.Tensor, "uniform_", late):
+        tensor = OURS.tensor.rand(OURS.chunks(0, [0, 1]), 4, init_rrefs=True)
+        for references in tensor.remote_shards().values():
+            for reference in references:
+                assert reference.to_here().tensor.tolist() == [7, 7]
+        dist.barrier()
 
 
 @ranks(2, fresh=True)
