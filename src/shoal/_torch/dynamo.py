@@ -95,9 +95,9 @@ def sources_of(module: GraphModule) -> list[Any]:
 
 
 def overlapping(tensors: Sequence[Tensor]) -> set[int]:
-    """Which of some tensors of one storage have elements in common with another of them.
+    """Which of some tensors of one storage overlap others, as the guard of `guard_overlap` sees it.
 
-    Or may have: of those that are left out, it is certain. Sizes must be known.
+    For that guard alone: it takes some that leave out the same rows for tensors that do not.
     """
     from torch._C._dynamo.guards import compute_overlapping_tensors
 
