@@ -27,9 +27,12 @@ from shoal._torch.autograd import (
     leave_undifferentiated,
     leaves_after,
     run_grad_hooks,
+    set_backward,
     set_grad_hooks,
+    set_versions,
     step_of,
     version_of,
+    versions_of,
     view_text,
     without_compiled_autograd,
     without_hooks_on_saved,
@@ -174,6 +177,7 @@ from shoal._torch.operators import (
     getitem,
     given_arguments,
     has_effects,
+    in_place_of,
     is_impure,
     is_view_op,
     mutated_arguments,
@@ -273,6 +277,7 @@ from shoal._torch.traces import (
     trace,
     traced_nodes,
     tracing,
+    without_inference_mode,
 )
 from shoal._torch.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shoal._torch.wrapping import (

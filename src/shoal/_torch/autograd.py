@@ -106,6 +106,15 @@ def applied(function: type[torch.autograd.Function], *, all_tensors: bool) -> Ca
     return call
 
 
+def set_backward(function: type[torch.autograd.Function], backward: Callable[..., Any]) -> None:
+    """Let it be a function's backward from now on, also of what was called before.
+
+    Autograd calls it at once, without looking for it by name each time.
+    """
+    cast(Any, function).backward = staticmethod(backward)
+    cast(Any, function)._backward_cls.apply = backward
+
+
 def leave_undifferentiated(ctx: Any, *outputs: Tensor) -> None:
     """Say that outputs have no derivative, and that nobody needs zeros for it."""
     ctx.mark_non_differentiable(*outputs)
@@ -138,6 +147,33 @@ def is_custom_view(tensor: Tensor, root: Tensor) -> bool:
 def version_of(tensor: Tensor) -> int:
     """How often a tensor was written to; inference tensors do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
+    """How often some tensors were written to."""
+    try:
+        return tuple(map(_VERSION, tensors))
+    except RuntimeError:  # of inference tensors, for which it is not worth to ask all others first
+        return tuple(map(version_of, tensors))
+
+
+_VERSION = operator.attrgetter("_version")
+
+
+def set_versions(
+    tensors: tuple[Tensor, ...], versions: tuple[int, ...], more: tuple[int, ...]
+) -> None:
+    """Let tensors look as if they were written to so many times since they had these versions."""
+    new = tuple(map(operator.add, versions, more))
+    try:
+        _SET_VERSIONS(tensors, new)
+    except RuntimeError:
+        for tensor, version in zip(tensors, new, strict=True):
+            if not tensor.is_inference():
+                _SET_VERSIONS((tensor,), (version,))
+
+
+_SET_VERSIONS: Callable[..., None] = vars(torch._C)["_autograd"]._unsafe_set_version_counter
 
 
 def keeps_graph() -> bool:

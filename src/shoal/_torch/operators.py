@@ -64,6 +64,24 @@ def aten_overload(name: str) -> OpOverload | None:
     return getattr(getattr(torch.ops.aten, packet, None), overload, None)
 
 
+def in_place_of(op: OpOverload) -> OpOverload | None:
+    """The operation that writes over its first argument what another one returns, if there is one.
+
+    It takes the same arguments otherwise.
+    """
+    packet, _, overload = op.name().removeprefix("aten::").partition(".")
+    found = aten_overload(f"{packet}_.{overload or 'default'}")
+    if found is None or op.namespace != "aten":
+        return None
+    first, *rest = found._schema.arguments
+    is_written = first.alias_info is not None and first.alias_info.is_write
+    return found if is_written and _shape_of(rest) == _shape_of(op._schema.arguments[1:]) else None
+
+
+def _shape_of(arguments: Any) -> list[tuple[str, str]]:
+    return [(one.name, str(one.type)) for one in arguments]
+
+
 def operator_named(name: str) -> Any:
     """An operator by its full name."""
     found: Any = torch.ops

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -43,9 +43,8 @@ def autocast_state(device_types: Iterable[str]) -> list[Any]:
     return state
 
 
-def is_autocast() -> bool:
-    """Whether autocast is on, for any device."""
-    return torch._C._is_any_autocast_enabled()
+is_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on, for any device."""
 
 
 def backend_flags() -> dict[str, Any]:

@@ -9,13 +9,18 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.compile.aot.bindings import BINDINGS, bound
+from shoal.compile.aot.bindings import BINDINGS, UNCOUNTED, bound
 
 X, Y, W, V = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
 DEEP = torch.randn(2, 4, 8)
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "_softmax.default": [(X, -1, False)],
+    "_native_batch_norm_legit.default": [
+        (X, V, V, V.clone(), V.abs(), False, 0.1, 1e-5),
+        (X, None, None, V.clone(), V.abs(), False, 0.1, 1e-5),
+    ],
     "add.Tensor": [(X, Y), (X, 2.0), (X, Y, {"alpha": 3})],
+    "add_.Tensor": [(X, 1), (X, Y), (X, Y, {"alpha": 3})],
     "addmm.default": [(V, X, W), (V, X, W, {"beta": 0.5, "alpha": 2})],
     "bmm.default": [(DEEP, DEEP.mT)],
     "cat.default": [([X, Y],), ([X, Y], 1)],
@@ -30,6 +35,8 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "mean.dim": [(X, [1]), (X, [0], True), (X, None)],
     "mm.default": [(X, W), (X.t(), Y)],
     "mul.Tensor": [(X, Y), (X, 2)],
+    "mul_.Tensor": [(X, 2), (X, Y)],
+    "native_dropout.default": [(X, 0.5, True), (X, 0.5, False)],
     "native_layer_norm.default": [(X, [8], V, V, 1e-5), (X, [8], None, None, 1e-5)],
     "permute.default": [(DEEP, [0, 2, 1])],
     "pow.Tensor_Scalar": [(X, 2), (X.abs(), 0.5)],
@@ -68,6 +75,7 @@ def test_the_same_call_and_the_same_result(op: Any) -> None:
         given = sample[: len(sample) - bool(named)]
         results, calls = [], []
         for function in (op, bound(op)):
+            torch.manual_seed(0)
             with Called() as called:
                 result = function(*given, **named)
             results.append(result)
@@ -83,3 +91,14 @@ def test_others_are_called_themselves() -> None:
     op = torch.ops.aten.gelu_backward.default
     assert op not in BINDINGS
     assert torch.equal(bound(op)(X, Y), op(X, Y))
+
+
+@pytest.mark.parametrize("op", UNCOUNTED, ids=str)
+def test_what_is_said_not_to_count_does_not(op: Any) -> None:
+    assert op is torch.ops.aten._native_batch_norm_legit.default
+    mean, var = torch.zeros(8), torch.ones(8)
+    for function in (op, bound(op)):
+        before = mean.clone()
+        function(X, V, V, mean, var, True, 0.1, 1e-5)
+        assert not torch.equal(mean, before)
+    assert (mean._version, var._version) == (0, 0)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from oracle import batches, build, loss_of, shard
 from shoal import _torch
 from shoal.comm.modelled import FREE, init_modelled
-from shoal.compile.aot.graph_code import compile_graph
+from shoal.compile.aot.graph_code import DirectGraph
 from shoal.layout import Flat
 
 OPTIONS = {"inner": "inductor", "cache": False}
@@ -43,7 +43,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     def stand_in(module: GraphModule, inputs: Sequence[Any], **what: Any) -> Callable[..., Any]:
         names = [node.name for node in module.graph.find_nodes(op="placeholder")]
         seen.append({**what, "names": names, "inputs": inputs, "module": module})
-        run = compile_graph(module)
+        run = DirectGraph(module)
 
         def call(given: list[Any]) -> list[Any]:
             spent = [given[at] for at in what.get("donated", ())]
@@ -115,7 +115,7 @@ def donated_by_torch(model: nn.Module, *args: Tensor) -> list[tuple[Any, ...]]:
             metadata = _torch.TracingContext.get().fw_metadata
             assert metadata is not None
             found.extend(_kind(inputs[at]) for at in metadata.bw_donated_idxs or ())
-        run = compile_graph(module)
+        run = DirectGraph(module)
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
@@ -203,7 +203,7 @@ def test_what_was_saved_is_free_once_the_graph_let_go_of_it(
     alive: list[bool] = []
 
     def stand_in(module: GraphModule, inputs: Sequence[Any], **what: Any) -> Callable[..., Any]:
-        run = compile_graph(module)
+        run = DirectGraph(module)
 
         def call(given: list[Any]) -> list[Any]:
             if what["backward"]:

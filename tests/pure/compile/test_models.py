@@ -151,8 +151,7 @@ MODELS = [
 
 @pytest.mark.parametrize("inputs", MODELS)
 def test_forward_and_backward(inputs: Callable[[], Any]) -> None:
-    # Eager's BatchNorm kernel moves its statistics without a word to autograd.
-    compare(run, inputs, scenarios=("train", "infer"), steps=2, ignore=("*.running_*.bumped",))
+    compare(run, inputs, scenarios=("train", "infer"), steps=2)
 
 
 def test_recurrent_layer() -> None:

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
 from compile_compare import Case, Entry, Given, compare, inner, inner_pair, leaf, plain, table
+from shoal.aot import aot_function, nop
 
 
 def add(x: Tensor) -> Tensor:
@@ -309,6 +311,79 @@ def test_resized_storage_is_seen_by_the_caller() -> None:
         return x, torch.randn(8)
 
     compare(refill, freed, scenarios=("infer",), may_refuse="resize")
+
+
+def normalised(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    return batch_norm(x, mean, var, training=True) * 2
+
+
+def normalised_twice(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    once = batch_norm(x, mean, var, training=True)
+    return batch_norm(once.sin(), mean, var, training=True, momentum=0.3)
+
+
+def normalised_and_read(x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    before = mean * 3
+    y = batch_norm(x * mean, mean, var, training=True)
+    return y * var, before + mean
+
+
+def normalised_and_returned(x: Tensor, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    return batch_norm(x, mean, var, training=True), mean
+
+
+def normalised_and_written(x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    mean.add_(1)
+    y = batch_norm(x, mean, var, training=True)
+    var.mul_(2)
+    return y
+
+
+def statistics() -> tuple[Tensor, Tensor, Tensor]:
+    return torch.randn(4, 6, requires_grad=True), torch.randn(6), torch.rand(6)
+
+
+def statistics_in_one() -> Given:
+    both = torch.rand(2, 6)
+    return Given(args=(torch.randn(4, 6, requires_grad=True), *both), watched={"both": both})
+
+
+@table(
+    *(
+        Case(fn=fn, inputs=inputs, options={"steps": 2})
+        for fn in (
+            *(normalised, normalised_twice, normalised_and_read, normalised_and_returned),
+            normalised_and_written,
+        )
+        for inputs in (statistics, statistics_in_one)
+    ),
+)
+def test_writes_that_no_version_counts(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+@pytest.mark.parametrize("fn", [normalised, normalised_and_read, normalised_and_written])
+def test_writes_that_no_version_counts_by_inductor(fn: Any) -> None:
+    compare(fn, statistics, tolerance=1e-5, options={"inner": "inductor"})
+
+
+@pytest.mark.parametrize("is_compiled_there", [False, True])
+def test_inference_tensors_have_no_versions(is_compiled_there: bool) -> None:
+    with torch.inference_mode():
+        x, mean, var = torch.randn(4, 6), torch.zeros(6), torch.ones(6)
+    usual = (torch.randn(4, 6), torch.zeros(6), torch.ones(6))
+    call = aot_function(normalised, nop)
+    with torch.inference_mode():
+        expected = (mean.clone(), var.clone())
+        for _ in range(2):
+            normalised(x, *expected)
+    with torch.inference_mode(is_compiled_there):
+        call(*((x, mean, var) if is_compiled_there else usual))
+    with torch.inference_mode():
+        for _ in range(1 if is_compiled_there else 2):
+            call(x, mean, var)
+    assert torch.equal(mean, expected[0])
+    assert torch.equal(var, expected[1])
 
 
 class Counting(nn.Module):

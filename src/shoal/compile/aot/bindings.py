@@ -11,17 +11,22 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.fx import Graph
 
 from shoal import _torch
+from shoal.compile.partition.ops import mutated_inputs
 
 _FUNCTIONS = """
-    _softmax.default add.Tensor addmm.default bmm.default cat.default clone.default detach.default
-    div.Tensor embedding.default flatten.using_ints mean.dim mm.default mul.Tensor
-    native_layer_norm.default permute.default pow.Tensor_Scalar relu.default reshape.default
-    rsqrt.default select.int split_with_sizes.default sub.Tensor sum.dim_IntList t.default
-    transpose.int unsqueeze.default
+    _native_batch_norm_legit.default _softmax.default add.Tensor addmm.default bmm.default
+    cat.default clone.default detach.default div.Tensor embedding.default flatten.using_ints
+    mean.dim mm.default mul.Tensor native_dropout.default native_layer_norm.default permute.default
+    pow.Tensor_Scalar relu.default reshape.default rsqrt.default select.int split_with_sizes.default
+    sub.Tensor sum.dim_IntList t.default transpose.int unsqueeze.default
 """
-_METHODS = "copy_.default div_.Tensor expand.default view.default"
+_METHODS = "add_.Tensor copy_.default div_.Tensor expand.default mul_.Tensor view.default"
+
+UNCOUNTED = frozenset({torch.ops.aten._native_batch_norm_legit.default})
+"""What writes past the version counters of its arguments."""
 
 
 def _bindings() -> dict[Any, Callable[..., Any]]:
@@ -40,3 +45,13 @@ BINDINGS = _bindings()
 def bound(op: _torch.OpOverload) -> Callable[..., Any]:
     """What to call for an operator."""
     return BINDINGS.get(op) or _torch.straight(op)
+
+
+def writes_uncounted(graph: Graph) -> set[int]:
+    """The inputs of a graph that are written to past their version counters, and not otherwise."""
+    found: set[int] = set()
+    for at, node in enumerate(graph.find_nodes(op="placeholder")):
+        writers = [user.target for user in node.users if node in mutated_inputs(user)]
+        if writers and all(one in UNCOUNTED for one in writers):
+            found.add(at)
+    return found

@@ -11,7 +11,8 @@ from typing import Any
 
 from shoal import _torch
 from shoal.compile.aot.arrange import Arrangement
-from shoal.compile.aot.frame import Frame, in_mode
+from shoal.compile.aot.frame import Frame, mode
+from shoal.compile.aot.graph_code import write_run
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.source import Source
 from shoal.compile.aot.subclass_code import all_apart, all_names, put_together
@@ -43,19 +44,22 @@ def emit(
         wrapper.before(source, frame)
     inputs = [frame.input(at) for at in range(len(signature.inputs))]
     returned = [frame.returned(at) for at in range(signature.num_returned)]
-    given = ", ".join(inputs)
-    wrapped: Wrapped = ()
-    if graph is not None:
-        wrapped = graph.returned
-        given = f"[{', '.join(all_apart(inputs, graph.inputs))}]"
-    call = f"{source.name('run', run)}({given})"
-    names = all_names(returned, wrapped)
-    line = f"{''.join(f'{name}, ' for name in names)}= {call}" if names else call
+    wrapped: Wrapped = () if graph is None else graph.returned
     # Without anything to differentiate, nothing may be recorded; the graph was traced so.
     records = signature.trains or not any(one.requires_grad for one in signature.inputs)
     if autocast:
         source.begin(f"with {source.name('no_autocast', _torch.no_autocast)}():")
-    in_mode(source, frame, signature.trains or (records and signature.grad_mode), line)
+    with mode(source, frame, signature.trains or (records and signature.grad_mode)):
+        if graph is None:
+            results = f"{source.name('run', run)}({', '.join(inputs)})"
+        else:
+            found = write_run(source, run, all_apart(inputs, graph.inputs))
+            results = found.unpacked(0, len(all_names(returned, wrapped)))
+        if returned:
+            names = "".join(f"{name}, " for name in all_names(returned, wrapped))
+            source.line(f"{names}= {results}")
+        elif graph is None:
+            source.line(results)
     if autocast:
         source.end()
     put_together(source, returned, wrapped)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,10 +73,17 @@ def call_of(source: Source, frame: Frame, tensor: str, step: Step) -> str:
 
 def in_mode(source: Source, frame: Frame, with_grad: bool, line: str) -> None:
     """Write a line that runs with or without autograd, whatever the caller's mode is."""
-    if with_grad == frame.signature.grad_mode:
+    with mode(source, frame, with_grad):
         source.line(line)
+
+
+@contextmanager
+def mode(source: Source, frame: Frame, with_grad: bool) -> Iterator[None]:
+    """Lines that are written meanwhile run with or without autograd, as said."""
+    if with_grad == frame.signature.grad_mode:
+        yield
         return
-    mode = ("enable_grad", torch.enable_grad) if with_grad else ("no_grad", torch.no_grad)
-    source.begin(f"with {source.name(*mode)}():")
-    source.line(line)
+    name = ("enable_grad", torch.enable_grad) if with_grad else ("no_grad", torch.no_grad)
+    source.begin(f"with {source.name(*name)}():")
+    yield
     source.end()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal import _torch
-from shoal.compile.aot.graph_code import Boxed
+from shoal.compile.aot.graph_code import Boxed, DirectGraph, write_run
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.source import Source
 from shoal.compile.aot.subclass_code import (
@@ -21,6 +21,7 @@ from shoal.compile.aot.subclass_code import (
     taken_apart,
 )
 from shoal.compile.aot.subclasses import Wrapped, Wrappings, as_traced
+from shoal.compile.observe.observation import current, resumed
 
 DOUBLE_BACKWARD = (
     "torch.compile with aot_autograd does not currently support double backward: the backward "
@@ -39,8 +40,10 @@ class Graphs:
     """Whether it would write over what was saved, if it may."""
     num_saved: int
     """Tensors that forward returns for backward."""
+    num_symbols: int
+    """Numbers that it returns for backward after them."""
     free_dims: Mapping[int, tuple[int, ...]]
-    """Of these, the dims whose sizes differ from call to call."""
+    """Of the tensors, the dims whose sizes differ from call to call."""
     tangents: Sequence[Tensor | None]
     """Fake gradients that the backward graph takes; None for parts that it does not take."""
     dependence: tuple[frozenset[int], ...]
@@ -100,43 +103,46 @@ def zeros(
 
 def make_function(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
     """`apply` of an autograd function made for these graphs."""
-    source = Source("autograd function")
-    _write_forward(source, signature, graphs)
-    _write_backward(source, signature, graphs)
-    forward = source.compiled("forward")
-    backward = forward.__globals__["backward"]
+    observation = current()
+
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        with resumed(observation):
+            written = _backward(signature, graphs)
+        _torch.set_backward(function, written)
+        return written(ctx, *tangents)
+
     function = type(
         # As torch's own runtime calls its function: programs and profiles look for the name.
         "CompiledFunction",
         (torch.autograd.Function,),
-        {"forward": staticmethod(forward), "backward": staticmethod(backward)},
+        {"forward": staticmethod(_forward(signature, graphs))},
     )
+    _torch.set_backward(function, backward)
     return _torch.applied(function, all_tensors=all(one.is_tensor for one in signature.inputs))
 
 
-def _write_forward(source: Source, signature: Signature, graphs: Graphs) -> None:
+def _forward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
+    source = Source("forward")
     inputs = [f"i{at}" for at in range(len(signature.inputs))]
     returned = [f"r{at}" for at in range(signature.num_returned)]
     source.begin(f"def forward(ctx, {', '.join(inputs)}):")
-    run = source.name("forward", graphs.forward)
     wrapped = graphs.wrappings.returned
     names = all_names(returned, wrapped)
-    given = ", ".join(all_apart(inputs, graphs.wrappings.inputs))
-    source.line(f"results = {run}([{given}])")
-    # Python does not unpack more than 256 names before a starred one.
+    results = write_run(source, graphs.forward, all_apart(inputs, graphs.wrappings.inputs))
     visible, kept = len(names), len(names) + graphs.num_saved
     if names:
-        source.line(f"{''.join(f'{name}, ' for name in names)}= results[:{visible}]")
+        source.line(f"{''.join(f'{name}, ' for name in names)}= {results.unpacked(0, visible)}")
     put_together(source, returned, wrapped)
     _write_sizes(source, returned, signature, graphs)
     for at, dims in graphs.free_dims.items():
         mark = source.name("mark_free_dims", _torch.mark_free_dims)
-        source.line(f"{mark}(results[{visible + at}], {dims!r})")
+        source.line(f"{mark}({results.one(visible + at)}, {dims!r})")
     if graphs.num_saved:
-        source.line(f"ctx.save_for_backward(*results[{visible}:{kept}])")
+        source.line(f"ctx.save_for_backward({results.several(visible, kept)})")
     if graphs.donates:
         source.line(f"ctx.is_shared = {source.name('is_hooked', _torch.has_hooks_on_saved)}()")
-    source.line(f"ctx.symbols = results[{kept}:]")
+    if graphs.num_symbols:
+        source.line(f"ctx.symbols = {results.unpacked(kept, kept + graphs.num_symbols)}")
     views = [signature.outputs[k].is_view for k in signature.fresh]
     views += [base.is_view for base in signature.bases]
     first = len(signature.returned_mutations)
@@ -157,6 +163,7 @@ def _write_forward(source: Source, signature: Signature, graphs: Graphs) -> None
         source.line(f"{leave}(ctx, {', '.join(fixed)})")
     source.line(f"return ({''.join(f'{name}, ' for name in returned)})")
     source.end()
+    return source.compiled("forward")
 
 
 def _are_tensors(signature: Signature) -> list[bool]:
@@ -167,10 +174,16 @@ def _are_tensors(signature: Signature) -> list[bool]:
     ]
 
 
-def _write_backward(source: Source, signature: Signature, graphs: Graphs) -> None:
+def _backward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
+    """The backward, with its graph compiled."""
+    source = Source("backward")
     names = [f"t{at}" for at in range(signature.num_returned)]
-    lazy = source.name("backward_of", _Lazy(graphs.backward, donates=graphs.donates))
     source.begin(f"def backward(ctx, {', '.join(names)}):")
+    # What was not cast in the graph must not be cast because backward is called in there.
+    source.begin(f"if {source.name('is_autocast', _torch.is_autocast)}():")
+    no_autocast = source.name("no_autocast", _torch.no_autocast)
+    source.line(f"with {no_autocast}(): return backward(ctx, {', '.join(names)})")
+    source.end()
     wanted = [name for name, has in zip(names, signature.differentiable, strict=False) if has]
     given = _write_tangents(source, wanted, graphs)
     taken = [one for one in graphs.tangents if one is not None]
@@ -181,23 +194,51 @@ def _write_backward(source: Source, signature: Signature, graphs: Graphs) -> Non
             source.line(f"{test} {name} = {coerce}({name}, {strides!r})")
         else:
             source.line(f"{name} = {name}.contiguous()")
-    inputs = ", ".join(("*ctx.symbols", "*ctx.saved_tensors", *given))
     is_on = source.name("is_grad_enabled", torch.is_grad_enabled)
     if graphs.writes_late:
         source.line(f"if {is_on}(): {source.name('refuse_writes', _refuse_writes)}()")
-    source.line(f"inputs = [{inputs}]")
-    through = source.name("through", _through)
-    source.line(f"through = {through}(ctx, inputs) if {is_on}() else None")
-    # The graph frees each after its last use, if nothing else holds it.
-    source.line("ctx.maybe_clear_saved_tensors()")
-    is_shared = "ctx.is_shared" if graphs.donates else "True"
-    source.line(f"grads = {lazy}.run(inputs, {is_shared})")
+    _write_backward_graph(source, graphs, given)
     _write_gradients(source, graphs.wrappings.gradients)
     _write_omissions(source, graphs)
     refuse = source.name("refuse", _refuse_twice)
     source.line(f"if through is not None: grads = {refuse}(grads, through)")
     source.line("return tuple(grads)")
     source.end()
+    return source.compiled("backward")
+
+
+def _write_backward_graph(source: Source, graphs: Graphs, tangents: list[str]) -> None:
+    """Run the graph: `grads` is what it returns, `through` is what they depend on, if wanted."""
+    through = source.name("through", _through)
+    is_on = source.name("is_grad_enabled", torch.is_grad_enabled)
+    # The graph frees each after its last use, if nothing else holds it.
+    clear = "ctx.maybe_clear_saved_tensors()"
+    run = None if graphs.donates else graphs.backward(False)
+    if isinstance(run, DirectGraph):
+        symbols = [f"y{at}" for at in range(graphs.num_symbols)]
+        saved = [f"s{at}" for at in range(graphs.num_saved)]
+        if symbols:
+            source.line(f"{', '.join(symbols)}, = ctx.symbols")
+        if saved:
+            source.line(f"{', '.join(saved)}, = ctx.saved_tensors")
+        inputs = [*symbols, *saved, *tangents]
+        given = f"[{', '.join(inputs)}]"
+        source.line(f"through = {through}(ctx, {given}) if {is_on}() else None")
+        source.line(clear)
+        results = run.write(source, inputs)
+        source.line(f"grads = ({''.join(f'{one}, ' for one in results)})")
+        return
+    symbols = ["*ctx.symbols"] if graphs.num_symbols else []
+    saved = ["*ctx.saved_tensors"] if graphs.num_saved else []
+    source.line(f"inputs = [{', '.join([*symbols, *saved, *tangents])}]")
+    source.line(f"through = {through}(ctx, inputs) if {is_on}() else None")
+    source.line(clear)
+    if run is not None:
+        source.line(f"grads = {source.name('graph', run)}(inputs)")
+        return
+    lazy = source.name("graphs", _Lazy(graphs.backward))
+    keeps = source.name("keeps_graph", _torch.keeps_graph)
+    source.line(f"grads = {lazy}[not (ctx.is_shared or {keeps}())](inputs)")
 
 
 def _write_sizes(source: Source, names: list[str], signature: Signature, graphs: Graphs) -> None:
@@ -274,29 +315,21 @@ def _write_gradients(source: Source, wrapped: Wrapped) -> None:
     source.line(f"grads = [{', '.join(names)}]")
 
 
-class _Lazy:
-    """A backward graph, compiled by the first call.
+class _Lazy(dict[bool, Boxed]):
+    """A backward graph, compiled when it is first asked for.
 
-    Where it may write over what was saved, there are two: one for the last time that it is read,
-    one for `retain_graph`, or for hooks that may hold what was saved.
+    There are two where it may write over what was saved: one for the last time that this is read,
+    and one for `retain_graph`, and for hooks that may hold what was saved.
     """
 
-    def __init__(self, make: Callable[[bool], Boxed], *, donates: bool) -> None:
+    def __init__(self, make: Callable[[bool], Boxed]) -> None:
+        super().__init__()
         self._make = make
-        self._donates = donates
-        self._graphs: dict[bool, Boxed] = {}
 
-    def run(self, inputs: list[Any], is_shared: bool) -> list[Any]:
-        """Compile if need be, and run; `is_shared` says that others hold what was saved."""
-        is_last = self._donates and not is_shared and not _torch.keeps_graph()
-        graph = self._graphs.get(is_last)
-        if graph is None:
-            graph = self._graphs[is_last] = self._make(is_last)
-        if not _torch.is_autocast():
-            return graph(inputs)
-        # What was not cast in the graph must not be cast because backward is called in there.
-        with _torch.no_autocast():
-            return graph(inputs)
+    def __missing__(self, is_last: bool) -> Boxed:
+        """Compile it."""
+        made = self[is_last] = self._make(is_last)
+        return made
 
 
 def _refuse_writes() -> None:

@@ -1,11 +1,13 @@
-"""A graph as a Python function that calls operators directly.
+"""A graph as Python code that calls operators directly.
 
-It takes its inputs in a list and empties it, so that nothing outlives its last use.
+As a function, it takes its inputs in a list and empties it, so that nothing outlives its last use.
+As lines of another function, it costs no call of its own: what small graphs are worth.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import GraphModule, Node
@@ -17,18 +19,91 @@ from shoal.compile.aot.source import Source
 Boxed = Callable[[list[Any]], list[Any]]
 
 
-def compile_graph(module: GraphModule, title: str = "graph") -> Boxed:
-    """The function that a graph is."""
-    writer = _Writer(module, Source(title))
-    return writer.write()
+class DirectGraph:
+    """A graph that can be called, or written where it would be called."""
+
+    def __init__(self, module: GraphModule, title: str = "graph") -> None:
+        self._module = module
+        self._title = title
+        self._run: Boxed | None = None
+
+    def __call__(self, inputs: list[Any]) -> list[Any]:
+        """Run it."""
+        if self._run is None:
+            self._run = self.function()
+        return self._run(inputs)
+
+    def function(self) -> Boxed:
+        """The function that it is."""
+        source = Source(self._title)
+        source.begin("def run(inputs):")
+        names = [f"_{node.name}" for node in self._module.graph.find_nodes(op="placeholder")]
+        if names:
+            source.line("".join(f"{name}, " for name in names) + "= inputs")
+        source.line("inputs.clear()")
+        results = self.write(source, names)
+        source.line(f"return [{', '.join(results)}]")
+        source.end()
+        return source.compiled("run")
+
+    def write(
+        self, source: Source, inputs: Sequence[str], *, keeps_inputs: bool = False
+    ) -> list[str]:
+        """Write its lines for inputs of these names; the texts of its results.
+
+        What they name themselves begins with an underscore. Unless `keeps_inputs`, each is deleted
+        after its last use.
+        """
+        return _Writer(self._module, source, inputs, keeps_inputs).write()
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a graph has returned, in code after it."""
+
+    texts: Sequence[str] | None
+    """One by one; None where they are in a list of the name `results`."""
+
+    def one(self, at: int) -> str:
+        """A result."""
+        return f"results[{at}]" if self.texts is None else self.texts[at]
+
+    def several(self, first: int, last: int) -> str:
+        """Some of them, as arguments of a call."""
+        if self.texts is None:
+            return f"*results[{first}:{last}]"
+        return ", ".join(self.texts[first:last])
+
+    def unpacked(self, first: int, last: int) -> str:
+        """Some of them, to be given names to."""
+        if self.texts is None:
+            return f"results[{first}:{last}]"
+        return "".join(f"{one}, " for one in self.texts[first:last])
+
+
+def write_run(source: Source, run: Boxed, inputs: Sequence[str]) -> Results:
+    """Write the lines that run a graph with inputs that somebody holds meanwhile: expressions."""
+    if isinstance(run, DirectGraph):
+        names = [one if one.isidentifier() else f"x{at}" for at, one in enumerate(inputs)]
+        for name, text in zip(names, inputs, strict=True):
+            if name != text:
+                source.line(f"{name} = {text}")
+        return Results(run.write(source, names, keeps_inputs=True))
+    source.line(f"results = {source.name('graph', run)}([{', '.join(inputs)}])")
+    return Results(None)
 
 
 class _Writer:
-    def __init__(self, module: GraphModule, source: Source) -> None:
+    def __init__(
+        self, module: GraphModule, source: Source, inputs: Sequence[str], keeps_inputs: bool
+    ) -> None:
         self._module = module
         self._source = source
         self._nodes = list(module.graph.nodes)
+        self._names = {node: f"_{node.name}" for node in self._nodes}
+        self._names.update(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
         self._last_use = self._find_last_uses()
+        self._keeps_inputs = keeps_inputs
 
     def _find_last_uses(self) -> dict[Node, list[Node]]:
         """For each node, those that nobody reads after it."""
@@ -42,29 +117,23 @@ class _Writer:
             by_user.setdefault(user, []).append(read)
         return by_user
 
-    def write(self) -> Boxed:
-        source = self._source
-        source.begin("def run(inputs):")
-        names = [node.name for node in self._nodes if node.op == "placeholder"]
-        if names:
-            source.line("".join(f"{name}, " for name in names) + "= inputs")
-        source.line("inputs.clear()")
-        for node in self._nodes:
+    def write(self) -> list[str]:
+        for node in self._nodes[:-1]:
             self._write(node)
-        source.end()
-        return source.compiled("run")
+        return [self._value(one) for one in self._nodes[-1].args[0]]  # type: ignore[union-attr]
 
     def _write(self, node: Node) -> None:
         source = self._source
-        if node.op == "output":
-            source.line(f"return {self._value(list(node.args[0]))}")  # type: ignore[arg-type]
-            return
         if node.op == "get_attr":
             value = _torch.attribute(self._module, str(node.target))
-            source.line(f"{node.name} = {source.name('attribute', value)}")
+            source.line(f"{self._names[node]} = {source.name('attribute', value)}")
         elif node.op != "placeholder":
-            source.line(f"{node.name} = {self._call(node)}")
-        dead = [one.name for one in self._last_use.get(node, ())]
+            source.line(f"{self._names[node]} = {self._call(node)}")
+        dead = [
+            self._names[one]
+            for one in self._last_use.get(node, ())
+            if one.op != "placeholder" or not self._keeps_inputs
+        ]
         if dead:
             source.line("del " + ", ".join(dead))
 
@@ -86,7 +155,7 @@ class _Writer:
 
     def _value(self, value: Any) -> str:
         if isinstance(value, Node):
-            return value.name
+            return self._names[value]
         if isinstance(value, (list, tuple)):
             items = ", ".join(self._value(item) for item in value)
             return f"[{items}]" if isinstance(value, list) else f"({items}{',' if value else ''})"

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from shoal import _torch
-from shoal.compile.aot.graph_code import Boxed, compile_graph
+from shoal.compile.aot.graph_code import Boxed, DirectGraph
 from shoal.compile.aot.naming import compiling
 from shoal.compile.passes.collectives import collective
 
@@ -48,7 +48,7 @@ Inner = Callable[[Task], Boxed]
 
 def directly(task: Task) -> Boxed:
     """Call the graph's operators one by one."""
-    return compile_graph(task.module, str(task.role))
+    return DirectGraph(task.module, str(task.role))
 
 
 class Inductor:

@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Node
 from shoal import _torch
 from shoal.compile.aot.analyse import Analysis, Function, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange, lying_apart
+from shoal.compile.aot.bindings import writes_uncounted
 from shoal.compile.aot.capture import Captured, Decompositions, capture
 from shoal.compile.aot.dependence import dependence_of
 from shoal.compile.aot.donation import donated_by
@@ -31,7 +32,9 @@ from shoal.compile.observe.text import graph_text, saved_text, signature_text
 from shoal.compile.observe.topics import Topic
 from shoal.compile.partition.phases import infer_phases
 from shoal.compile.partition.prepare import copy_graph
+from shoal.compile.passes.parts import call_parts
 from shoal.compile.passes.tidy import drop_idle_views
+from shoal.compile.passes.updates import update_in_place
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 Rewrite = Callable[[Graph], object]
@@ -76,6 +79,10 @@ class Pipeline:
         self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
     ) -> Lowered:
         """Trace the function, and cut its graph into forward and backward."""
+        with _torch.without_inference_mode():
+            return self._lower(function, args, fixed)
+
+    def _lower(self, function: Function, args: Sequence[Any], fixed: Collection[int]) -> Lowered:
         mode = self.mode_for(args)
         arrangement = arrange(args)
         with stage("analyse"):
@@ -114,10 +121,13 @@ class Pipeline:
                 forward, backward = self._cut(captured)
             saved = outputs_of(forward)[captured.num_forward_outputs :]
             num_saved, saved_bytes = count_saved(saved)
+        signature = analysis.signature
         if self.tidies:
             _tidy(forward, backward)
+            inner = places(captured.wrappings.inputs)
+            signature = signature.counted(writes_uncounted(forward.graph), inner)
         return Lowered(
-            signature=analysis.signature,
+            signature=signature,
             arrangement=arrangement,
             wrappings=captured.wrappings,
             forward=forward,
@@ -165,6 +175,7 @@ class Pipeline:
             backward=_Later(inner, lowered, backward, strides, donated=donated, number=number),
             donates=bool(donated),
             num_saved=lowered.num_saved,
+            num_symbols=len(lowered.saved) - lowered.num_saved,
             free_dims=lowered.free_dims,
             tangents=lowered.tangents,
             dependence=dependence_of(backward.graph, lowered.tangents, lowered.wrappings),
@@ -204,10 +215,13 @@ class Pipeline:
 
 def _tidy(forward: GraphModule, backward: GraphModule | None) -> None:
     drop_idle_views(forward.graph)
+    update_in_place(forward.graph)
+    call_parts(forward.graph)
     forward.recompile()
     if backward is not None:
         # Gradients are autograd's, which does not ask of what they are views.
         drop_idle_views(backward.graph, also_returned=True)
+        call_parts(backward.graph)
         backward.recompile()
 
 

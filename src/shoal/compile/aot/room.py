@@ -16,7 +16,7 @@ import sys
 from types import FunctionType
 from typing import Any
 
-from shoal.compile.aot.graph_code import Boxed
+from shoal.compile.aot.graph_code import Boxed, DirectGraph
 from shoal.compile.aot.inner import Inner, Task
 
 _LARGE = 128
@@ -34,7 +34,10 @@ def with_room(inner: Inner) -> Inner:
     def compiled(task: Task) -> Boxed:
         run = inner(task)
         num_values = len(task.module.graph.nodes)
-        return run if num_values < _LARGE else called_with_room(run, num_values)
+        if num_values < _LARGE:
+            return run
+        function = run.function() if isinstance(run, DirectGraph) else run
+        return called_with_room(function, num_values)
 
     return compiled
 

@@ -12,7 +12,8 @@ autograd and whoever writes to it later see what they would see without a compil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence, Set
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Any
 
@@ -68,18 +69,20 @@ class Input:
     is_leaf: bool = True
     is_wrapper: bool = False
     """Whether it wraps other tensors: graphs see those, and write to them."""
+    is_counted: bool | None = None
+    """Whether the graph raises its version when it writes to it; None where nobody knows."""
     mutation: Mutation = Mutation()
 
     @property
     def is_written_in_graph(self) -> bool:
-        """Whether the graph itself can write the new elements.
-
-        It writes like any operator, so that what was written past the version counter is not its;
-        that of a wrapper is apart from those of the tensors in it.
-        """
+        """Whether the graph itself can write the new elements."""
         what = self.mutation
-        is_plain = not (what.by_autograd or what.is_reshaped or what.is_set)
-        return what.data and is_plain and (self.is_wrapper or what.num_versions > 0)
+        return what.data and not (what.by_autograd or what.is_reshaped or what.is_set)
+
+    @property
+    def num_missing_versions(self) -> int | None:
+        """How many versions the graph does not count, of what it writes; -1 for one too many."""
+        return None if self.is_counted is None else self.mutation.num_versions - self.is_counted
 
 
 class OutputKind(StrEnum):
@@ -176,6 +179,17 @@ class Signature:
     def graph_mutations(self) -> tuple[int, ...]:
         """The inputs that the graph itself writes to."""
         return tuple(i for i, one in enumerate(self.inputs) if one.is_written_in_graph)
+
+    def counted(self, past: Set[int], places: Sequence[Sequence[int]]) -> Signature:
+        """The same, for a graph that raises the versions of what it writes to, but for some inputs.
+
+        `past` are those inputs of the graph, `places` where those of the function are among them.
+        """
+        inputs = (
+            replace(one, is_counted=not one.is_wrapper and past.isdisjoint(place))
+            for one, place in zip(self.inputs, places, strict=True)
+        )
+        return replace(self, inputs=tuple(inputs))
 
     @property
     def fresh(self) -> tuple[int, ...]:

@@ -20,22 +20,23 @@ class Source:
     def __init__(self, title: str) -> None:
         self._title = title
         self._lines: list[str] = []
-        self._depth = 0
+        self._opened: list[int] = []
         self._names: dict[str, Any] = {}
         self._known: dict[int, str] = {}
 
     def line(self, text: str) -> None:
         """Write one line."""
-        self._lines.append("    " * self._depth + text)
+        self._lines.append("    " * len(self._opened) + text)
 
     def begin(self, text: str) -> None:
         """Write a line that opens a block."""
         self.line(text)
-        self._depth += 1
+        self._opened.append(len(self._lines))
 
     def end(self) -> None:
-        """Close the block."""
-        self._depth -= 1
+        """Close the block; one without lines goes."""
+        if self._opened.pop() == len(self._lines):
+            self._lines.pop()
 
     def name(self, prefix: str, value: Any) -> str:
         """A name for an object; the same one for the same object."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from shoal import _torch
@@ -75,6 +77,12 @@ class Memory(Wrapper):
 class Mutations(Wrapper):
     """What the function did to its arguments in place happens to them."""
 
+    def before(self, source: Source, frame: Frame) -> None:
+        """Note versions that the graph may raise too often."""
+        if known := self._versioned(frame):
+            versions = source.name("versions", _torch.versions_of)
+            source.line(f"versions = {versions}(({self._names(frame, known)}))")
+
     def after(self, source: Source, frame: Frame) -> None:
         """Write what the graph returned for it; count what it wrote itself."""
         signature = frame.signature
@@ -94,10 +102,20 @@ class Mutations(Wrapper):
             in_mode(source, frame, mutation.by_autograd, f"{target}.copy_({value})")
             self._count(source, target, mutation.num_versions - 1)
         for at in signature.graph_mutations:
-            # A graph writes to what a wrapper holds: nothing is counted for the wrapper itself.
-            counted = 0 if signature.inputs[at].is_wrapper else 1
-            times = signature.inputs[at].mutation.num_versions - counted
-            self._count(source, frame.input(at), times)
+            self._count(source, frame.input(at), signature.inputs[at].num_missing_versions or 0)
+        if known := self._versioned(frame):
+            put = source.name("set_versions", _torch.set_versions)
+            more = tuple(signature.inputs[at].mutation.num_versions for at in known)
+            source.line(f"{put}(({self._names(frame, known)}), versions, {more!r})")
+
+    def _versioned(self, frame: Frame) -> list[int]:
+        """The inputs that the graph writes to, whose versions may be too high afterwards."""
+        signature = frame.signature
+        missing = ((i, signature.inputs[i].num_missing_versions) for i in signature.graph_mutations)
+        return [at for at, number in missing if number is None or number < 0]
+
+    def _names(self, frame: Frame, inputs: Sequence[int]) -> str:
+        return "".join(f"{frame.input(at)}, " for at in inputs)
 
     def _set(self, source: Source, frame: Frame, at: int, value: str) -> None:
         in_mode(source, frame, False, f"{frame.input(at)}.set_({value})")

@@ -56,7 +56,7 @@ def test_all_topics(caplog, monkeypatch) -> None:
         assert f": {title}\n" in found["graphs"]
     assert "aten.mm.default(" in found["graphs"]
     assert "float32[4, 4]" in found["graphs"]
-    for title in ("call", "autograd function", "forward", "backward"):
+    for title in ("call", "forward", "backward"):
         assert f": {title}\n" in found["code"]
     assert "def call(a0):" in found["code"]
     assert "forward saves" in found["partition"]

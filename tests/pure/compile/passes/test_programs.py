@@ -13,6 +13,7 @@ from comm_programs import Step, inputs, program, programs
 from shoal.compile.passes.comm_block import get_all_comm_blocks
 from shoal.compile.passes.in_place import average_in_place
 from shoal.compile.passes.tidy import drop_idle_views
+from shoal.compile.passes.updates import update_in_place
 from shoal.passes import (
     Limits,
     bucket_all_gathers,
@@ -44,6 +45,7 @@ PASSES = {
     "lists": replicated(bucket_size_mb=25, coalesced=True).run,
     "tidy": drop_idle_views,
     "in place": average_in_place,
+    "updates": update_in_place,
     "sharded": sharded(bucket_bytes=1024, max_in_flight_bytes=BOUND).run,
 }
 quick = settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
