@@ -254,6 +254,7 @@ from shoal._torch.subclasses import (
 from shoal._torch.symbols import (
     SYMBOLIC,
     bound_symbol,
+    known_number,
     num_bytes,
     size_hint,
     symbol_bindings,

@@ -34,6 +34,12 @@ def num_bytes(tensor: Tensor) -> int:
     return numel * tensor.element_size()
 
 
+def known_number(value: Any) -> float | None:
+    """What a symbolic number has been found to be in all calls of a graph; None if it is open."""
+    expression = value.node.expr
+    return float(expression) if expression.is_number else None
+
+
 def symbol_bindings(graph: torch.fx.Graph) -> dict[Any, torch.fx.Node]:
     """The node that first brings each symbol of a graph in."""
     return symbolic_shapes.find_symbol_binding_fx_nodes(graph)

@@ -56,6 +56,7 @@ def _node_key(
         [_argument_key(arg, reference) for arg in node.args],
         [[name, _argument_key(arg, reference)] for name, arg in node.kwargs.items()],
     ]
+    given += _number_key(node)
     if node.op in ("placeholder", "output"):
         return [node.op, *given]
     if node.op == "call_method":
@@ -65,6 +66,17 @@ def _node_key(
     if node.op == "get_attr":
         return [node.op, _attribute_key(module, str(node.target))]
     raise NotExactError(f"its node {node.name} is a {node.op} of {node.target}")
+
+
+def _number_key(node: fx.Node) -> list[Json]:
+    """What a number is that the graph gets as a tensor, if it holds for that one alone."""
+    value = node.meta.get("example_value")
+    if not isinstance(value, _torch.SYMBOLIC):
+        return []
+    number = _torch.known_number(value)
+    if number is None:
+        raise NotExactError(f"its number {node.name} differs from call to call")
+    return [values.encode(number, lambda _: None)]
 
 
 def _argument_key(value: Any, reference: Callable[[Any], str | None]) -> Json:

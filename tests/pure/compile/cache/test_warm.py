@@ -269,3 +269,30 @@ def test_collectives(monkeypatch) -> None:
         assert seen[0] == seen[1], "ranks compare what they send, wherever it comes from"
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("inner", ["direct", "inductor"])
+def test_a_number_that_changes_is_not_that_of_another_call(inner: str) -> None:
+    """From its second value on it is an input, and what read it holds for that value alone."""
+
+    def scaled(x: Tensor, number: float) -> Tensor:
+        return F.layer_norm(x, (4,), eps=number) * number
+
+    torch._dynamo.reset()
+    call = torch.compile(scaled, backend="shoal", options={"inner": inner})
+    x = torch.randn(3, 4)
+    for number in (0.5, 0.7, 0.3, 0.25, 0.7):
+        torch.testing.assert_close(call(x, number), scaled(x, number))
+
+
+def test_a_schedule_of_dropout() -> None:
+    torch._dynamo.reset()
+    module = nn.Dropout()
+    call = torch.compile(module, backend="shoal")
+    x = torch.ones(10_000)
+    for p in (0.5, 0.7, 0.3, 0.0, 0.1, 1.0, 0.3):
+        module.p = p
+        torch.manual_seed(0)
+        expected = module(x)
+        torch.manual_seed(0)
+        assert torch.equal(call(x), expected), p
