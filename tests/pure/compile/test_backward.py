@@ -324,3 +324,37 @@ def test_operators_with_effects_in_backward() -> None:
     want, got = program(x), aot_function(program, nop)(x)
     (want_grad,), (got_grad,) = (torch.autograd.grad(one, x) for one in (want, got))
     assert torch.allclose(want_grad, got_grad)
+
+
+def viewed_sum(a: Tensor, b: Tensor) -> Tensor:
+    return ((a.view(-1) + b) * 2).sin()
+
+
+def transposed_sum(a: Tensor, b: Tensor) -> Tensor:
+    return (a.t() + b.view(4, 3)).cos()
+
+
+def joined(a: Tensor, b: Tensor) -> Tensor:
+    return torch.cat([a.view(-1), b]) * 3
+
+
+@pytest.mark.parametrize("fn", [viewed_sum, transposed_sum, joined])
+@pytest.mark.parametrize("how", ["direct", "inductor", "dynamic", "cached"])
+def test_gradients_that_are_kept_do_not_share_memory(fn: Any, how: str) -> None:
+    """Autograd adds to them in place: what is added to one would be added to the other too."""
+    options = {"inner": "inductor" if how == "inductor" else "direct", "cache": how == "cached"}
+    found: list[Tensor] = []
+    for is_compiled in (False, True, True):
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        a, b = torch.randn(3, 4, requires_grad=True), torch.randn(12, requires_grad=True)
+        call = fn
+        if is_compiled:
+            call = torch.compile(fn, backend="shoal", options=options, dynamic=how == "dynamic")
+        for _ in range(3):
+            call(a, b).sum().backward()
+        assert a.grad is not None
+        assert b.grad is not None
+        found.append(torch.cat([a.grad.view(-1), b.grad]))
+    torch.testing.assert_close(found[1], found[0])
+    torch.testing.assert_close(found[2], found[0])

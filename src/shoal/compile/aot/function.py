@@ -48,6 +48,8 @@ class Graphs:
     """Fake gradients that the backward graph takes; None for parts that it does not take."""
     dependence: tuple[frozenset[int], ...]
     """For each gradient that the backward graph returns, the tangents it depends on."""
+    copied: tuple[int, ...] = ()
+    """Of what the backward graph returns, what lies in the memory of something else there."""
     writes_late: bool = False
     """Whether backward writes to an input that requires a gradient."""
     wrappings: Wrappings
@@ -198,6 +200,10 @@ def _backward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
     if graphs.writes_late:
         source.line(f"if {is_on}(): {source.name('refuse_writes', _refuse_writes)}()")
     _write_backward_graph(source, graphs, given)
+    if graphs.copied or graphs.watched:
+        source.line("grads = list(grads)")
+    for at in graphs.copied:
+        source.line(f"grads[{at}] = grads[{at}].clone()")
     _write_gradients(source, graphs.wrappings.gradients)
     _write_omissions(source, graphs)
     refuse = source.name("refuse", _refuse_twice)
@@ -298,7 +304,6 @@ def _write_omissions(source: Source, graphs: Graphs) -> None:
     """Leave out gradients that nothing flowed into, as autograd does."""
     if not graphs.watched:
         return
-    source.line("grads = list(grads)")
     for i, numbers in enumerate(graphs.dependence):
         if graphs.is_partial(numbers):
             test = " and ".join(f"n{number}" for number in sorted(numbers))

@@ -36,6 +36,8 @@ class Lowered:
     """How many of forward's first outputs are not saved for backward."""
     num_saved: int = 0
     """Tensors that forward returns for backward."""
+    copied: tuple[int, ...] = ()
+    """The gradients, as backward's graph returns them, that get memory of their own afterwards."""
     saved_bytes: int = 0
     """What these take, those among them included that live on anyway."""
 

@@ -20,6 +20,7 @@ from shoal.compile.aot.dependence import dependence_of
 from shoal.compile.aot.donation import donated_by
 from shoal.compile.aot.emit import emit
 from shoal.compile.aot.function import Graphs, make_function
+from shoal.compile.aot.gradients import not_apart
 from shoal.compile.aot.graph_code import Boxed
 from shoal.compile.aot.inner import Inner, Role, Task
 from shoal.compile.aot.lowered import Lowered, count_saved, outputs_of
@@ -137,6 +138,7 @@ class Pipeline:
             fixed=stay,
             num_visible=captured.num_forward_outputs,
             num_saved=num_saved,
+            copied=() if backward is None else not_apart(backward.graph),
             saved_bytes=saved_bytes,
         )
 
@@ -179,6 +181,7 @@ class Pipeline:
             free_dims=lowered.free_dims,
             tangents=lowered.tangents,
             dependence=dependence_of(backward.graph, lowered.tangents, lowered.wrappings),
+            copied=lowered.copied,
             writes_late=lowered.writes_late,
             wrappings=lowered.wrappings,
         )

@@ -39,6 +39,7 @@ def entry_to_json(lowered: Lowered) -> Json:
         "tangents": [_tensor_to_json(one) for one in lowered.tangents],
         "returned": [_tensor_to_json(_value(one)) for one in outputs_of(lowered.forward)],
         "fixed": list(lowered.fixed),
+        "copied": list(lowered.copied),
         **{name: getattr(lowered, name) for name in _NUMBERS},
     }
 
@@ -51,14 +52,15 @@ def entry_from_json(
     Its nodes get their fake values if asked for: generated code does not need them, Inductor does;
     and so does whoever compares or moves collectives.
     """
-    expected = {"signature", "arrangement", "forward", "backward", "tangents", "returned", "fixed"}
-    if type(json) is not dict or json.keys() != expected | {*_NUMBERS}:
+    expected = {"signature", "arrangement", "forward", "backward", "tangents", "returned"}
+    if type(json) is not dict or json.keys() != expected | {"fixed", "copied", *_NUMBERS}:
         raise DamagedError("expected the parts of a compilation")
     signature = from_json(json["signature"], Signature)
     arrangement = from_json(json["arrangement"], Arrangement)
     forward = graph_from_json(json["forward"])
     backward = None if json["backward"] is None else graph_from_json(json["backward"])
     fixed = from_json(json["fixed"], tuple[int, ...])
+    copied = from_json(json["copied"], tuple[int, ...])
     numbers = {name: from_json(json[name], int) for name in _NUMBERS}
     with mode:
         tangents = [_tensor_from_json(one) for one in json["tangents"]]
@@ -79,6 +81,7 @@ def entry_from_json(
         inputs=inputs,
         tangents=tangents,
         fixed=fixed,
+        copied=copied,
         **numbers,
     )
 
