@@ -22,6 +22,7 @@ from shoal.compile.observe.text import graph_text
 from shoal.compile.observe.topics import Topic
 from shoal.compile.options import Options
 from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
+from shoal.compile.passes.old_values import keep_old_values
 from shoal.compile.passes.one_hot import compare_instead_of_scatter
 from shoal.runtime.in_graph import in_graph_of
 
@@ -115,7 +116,7 @@ def pipeline_of(options: Options) -> Pipeline:
         if options.partition == "min_cut"
         else default_partition,
         decompositions=_torch.inductor_decompositions() if is_inductor else None,
-        rewrites=(compare_instead_of_scatter,) if is_inductor else (),
+        rewrites=(compare_instead_of_scatter, keep_old_values) if is_inductor else (),
         tidies=not is_inductor,
         donates=is_inductor,
     )
