@@ -97,6 +97,17 @@ _COMPRESSED: dict[Hook, torch.dtype] = {
 }
 
 
+def _hand_over(*tensors: torch.Tensor) -> None:
+    """Let a hook put other memory into tensors, as the compressing ones do.
+
+    What they have now was allocated for compute, which may get it for something else as soon as
+    nobody holds it. The stream of the hook still reads it then.
+    """
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            tensor.record_stream(torch.get_device_module(tensor.device).current_stream())
+
+
 class _HookedReduceScatter:
     """A reduce-scatter that is a hook."""
 
@@ -117,6 +128,7 @@ class _HookedReduceScatter:
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
+        _hand_over(input_tensor, output_tensor)
         self._hook(self._state, input_tensor, output_tensor)
         return None
 
@@ -134,5 +146,6 @@ class _HookedReplicas(Transport):
         self, tensor: torch.Tensor, op: Reduction = ReduceOp.SUM, *, reason: str = "all-reduce"
     ) -> Pending:
         """See `Transport.all_reduce`."""
+        _hand_over(tensor)
         self._hook(self._state, tensor)
         return Pending(tensor, None, reason)
