@@ -8,6 +8,8 @@ tensor and itself it does not drop.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
@@ -15,7 +17,7 @@ from shoal.compile.partition.ops import Kind, kind, value
 from shoal.compile.passes.metadata import compute_metadata
 
 aten = torch.ops.aten
-COPIES = {aten.clone.default: 0, aten.copy.default: 1}
+COPIES: dict[Any, int] = {aten.clone.default: 0, aten.copy.default: 1}
 """What gives elements as they are in other memory, and where it takes them from."""
 
 
