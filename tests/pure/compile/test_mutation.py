@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -365,6 +366,105 @@ def test_writes_that_no_version_counts(case: Case, through: Entry) -> None:
 @pytest.mark.parametrize("fn", [normalised, normalised_and_read, normalised_and_written])
 def test_writes_that_no_version_counts_by_inductor(fn: Any) -> None:
     compare(fn, statistics, tolerance=1e-5, options={"inner": "inductor"})
+
+
+def listed(x: Tensor) -> Tensor:
+    torch._foreach_mul_([x], 2.0)
+    return x.sin()
+
+
+def listed_twice(x: Tensor) -> Tensor:
+    x.add_(1)
+    torch._foreach_exp_([x])
+    torch._foreach_zero_([x])
+    return x + 1
+
+
+def listed_rows(x: Tensor) -> Tensor:
+    torch._foreach_mul_(x.unbind(), 3.0)
+    return x * 2
+
+
+def listed_under_no_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        torch._foreach_add_([x], 1.0)
+    return x * 2
+
+
+def listed_detached(x: Tensor) -> Tensor:
+    torch._foreach_mul_([x.detach()], 2.0)
+    return x * 2
+
+
+def listed_data(x: Tensor) -> Tensor:
+    torch._foreach_mul_([x.data], 2.0)
+    return x * 2
+
+
+def listed_both(x: Tensor, y: Tensor) -> Tensor:
+    torch._foreach_addcmul_([x, y], [y, x], [y, y])
+    torch._foreach_copy_([y], [x])
+    return x * y
+
+
+def listed_out(x: Tensor, y: Tensor) -> Tensor:
+    torch.split_with_sizes_copy(x.detach(), [1, x.shape[0] - 1], out=[y[:1], y[1:]])
+    return x * y
+
+
+def unscaled(x: Tensor, y: Tensor) -> Tensor:
+    infinite, scale = torch.zeros(1), torch.full((1,), 0.5)
+    torch._amp_foreach_non_finite_check_and_unscale_([x.detach(), y.detach()], infinite, scale)
+    return x * y
+
+
+@table(
+    *(
+        Case(fn=fn, inputs=inputs)
+        for fn in (listed, listed_twice, listed_rows, listed_under_no_grad, listed_detached)
+        for inputs in (plain, inner)
+    ),
+    *(Case(fn=fn, inputs=leaf) for fn in (listed_under_no_grad, listed_detached, listed_data)),
+    *(
+        Case(fn=fn, inputs=inputs)
+        for fn in (listed_both, listed_out, unscaled)
+        for inputs in (plain_pair, plain_and_inner, inner_pair)
+    ),
+)
+def test_writes_to_lists(case: Case, through: Entry) -> None:
+    case.check(through)
+
+
+def test_writes_to_lists_by_inductor() -> None:
+    compare(listed, inner, tolerance=1e-5, options={"inner": "inductor"})
+    compare(listed_under_no_grad, leaf, tolerance=1e-5, options={"inner": "inductor"})
+
+
+ON_LISTS: dict[str, Callable[[list[Tensor], list[Tensor]], Any]] = {
+    "number": lambda to, _: torch._foreach_mul_(to, 2.0),
+    "numbers": lambda to, _: torch._foreach_div_(to, [2.0, 3.0]),
+    "tensor": lambda to, by: torch._foreach_mul_(to, by[0].sum()),
+    "list": lambda to, by: torch._foreach_add_(to, by, alpha=2),
+    "nothing": lambda to, _: torch._foreach_sqrt_(to),
+    "three": lambda to, by: torch._foreach_addcdiv_(to, by, by, value=0.5),
+    "lerp": lambda to, by: torch._foreach_lerp_(to, by, 0.5),
+    "copy": lambda to, by: torch._foreach_copy_(to, by),
+    "zero": lambda to, _: torch._foreach_zero_(to),
+    "twice the same": lambda to, _: torch._foreach_mul_([to[0], to[0], to[1]], 2.0),
+    "views": lambda to, _: torch._foreach_mul_([*to[0].unbind(), to[1][:1]], 2.0),
+    "out": lambda to, by: torch.unbind_copy(torch.stack(by), out=to),
+}
+
+
+@pytest.mark.parametrize("name", ON_LISTS)
+def test_writes_to_lists_are_counted_one_by_one(name: str) -> None:
+    versions = []
+    for wrap in (lambda fn: fn, lambda fn: aot_function(fn, nop)):
+        tensors = [torch.ones(3) for _ in range(4)]
+        wrap(lambda a, b, c, d: ON_LISTS[name]([a, b], [c, d]) and None)(*tensors)
+        versions.append([one._version for one in tensors])
+    assert versions[0][:2] > [0, 0]
+    assert versions[0] == versions[1]
 
 
 @pytest.mark.parametrize("is_compiled_there", [False, True])

@@ -45,6 +45,20 @@ def test_step(make: Callable[[Any], torch.optim.Optimizer]) -> None:
         torch.testing.assert_close(right, left)
 
 
+@pytest.mark.parametrize("make", [sgd, adamw])
+def test_step_is_noticed_by_a_backward_after_it(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = make([weight])
+    step = torch.compile(lambda: optimizer.step(), backend=BACKEND)
+    weight.square().sum().backward()
+    loss = weight.square().sum()
+    step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_tensor_of_a_closure_is_written() -> None:
     """A tensor that the program holds by itself is an input that nobody passed."""
     counts = [torch.zeros(3), torch.zeros(3)]

@@ -13,6 +13,7 @@ from shoal.compile.partition.budget import keep_within
 from shoal.compile.partition.joint import Joint, Side
 from shoal.compile.partition.keep import is_keepable
 from shoal.compile.partition.last_views import as_last_views
+from shoal.compile.partition.outputs import without_outputs
 from shoal.compile.partition.prepare import prepare
 from shoal.compile.partition.split import Split, split
 
@@ -43,7 +44,8 @@ def split_by_min_cut(
     """
     joint = prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=True)
     static = {node for i, node in enumerate(joint.forward_inputs) if i in set(static_inputs)}
-    return split(joint, as_last_views(joint, keep_within(joint, memory_budget, static=static)))
+    kept = without_outputs(joint, keep_within(joint, memory_budget, static=static))
+    return split(joint, as_last_views(joint, kept))
 
 
 def default_partition(

@@ -167,8 +167,9 @@ def _changes_device(node: fx.Node) -> bool:
     """Whether a node copies between devices: no kernel does that on the way."""
     if op_name(node) not in COPIES or not is_tensor(node):
         return False
-    read = node.all_input_nodes[0]
-    return is_tensor(read) and value(read).device != value(node).device
+    # A number has no device: vmap makes tensors of numbers by these operators.
+    read = (one for one in node.all_input_nodes if is_tensor(one))
+    return any(value(one).device != value(node).device for one in read)
 
 
 def _is_random(node: fx.Node, op: _torch.OpOverload) -> bool:

@@ -72,14 +72,14 @@ def needed_by_backward(joint: Joint, kept: set[fx.Node]) -> set[fx.Node]:
             )
         return node.all_input_nodes
 
-    return _closure(roots, inputs)
+    return closure(roots, inputs)
 
 
 def _forward_graph(joint: Joint, kept: list[fx.Node]) -> fx.Graph:
     returned = [*joint.forward_outputs, *kept]
     roots = [one for one in returned if isinstance(one, fx.Node)]
     roots += [node for node in joint.nodes if _stays(joint, node, "forward")]
-    wanted = _closure(roots, lambda node: node.all_input_nodes)
+    wanted = closure(roots, lambda node: node.all_input_nodes)
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in (*joint.forward_inputs, *joint.in_order(wanted)):
@@ -100,7 +100,7 @@ def _backward_graph(joint: Joint, kept: list[fx.Node], wanted: set[fx.Node]) -> 
         copies[node] = _input(graph, node)
 
     def copy(node: fx.Node) -> None:
-        missing = _closure([node], lambda one: () if one in copies else one.all_input_nodes)
+        missing = closure([node], lambda one: () if one in copies else one.all_input_nodes)
         for one in joint.in_order(missing - copies.keys()):
             copies[one] = graph.node_copy(one, copies.__getitem__)
 
@@ -136,9 +136,10 @@ def _stays(joint: Joint, node: fx.Node, where: str) -> bool:
     return kind in (Kind.EFFECT, Kind.MUTATION, Kind.RANDOM)
 
 
-def _closure(
+def closure(
     roots: Iterable[fx.Node], inputs: Callable[[fx.Node], Iterable[fx.Node]]
 ) -> set[fx.Node]:
+    """Some nodes, and all that they are made of; `inputs` says where that ends."""
     found: set[fx.Node] = set()
     pending = list(roots)
     while pending:

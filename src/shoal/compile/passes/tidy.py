@@ -75,7 +75,7 @@ def _same_sight(node: fx.Node) -> fx.Node | None:
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
     """What a node looks at, directly and through other views."""
     if op_name(node) in MAY_COPY:
-        yield node.all_input_nodes[0]  # not through it: beyond, it may be a copy of something
+        yield from node.all_input_nodes[:1]  # not through it: beyond, it may be a copy of something
         return
     while _is_pure_view(node):
         node = node.all_input_nodes[0]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comm_graphs import capture, check_same
 from shoal.compile.passes.tidy import drop_idle_views
@@ -60,3 +61,12 @@ def test_a_sum_drops_its_dimensions_itself() -> None:
 
     calls = calls_after(fn, torch.randn(2, 3, 4), torch.randn(2, 3, 4))
     assert calls[aten.view.default] == 2, "another shape, and a sum that is seen as it is too"
+
+
+def test_a_number_is_no_memory_to_look_at() -> None:
+    graph = fx.Graph()
+    node = graph.call_function(aten.to.dtype, (2, torch.float32))
+    with FakeTensorMode():
+        node.meta["val"] = torch.tensor(2.0)
+    graph.output((graph.call_function(aten.neg.default, (node,)),))
+    assert drop_idle_views(graph) == 0
