@@ -121,6 +121,7 @@ from shoal._torch.fakes import (
     fake_like,
     fake_of,
     new_fake_mode,
+    num_fixed_sizes,
     without_bindings,
 )
 from shoal._torch.functionals import (

@@ -74,6 +74,11 @@ def below_python(mode: FakeTensorMode) -> Iterator[None]:
         yield
 
 
+def num_fixed_sizes(mode: FakeTensorMode) -> int:
+    """How many sizes that were symbols have turned out to be a number, or another one's."""
+    return 0 if mode.shape_env is None else len(mode.shape_env.replacements)
+
+
 def without_bindings(mode: FakeTensorMode) -> Any:
     """Run operators with data-dependent sizes though no graph binds the symbols of these."""
     if mode.shape_env is None:

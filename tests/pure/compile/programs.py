@@ -51,6 +51,10 @@ STATEMENTS = (
     "with torch.no_grad(): {a}.mul_(3)",
     "with torch.no_grad(): {new} = {a} * 3",
     "{a}.detach().add_(1)",
+    # What has gradients autograd takes again, after a write, as it was before its shape changed.
+    "{new} = {a}.detach().t_()",
+    "{new} = {a}.detach()[:1].squeeze_(0)",
+    "{new} = {a}.detach().t().unsqueeze_(0)",
 )
 """Lines of a body: `a` and `b` are names in scope, `new` a fresh one."""
 

@@ -202,6 +202,59 @@ def test_size_of_a_view_taken_in_backward(partition: Any) -> None:
         assert torch.equal(got, want)
 
 
+def rows_of_another_view(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    return y[1:], y.view(-1)[: y.shape[0]]
+
+
+def size_and_rows(x: Tensor) -> tuple[Tensor, int, Tensor]:
+    y = x * 2
+    n = y.shape[0]
+    rows = y[1:n]
+    return rows, n + (n == 4), y[:n]
+
+
+@pytest.mark.parametrize("program", [rows_of_another_view, size_and_rows])
+@pytest.mark.parametrize("grad", [True, False])
+def test_size_that_is_fixed_after_a_view_was_taken(
+    program: Callable[..., tuple[Any, ...]], grad: bool
+) -> None:
+    torch._dynamo.reset()
+    call = torch.compile(program, backend=BACKEND, dynamic=True)
+    for size in (4, 2, 5, 4, 7, 3):
+        x = torch.randn(size, 4, requires_grad=grad)
+        torch.testing.assert_close(call(x), program(x), rtol=0, atol=0)
+
+
+def test_number_of_rows_on_either_side() -> None:
+    def program(x: Tensor, n: int) -> tuple[Tensor, Tensor]:
+        y = x * 2
+        return y[:n], y[n:]
+
+    torch._dynamo.reset()
+    call = torch.compile(program, backend=BACKEND)
+    x = torch.randn(4, 6, requires_grad=True)
+    for n in (2, 3, 1, 4, 0, 2):
+        torch.testing.assert_close(call(x, n), program(x, n), rtol=0, atol=0)
+
+
+def test_size_that_a_decomposition_fixes() -> None:
+    """The trace alone meets it."""
+
+    def doubled(x: Tensor, _: int) -> Tensor:
+        assert int(x.shape[0]) == 4
+        return torch.ops.aten.add.Tensor(x, x)
+
+    def program(x: Tensor) -> tuple[Tensor, Tensor, int]:
+        y = x * 2
+        return y[: x.shape[0] - 1], y.t(), x.shape[0]
+
+    decompositions = {torch.ops.aten.mul.Tensor: doubled}
+    call = aot_function(program, nop, dynamic=True, decompositions=decompositions)
+    x = torch.randn(4, 3)
+    torch.testing.assert_close(call(x), program(x), rtol=0, atol=0)
+
+
 def test_size_that_is_fixed_while_it_is_traced() -> None:
     """Into how many parts a tensor falls is a number of the graph."""
     x = torch.randn(10, 10, requires_grad=True)

@@ -168,3 +168,27 @@ def test_dynamo_compiles_anew_for_other_overlaps() -> None:
     for offset in (3, 6, 3, 6):
         check(call, offset)
     assert counters["stats"]["unique_graphs"] == graphs + 2
+
+
+def diagonal_filled(x: Tensor) -> Tensor:
+    x.fill_diagonal_(3.0)
+    return x * 2
+
+
+def read_by_strides(x: Tensor) -> Tensor:
+    return x.as_strided((2, 2), (5, 1), 0) * 2
+
+
+def shown_by_strides(x: Tensor) -> Tensor:
+    return x.as_strided((2, 2), (5, 1), 0)
+
+
+@pytest.mark.parametrize("fn", [diagonal_filled, read_by_strides, shown_by_strides])
+def test_what_counts_from_where_memory_begins_holds_for_one_beginning(fn: Any) -> None:
+    """Neither Dynamo nor a graph asks where an argument begins in its memory."""
+    torch._dynamo.reset()
+    call = torch.compile(fn, backend="shoal")
+    for skipped in (0, 2, 0):
+        found, expected = (torch.arange(24.0).view(6, 4)[skipped : skipped + 4] for _ in range(2))
+        assert torch.equal(call(found), fn(expected))
+        assert torch.equal(found, expected)

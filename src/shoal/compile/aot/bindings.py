@@ -25,7 +25,7 @@ _FUNCTIONS = """
 """
 _METHODS = "add_.Tensor copy_.default div_.Tensor expand.default mul_.Tensor view.default"
 
-UNCOUNTED = frozenset({torch.ops.aten._native_batch_norm_legit.default})
+UNCOUNTED = frozenset({_torch.operator_named("aten._native_batch_norm_legit.default")})
 """What writes past the version counters of its arguments."""
 
 

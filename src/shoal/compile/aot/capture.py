@@ -33,6 +33,10 @@ FORWARD, BACKWARD = "forward", "backward"
 
 _ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 
+_SCATTER = torch.ops.aten.as_strided_scatter.default
+_BY_PLACE = (torch.ops.aten.as_strided.default, _SCATTER)
+"""What counts elements from where the memory begins."""
+
 
 @dataclass(frozen=True, slots=True)
 class Captured:
@@ -293,6 +297,10 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
         _write(module, placeholders[i], value, output, BACKWARD)
     output.args = ([*returned, *grads],)
     _drop_aliases(module)
+    differentiable = (
+        at for i, one in enumerate(signature.inputs) if one.requires_grad for at in inner[i]
+    )
+    _detach_scattered(module, [primals[at] for at in differentiable])
     _drop_dead(module)
     if signature.trains:
         _tag(module)
@@ -327,12 +335,17 @@ def _check_constants(module: GraphModule) -> None:
 
 
 def _drop_clones(primals: Sequence[Node], clones: Sequence[int], returned: set[Any]) -> None:
-    """The graph writes nothing, so that an input can be read instead of its copy."""
+    """The graph writes nothing, so that an input can be read instead of its copy.
+
+    But for what counts elements of memory, which for the copy begins elsewhere.
+    """
     for i in clones:
         for user in list(primals[i].users):
             is_clone = user.target is torch.ops.aten.clone.default and not user.kwargs
             if is_clone and user not in returned and user.meta["phase"] == FORWARD:
-                user.replace_all_uses_with(primals[i])
+                user.replace_all_uses_with(
+                    primals[i], delete_user_cb=lambda one: one.target not in _BY_PLACE
+                )
 
 
 def _drop_aliases(module: GraphModule) -> None:
@@ -341,6 +354,23 @@ def _drop_aliases(module: GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target in _ALIASES and node not in returned:
             node.replace_all_uses_with(node.args[0])
+
+
+def _detach_scattered(module: GraphModule, primals: Sequence[Node]) -> None:
+    """Hide from an operator that what it writes to a copy of requires a gradient.
+
+    It refuses that of tensors which are not contiguous, though nobody differentiates it here.
+    """
+    detach = torch.ops.aten.detach.default
+    for primal in primals:
+        scatters = [u for u in primal.users if u.target is _SCATTER and u.args[0] is primal]
+        if not scatters:
+            continue
+        with module.graph.inserting_after(primal):
+            detached = module.graph.call_function(detach, (primal,))
+        detached.meta.update(val=primal.meta["val"].detach(), phase=FORWARD)
+        for user in scatters:
+            user.replace_input_with(primal, detached)
 
 
 def _write(module: GraphModule, primal: Node, value: Any, before: Node, phase: str) -> None:

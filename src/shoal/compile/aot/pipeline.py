@@ -36,6 +36,7 @@ from shoal.compile.partition.prepare import copy_graph
 from shoal.compile.passes.parts import call_parts
 from shoal.compile.passes.tidy import drop_idle_views
 from shoal.compile.passes.updates import update_in_place
+from shoal.errors import InvariantError
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
 Rewrite = Callable[[Graph], object]
@@ -81,10 +82,23 @@ class Pipeline:
     ) -> Lowered:
         """Trace the function, and cut its graph into forward and backward."""
         with _torch.without_inference_mode():
-            return self._lower(function, args, fixed)
+            mode = self.mode_for(args)
+            known = _torch.num_fixed_sizes(mode)
+            try:
+                return self._lower(function, args, fixed, mode)
+            except InvariantError:
+                if _torch.num_fixed_sizes(mode) == known:
+                    raise
+            # A size that was fixed on the way was free in one run and a number in the next.
+            return self._lower(function, args, fixed, mode)
 
-    def _lower(self, function: Function, args: Sequence[Any], fixed: Collection[int]) -> Lowered:
-        mode = self.mode_for(args)
+    def _lower(
+        self,
+        function: Function,
+        args: Sequence[Any],
+        fixed: Collection[int],
+        mode: _torch.FakeTensorMode,
+    ) -> Lowered:
         arrangement = arrange(args)
         with stage("analyse"):
             analysis, fakes = self._analyse(function, arrangement, args, mode)

@@ -1,8 +1,9 @@
-"""Arguments that share memory otherwise than those that a function was compiled for.
+"""Arguments that lie in memory otherwise than those that a function was compiled for.
 
 A graph that writes to one argument holds for the memory that others had in common with it, and at
-which offsets. Of its own, nobody in front of it compares that: Dynamo's guards are on shapes and
-strides.
+which offsets. One that counts elements from where memory begins, as `as_strided` does, holds for
+where its arguments began in theirs. Of its own, nobody in front of it compares that: Dynamo's
+guards are on shapes and strides.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.fx import Node
 
 from shoal import _torch
 from shoal.compile.aot.lowered import Lowered
+from shoal.compile.aot.signature import OutputKind
+from shoal.compile.aot.subclasses import places
+from shoal.compile.partition.ops import Kind, kind, op_name
 
 
 def where_shared_alike(
@@ -23,10 +28,10 @@ def where_shared_alike(
     args: Sequence[Any],
     fixed: Collection[int] = (),
 ) -> Callable[..., Any]:
-    """`run` for arguments that share memory as `args` do, the `function` itself for all others.
+    """`run` for arguments that lie in memory as `args` do, the `function` itself for all others.
 
-    `args` are those it was compiled for. Those in `fixed` stay where they are. A graph that writes
-    to none of the others needs no comparison.
+    `args` are those it was compiled for. Those in `fixed` stay where they are. A graph that neither
+    writes to one of the others nor counts from where its memory begins needs no comparison.
     """
     sources = lowered.arrangement.sources
     moving = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and i not in fixed]
@@ -34,17 +39,52 @@ def where_shared_alike(
         (one.mutation.data or one.mutation.is_set) and sources[at] not in fixed
         for at, one in enumerate(lowered.signature.inputs)
     )
-    if not is_written or any(isinstance(args[i], _torch.FakeTensor) for i in moving):
+    placed = [i for i in _counted_in(lowered) if i in moving]
+    if not (is_written or placed) or any(isinstance(args[i], _torch.FakeTensor) for i in moving):
         return run
+    offsets = [args[i].storage_offset() for i in placed]
+    if not is_written:
+        moving = []
     still = {_torch.storage_key(args[i]): i for i in fixed if isinstance(args[i], Tensor)}
     expected = _sharing(args, moving, still)
 
     def call(*values: Any) -> Any:
-        if _sharing(values, moving, still) == expected:
+        are_there = [values[i].storage_offset() for i in placed] == offsets
+        if are_there and _sharing(values, moving, still) == expected:
             return run(*values)
         return function(*values)
 
     return call
+
+
+def _counted_in(lowered: Lowered) -> set[int]:
+    """The arguments whose memory something counts from its beginning: graphs, views outside."""
+    signature, sources = lowered.signature, lowered.arrangement.sources
+    shown = (one for one in signature.outputs if one.kind is OutputKind.VIEW_OF_INPUT)
+    views = [(one.of, one.steps) for one in shown]
+    views += [(one.argument, one.steps) for one in signature.reshapes]
+    found = {of for of, steps in views if any("as_strided" in step.op for step in steps)}
+    inputs = {
+        node.name: sources[at]
+        for node, at in zip(
+            lowered.forward.graph.find_nodes(op="placeholder"),
+            (i for i, place in enumerate(places(lowered.wrappings.inputs)) for _ in place),
+            strict=True,
+        )
+    }
+    for module in (lowered.forward, lowered.backward):
+        for node in () if module is None else module.graph.nodes:
+            if op_name(node).startswith("aten::as_strided") and (name := _root_of(node)) in inputs:
+                found.add(inputs[name])
+    return found
+
+
+def _root_of(node: Node) -> str:
+    """What the first argument of an operator is a view of, by name."""
+    root = node.all_input_nodes[0]
+    while kind(root) is Kind.VIEW:
+        root = root.all_input_nodes[0]
+    return root.name
 
 
 def guard_sharing(

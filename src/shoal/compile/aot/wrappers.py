@@ -86,6 +86,7 @@ class Mutations(Wrapper):
     def after(self, source: Source, frame: Frame) -> None:
         """Write what the graph returned for it; count what it wrote itself."""
         signature = frame.signature
+        missing: list[int] = []
         for number, at in enumerate(signature.returned_mutations):
             mutation = signature.inputs[at].mutation
             if mutation.is_set:
@@ -100,9 +101,12 @@ class Mutations(Wrapper):
                 source.line(f"{target}.data.copy_({value})")
                 continue
             in_mode(source, frame, mutation.by_autograd, f"{target}.copy_({value})")
-            self._count(source, target, mutation.num_versions - 1)
+            missing += [at] * (mutation.num_versions - 1)
         for at in signature.graph_mutations:
-            self._count(source, frame.input(at), signature.inputs[at].num_missing_versions or 0)
+            missing += [at] * (signature.inputs[at].num_missing_versions or 0)
+        if missing:
+            count = source.name("increment", torch.autograd.graph.increment_version)
+            source.line(f"{count}(({self._names(frame, missing)}))")
         if known := self._versioned(frame):
             put = source.name("set_versions", _torch.set_versions)
             more = tuple(signature.inputs[at].mutation.num_versions for at in known)
@@ -125,12 +129,6 @@ class Mutations(Wrapper):
             for step in reshape.steps:
                 call = call_of(source, frame, frame.argument(reshape.argument), step)
                 in_mode(source, frame, step.with_grad, call)
-
-    def _count(self, source: Source, target: str, times: int) -> None:
-        for _ in range(times):
-            source.line(
-                f"{source.name('increment', torch.autograd.graph.increment_version)}({target})"
-            )
 
 
 class Outputs(Wrapper):

@@ -64,7 +64,9 @@ def _drop_dims_in_sum(node: fx.Node) -> None:
 def _same_sight(node: fx.Node) -> fx.Node | None:
     """The nearest node before a chain of views that shows memory in the same way."""
     sight = _sight(node)
-    if sight is None:
+    # That operator asks for more than places in memory: whether there is a gradient.
+    asked = any(user.target is aten.as_strided_scatter.default for user in node.users)
+    if sight is None or asked:
         return None
     for source in _sources(node):
         if _sight(source) == sight:
