@@ -190,6 +190,7 @@ from shoal._torch.operators import (
     schema_arguments,
     schema_text,
     straight,
+    taken_apart,
 )
 from shoal._torch.optimizers import bare_step, count_update, group_for_optimizers, offer_foreach
 from shoal._torch.settings import (
@@ -279,7 +280,6 @@ from shoal._torch.traces import (
     trace,
     traced_nodes,
     tracing,
-    without_inference_mode,
 )
 from shoal._torch.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shoal._torch.wrapping import (

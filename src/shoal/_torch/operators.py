@@ -13,6 +13,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._prims.rng_prims import run_and_save_rng_state as run_and_save_rng_state
 from torch._prims.rng_prims import run_with_rng_state as run_with_rng_state
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 
 def mutated_arguments(op: OpOverload) -> tuple[str, ...]:
@@ -62,6 +63,18 @@ def aten_overload(name: str) -> OpOverload | None:
     """The operation of a name such as `add.Tensor`, where this torch has it."""
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.aten, packet, None), overload, None)
+
+
+def taken_apart(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator gives by its parts; NotImplemented if it has none.
+
+    In inference mode nobody takes operators apart before modes see them.
+    """
+    if not isinstance(op, OpOverload) or op in FunctionalTensor.metadata_fns:
+        return NotImplemented
+    if not op._can_decompose():
+        return NotImplemented
+    return op.decompose(*args, **kwargs)
 
 
 def in_place_of(op: OpOverload) -> OpOverload | None:

@@ -70,16 +70,6 @@ def keep_rng() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def without_inference_mode() -> Iterator[None]:
-    """Trace as under `no_grad` in inference mode: there, writes are not made functional."""
-    if not torch.is_inference_mode_enabled():
-        yield
-        return
-    with torch.inference_mode(False), torch.no_grad():
-        yield
-
-
 def no_autocast() -> Any:
     """Backward runs outside the autocast regions of its forward, and so do traced graphs."""
     return torch._C._DisableAutocast()

@@ -9,8 +9,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import batch_norm
+from torch.utils._pytree import tree_leaves
 
-from compile_compare import Case, Entry, Given, compare, inner, inner_pair, leaf, plain, table
+from compile_compare import (
+    Case,
+    Entry,
+    Given,
+    compare,
+    compiled,
+    inner,
+    inner_pair,
+    leaf,
+    plain,
+    table,
+)
 from shoal.aot import aot_function, nop
 
 
@@ -484,6 +496,34 @@ def test_inference_tensors_have_no_versions(is_compiled_there: bool) -> None:
             call(x, mean, var)
     assert torch.equal(mean, expected[0])
     assert torch.equal(var, expected[1])
+
+
+def reshaped_and_written(x: Tensor) -> tuple[Tensor, Tensor]:
+    x.reshape(-1).add_(1)
+    return x.flatten(), torch.nn.functional.linear(x, x)
+
+
+def written_in_part(x: Tensor) -> tuple[Tensor, Tensor]:
+    half = x.narrow(0, 0, 2)
+    half.mul_(2)
+    return half.contiguous(), x.t().contiguous()
+
+
+@pytest.mark.parametrize("fn", [add, through_view, reshaped_and_written, written_in_part])
+@pytest.mark.parametrize("through", ["aot", "compile"])
+@pytest.mark.parametrize("is_made_there", [False, True])
+def test_in_inference_mode(fn: Any, through: Entry, is_made_there: bool) -> None:
+    with torch.inference_mode(is_made_there):
+        found = torch.randn(4, 6)
+        expected = found.clone()
+    with torch.inference_mode():
+        results = compiled(fn, backend="shoal", through=through)(found)
+        wanted = fn(expected)
+        assert torch.equal(found, expected)
+        for one, other in zip(tree_leaves(results), tree_leaves(wanted), strict=True):
+            assert torch.equal(one, other)
+            is_shared = one.data_ptr() == found.data_ptr()
+            assert is_shared == (other.data_ptr() == expected.data_ptr())
 
 
 class Counting(nn.Module):

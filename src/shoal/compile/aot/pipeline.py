@@ -81,16 +81,15 @@ class Pipeline:
         self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
     ) -> Lowered:
         """Trace the function, and cut its graph into forward and backward."""
-        with _torch.without_inference_mode():
-            mode = self.mode_for(args)
-            known = _torch.num_fixed_sizes(mode)
-            try:
-                return self._lower(function, args, fixed, mode)
-            except InvariantError:
-                if _torch.num_fixed_sizes(mode) == known:
-                    raise
-            # A size that was fixed on the way was free in one run and a number in the next.
+        mode = self.mode_for(args)
+        known = _torch.num_fixed_sizes(mode)
+        try:
             return self._lower(function, args, fixed, mode)
+        except InvariantError:
+            if _torch.num_fixed_sizes(mode) == known:
+                raise
+        # A size that was fixed on the way was free in one run and a number in the next.
+        return self._lower(function, args, fixed, mode)
 
     def _lower(
         self,

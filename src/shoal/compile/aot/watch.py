@@ -147,6 +147,11 @@ class Watch(Effects):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if torch.is_inference_mode_enabled():
+            with self:
+                result = _torch.taken_apart(func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         before = _place_of(args[0]) if _moves(func) else None
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if _torch.has_effects(func):
