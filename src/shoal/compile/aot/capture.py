@@ -295,7 +295,7 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
         _write(module, primals[i], value, boundary, FORWARD)
     for i, value in zip(trace.backward_writes, changed, strict=True):
         _write(module, placeholders[i], value, output, BACKWARD)
-    output.args = ([*returned, *grads],)
+    output.args = ((*returned, *grads),)
     _drop_aliases(module)
     differentiable = (
         at for i, one in enumerate(signature.inputs) if one.requires_grad for at in inner[i]
@@ -377,7 +377,10 @@ def _write(module: GraphModule, primal: Node, value: Any, before: Node, phase: s
     if value is primal:
         return
     with module.graph.inserting_before(before):
-        node = module.graph.call_function(torch.ops.aten.copy_.default, (primal, value))
+        # Named as by a trace.
+        node = module.graph.create_node(
+            "call_function", torch.ops.aten.copy_.default, (primal, value), name="copy_"
+        )
     node.meta.update(val=primal.meta.get("val"), phase=phase)
     if isinstance(value, Node) and "stack_trace" in value.meta:
         node.meta["stack_trace"] = value.meta["stack_trace"]
