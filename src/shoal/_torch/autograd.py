@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+_AUTOGRAD: Any = vars(torch._C)["_autograd"]
+
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Call `hook` with the gradient of a tensor that is no leaf, before any later hook.
@@ -173,30 +175,27 @@ def set_versions(
                 _SET_VERSIONS((tensor,), (version,))
 
 
-_SET_VERSIONS: Callable[..., None] = vars(torch._C)["_autograd"]._unsafe_set_version_counter
+_SET_VERSIONS: Callable[..., None] = _AUTOGRAD._unsafe_set_version_counter
 
 
 def keeps_graph() -> bool:
     """Whether the running backward may be followed by another one over the same graph."""
-    autograd: Any = vars(torch._C)["_autograd"]
-    return autograd._get_current_graph_task_keep_graph()
+    return _AUTOGRAD._get_current_graph_task_keep_graph()
 
 
 def has_hooks_on_saved() -> bool:
     """Whether hooks see what is saved for backward."""
-    autograd: Any = vars(torch._C)["_autograd"]
-    return autograd._top_saved_tensors_default_hooks(False) is not None
+    return _AUTOGRAD._top_saved_tensors_default_hooks(False) is not None
 
 
 @contextmanager
 def without_hooks_on_saved() -> Iterator[None]:
     """Save for backward past all hooks."""
-    autograd: Any = vars(torch._C)["_autograd"]
-    before = autograd._saved_tensors_hooks_set_tracing(True)
+    before = _AUTOGRAD._saved_tensors_hooks_set_tracing(True)
     try:
         yield
     finally:
-        autograd._saved_tensors_hooks_set_tracing(before)
+        _AUTOGRAD._saved_tensors_hooks_set_tracing(before)
 
 
 @contextmanager

@@ -95,7 +95,6 @@ class Run:
                 requires_grad=before.requires_grad or mutation.is_made_leaf,
                 is_leaf=before.is_leaf,
                 is_wrapper=_torch.wraps_others(value),
-                is_counted=False if _torch.wraps_others(value) else None,
                 mutation=mutation,
             )
             for value, before, mutation in zip(self._inputs, self._before, mutations, strict=True)

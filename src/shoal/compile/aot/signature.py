@@ -82,7 +82,9 @@ class Input:
     @property
     def num_missing_versions(self) -> int | None:
         """How many versions the graph does not count, of what it writes; -1 for one too many."""
-        return None if self.is_counted is None else self.mutation.num_versions - self.is_counted
+        # A wrapper has a version of its own, apart from those of the tensors that are written to.
+        is_counted = False if self.is_wrapper else self.is_counted
+        return None if is_counted is None else self.mutation.num_versions - is_counted
 
 
 class OutputKind(StrEnum):
@@ -186,7 +188,7 @@ class Signature:
         `past` are those inputs of the graph, `places` where those of the function are among them.
         """
         inputs = (
-            replace(one, is_counted=not one.is_wrapper and past.isdisjoint(place))
+            replace(one, is_counted=past.isdisjoint(place))
             for one, place in zip(self.inputs, places, strict=True)
         )
         return replace(self, inputs=tuple(inputs))
