@@ -1,0 +1,263 @@
+"""The moments of a program. Each is a value, so that a program can be printed and shrunk."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from programs.net import PlannedError, Way, loss_of
+from programs.twins import Twins
+
+
+class Moment(Protocol):
+    """Something that a user's script does."""
+
+    def run(self, twins: Twins) -> None:
+        """Do it to both models."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """Forward and backward."""
+
+    way: Way
+    reduces: bool = True
+
+    def run(self, twins: Twins) -> None:
+        with twins.reducing(self.reduces):
+            twins.backward(twins.losses(self.way, twins.batch()), reduces=self.reduces)
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """The optimizer's step, after a reduction of what is not reduced yet."""
+
+    way: Way
+    clips: bool
+    sets_to_none: bool
+
+    def run(self, twins: Twins) -> None:
+        _reduce_all(twins, self.way)
+        if self.clips:
+            twins.clip(0.1)
+        for optimizer in twins.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=self.sets_to_none)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluate:
+    """A forward without a backward."""
+
+    way: Way
+    records: bool
+    """Whether autograd records it, for nothing."""
+
+    def run(self, twins: Twins) -> None:
+        batch = twins.batch()
+        with torch.set_grad_enabled(self.records):
+            mine, whole = (
+                model.eval()(batch[twins.rank], self.way, twins.rank) for model in twins.models
+            )
+        torch.testing.assert_close(mine, whole)
+        for model in twins.models:
+            model.train()
+
+
+@dataclass(frozen=True, slots=True)
+class TwoForwards:
+    """Two forwards before their backwards, in either order."""
+
+    ways: tuple[Way, Way]
+    is_reversed: bool
+    reduces: bool
+
+    def run(self, twins: Twins) -> None:
+        with twins.reducing(self.reduces):
+            losses = [twins.losses(way, twins.batch()) for way in self.ways]
+            for each in reversed(losses) if self.is_reversed else losses:
+                twins.backward(each, reduces=self.reduces)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoBackwards:
+    """Two backwards through one graph."""
+
+    way: Way
+
+    def run(self, twins: Twins) -> None:
+        with twins.reducing(True):
+            losses = twins.losses(self.way, twins.batch())
+            twins.backward(losses, retains=True)
+            twins.backward(losses)
+
+
+@dataclass(frozen=True, slots=True)
+class FailInForward:
+    """A forward that raises."""
+
+    at: int
+
+    def run(self, twins: Twins) -> None:
+        batch, way = twins.batch(), Way(fails_at=self.at)
+        for model in twins.models:
+            _expect_failure(lambda model=model: model(batch[twins.rank], way))
+
+
+@dataclass(frozen=True, slots=True)
+class FailInBackward:
+    """A backward that raises: gradients of earlier backwards stay, unless the user drops them."""
+
+    at: int
+    reduces: bool
+
+    def run(self, twins: Twins) -> None:
+        way = Way(fails_at=self.at, fails_in_backward=True)
+        with twins.reducing(self.reduces):
+            loss = loss_of(twins.model(twins.batch()[twins.rank], way))
+            _expect_failure(loss.backward)
+
+
+@dataclass(frozen=True, slots=True)
+class ZeroBetween:
+    """Gradients zeroed between a forward and its backward."""
+
+    way: Way
+    by_optimizer: bool
+
+    def run(self, twins: Twins) -> None:
+        _reduce_all(twins, self.way)
+        with twins.reducing(True):
+            losses = twins.losses(self.way, twins.batch())
+            for holder in twins.optimizers if self.by_optimizer else twins.models:
+                holder.zero_grad()
+            twins.backward(losses)
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    """Some parameters of a cell are frozen, or trained, from here on."""
+
+    cell: int
+    names: tuple[str, ...]
+    trains: bool
+
+    def run(self, twins: Twins) -> None:
+        for model in twins.models:
+            for name in self.names:
+                model.cells[self.cell].get_parameter(name).requires_grad_(self.trains)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """Weights changed in place."""
+
+    factor: float
+
+    def run(self, twins: Twins) -> None:
+        with torch.no_grad():
+            for model in twins.models:
+                for parameter in model.parameters():
+                    parameter.mul_(self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class SaveAndLoad:
+    """State dicts taken, weights spoiled, state dicts loaded."""
+
+    assigns: bool
+
+    def run(self, twins: Twins) -> None:
+        states = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
+        for model in twins.models:
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(1.0)
+            model.load_state_dict(saved, assign=self.assigns)
+        if self.assigns:
+            twins.make_optimizers()
+        for optimizer, state in zip(twins.optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+
+
+@dataclass(frozen=True, slots=True)
+class Full:
+    """Full parameters in a block, looked at or changed."""
+
+    writes: bool
+
+    def run(self, twins: Twins) -> None:
+        with twins.full(writeback=self.writes), torch.no_grad():
+            pairs = zip(twins.model.parameters(), twins.twin.parameters(), strict=True)
+            for mine, whole in pairs:
+                torch.testing.assert_close(mine.detach(), whole.detach())
+                if self.writes:
+                    mine.mul_(0.9)
+                    whole.mul_(0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Units gathered, and maybe freed, by hand."""
+
+    cell: int | None
+    frees: bool
+
+    def run(self, twins: Twins) -> None:
+        module = twins.model if self.cell is None else twins.model.cells[self.cell]
+        module.unshard()
+        if self.frees:
+            module.reshard()
+
+
+@dataclass(frozen=True, slots=True)
+class Reshard:
+    """Another choice of what is freed after forwards, or after backwards."""
+
+    after_forward: bool
+    frees: bool
+
+    def run(self, twins: Twins) -> None:
+        if self.after_forward:
+            twins.model.set_reshard_after_forward(self.frees)
+        else:
+            twins.model.set_reshard_after_backward(self.frees)
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """Some steps of `compile_step`, beside ordinary ones of the twin."""
+
+    num_steps: int
+
+    def run(self, twins: Twins) -> None:
+        _reduce_all(twins, Way())
+        twins.model.set_requires_gradient_sync(True)
+        for optimizer in twins.optimizers:
+            optimizer.zero_grad()
+        for _ in range(self.num_steps):
+            batch = twins.batch()
+            twins.compiled_step(batch[twins.rank])
+            twins.add_grads(torch.stack([loss_of(twins.twin(x)) for x in batch]).mean())
+            twins.optimizers[1].step()
+            twins.optimizers[1].zero_grad()
+
+
+def _reduce_all(twins: Twins, way: Way) -> None:
+    """Have nothing wait for a reduction."""
+    if twins.unreduced:
+        Train(way).run(twins)
+
+
+def _expect_failure(call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except PlannedError:
+        return
+    raise AssertionError("the planned exception did not come")

@@ -1,0 +1,92 @@
+"""The model of random programs: units that a forward can go through in several ways."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+DIM = 6
+NUM_CELLS = 3
+
+
+class PlannedError(Exception):
+    """Raised by a program on purpose."""
+
+
+class Fuse(torch.autograd.Function):
+    """Lets a tensor through; raises when backward comes to it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise PlannedError("in backward")
+
+
+class Cell(nn.Module):
+    """A unit: rows that no number of ranks divides, and a gain shorter than the world."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.up = nn.Linear(DIM, 7)
+        self.down = nn.Linear(7, DIM)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "recomputed":
+            return checkpoint(self._compute, x, use_reentrant=False)
+        return self._compute(self._compute(x)) if self.kind == "twice" else self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return x + self.gain * self.down(torch.tanh(self.up(x)))
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """Through which cells a forward goes, and where it is cut short."""
+
+    is_parallel: bool = False
+    """Whether cells read one tensor and their outputs are added, each rank its own choice."""
+    num_cells: int = NUM_CELLS
+    """After how many cells a chain ends."""
+    uses: tuple[tuple[bool, ...], ...] = ()
+    """In parallel: which outputs each rank uses."""
+    fails_at: int | None = None
+    fails_in_backward: bool = False
+
+
+class Net(nn.Module):
+    """Cells between two layers that belong to the root."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.cells = nn.ModuleList(Cell(kind) for kind in kinds)
+        self.head = nn.Linear(DIM, 3)
+
+    def forward(self, x: Tensor, way: Way = Way(), rank: int = 0) -> Tensor:  # noqa: B008
+        x = self.first(x)
+        if way.is_parallel:
+            outputs = [cell(x) for cell in self.cells]
+            used = [one for one, uses in zip(outputs, way.uses[rank], strict=True) if uses]
+            return self.head(torch.stack([x, *used]).sum(0))
+        for index, cell in enumerate(self.cells[: way.num_cells]):
+            x = cell(x)
+            if way.fails_at == index:
+                if not way.fails_in_backward:
+                    raise PlannedError("in forward")
+                x = Fuse.apply(x)
+        return self.head(x)
+
+
+def loss_of(output: Tensor, _: object = None) -> Tensor:
+    """A mean over samples, so that the mean over ranks is the loss of the whole batch."""
+    return output.square().mean()

@@ -1,0 +1,35 @@
+"""A program: a model, how it is sharded, and the moments of a user's script in a row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from programs.moments import Moment
+from programs.twins import Setup, Twins
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a script does."""
+
+    setup: Setup
+    moments: list[Moment]
+
+    def run(self) -> None:
+        """Run it on this rank, and compare after each moment."""
+        twins = Twins(self.setup)
+        for number, moment in enumerate(self.moments):
+            with _named(f"moment {number}, {moment}"):
+                moment.run(twins)
+                twins.check()
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        error.add_note(what)
+        raise

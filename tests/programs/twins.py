@@ -1,0 +1,208 @@
+"""A sharded model and its unsharded twin, in the middle of a program."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from programs.net import DIM, Cell, Net, Way, loss_of
+from shoal import compile_step, fully_shard
+from shoal.fsdp import FullyShardedDataParallel, full_parameters
+from shoal.fsdp.wrap import ModuleWrapPolicy
+from shoal.layout import Layout
+from shoal.tensor.sharded import ShardedTensor
+
+Door = Literal["fully_shard", "wrapper"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A model and how it is sharded."""
+
+    kinds: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+    """Of the cells, and of the root."""
+    reshards: tuple[bool, ...]
+    """Which of them are freed after forward."""
+    optimizer: str = "AdamW"
+    is_parallel: bool = False
+    door: Door = "fully_shard"
+
+    def build(self) -> Net:
+        """The same weights on every call."""
+        torch.manual_seed(0)
+        return Net(self.kinds).double()
+
+    def shard(self) -> Any:
+        """The model, sharded."""
+        model: Any = self.build()
+        if self.door == "wrapper":
+            policy = ModuleWrapPolicy({Cell})
+            return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
+        for cell, layout, reshard in zip(model.cells, self.layouts, self.reshards, strict=False):
+            fully_shard(cell, layout=layout, reshard_after_forward=reshard)
+        fully_shard(model, layout=self.layouts[-1], reshard_after_forward=self.reshards[-1])
+        if self.is_parallel:
+            model.set_reduce_scatter_unused_params(True)
+        return model
+
+    def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        """An optimizer whose state would show a gradient that came or stayed away wrongly."""
+        if self.optimizer == "SGD":
+            return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
+        return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, foreach=True)
+
+
+class Twins:
+    """Both models, their optimizers, and what the twin knows of the sharded one."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.setup = setup
+        self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        self.model: Any = setup.shard()
+        self.twin = setup.build()
+        self.models: tuple[Any, Any] = (self.model, self.twin)
+        self.make_optimizers()
+        self.unreduced: dict[str, Tensor] = {}
+        """The twin's gradients of backwards without a reduction."""
+        self._generator = torch.Generator().manual_seed(1)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether the model went through the wrapper's door."""
+        return self.setup.door == "wrapper"
+
+    def make_optimizers(self) -> None:
+        """New ones, without state, over the parameters that the models have now."""
+        self.optimizers = tuple(map(self.setup.make_optimizer, self.models))
+        self._compiled: Any = None
+
+    def batch(self) -> Tensor:
+        """The next batch: a row of samples for each rank."""
+        return torch.randn(self.world_size, 2, DIM, generator=self._generator, dtype=torch.double)
+
+    def losses(self, way: Way, batch: Tensor) -> tuple[Tensor, Tensor]:
+        """This rank's loss, and the twin's over all ranks' data."""
+        mine = loss_of(self.model(batch[self.rank], way, self.rank))
+        all_ = [loss_of(self.twin(x, way, rank)) for rank, x in enumerate(batch)]
+        return mine, torch.stack(all_).mean()
+
+    def reducing(self, reduces: bool) -> AbstractContextManager[Any]:
+        """Forwards and backwards in it reduce gradients, or leave them for a later one."""
+        if not self.is_wrapped:
+            self.model.set_requires_gradient_sync(reduces)
+            return nullcontext()
+        return nullcontext() if reduces else self.model.no_sync()
+
+    def backward(
+        self, losses: tuple[Tensor, Tensor], *, reduces: bool = True, retains: bool = False
+    ) -> None:
+        """Backward of both."""
+        mean = losses[0].detach().clone()
+        dist.all_reduce(mean)
+        torch.testing.assert_close(mean / self.world_size, losses[1].detach(), msg=_saying("loss"))
+        losses[0].backward(retain_graph=retains)
+        self.add_grads(losses[1], reduces=reduces, retains=retains)
+
+    def add_grads(self, loss: Tensor, *, reduces: bool = True, retains: bool = False) -> None:
+        """Backward of the twin."""
+        named = {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
+        grads = torch.autograd.grad(
+            loss, list(named.values()), allow_unused=True, retain_graph=retains
+        )
+        for name, grad in zip(named, grads, strict=True):
+            if grad is not None:
+                self.unreduced[name] = self.unreduced.get(name, 0) + grad
+            elif self.setup.is_parallel and reduces:
+                self.unreduced.setdefault(name, torch.zeros_like(named[name]))
+        if reduces:
+            for name, grad in self.unreduced.items():
+                parameter = self.twin.get_parameter(name)
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+            self.unreduced = {}
+
+    def clip(self, max_norm: float) -> None:
+        """Clip the gradients of both."""
+        if self.is_wrapped:
+            self.model.clip_grad_norm_(max_norm)
+        else:
+            nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        nn.utils.clip_grad_norm_(self.twin.parameters(), max_norm)
+
+    def full(self, *, writeback: bool = False) -> AbstractContextManager[Any]:
+        """All parameters of the sharded model are full in it."""
+        if self.is_wrapped:
+            return FullyShardedDataParallel.summon_full_params(self.model, writeback=writeback)
+        return full_parameters(self.model, writeback=writeback)
+
+    def compiled_step(self, inputs: Tensor) -> None:
+        """A step of the sharded model by its compiled function."""
+        if self._compiled is None:
+            self._compiled = compile_step(self.model, loss_of, self.optimizers[0])
+        self._compiled(inputs, None)
+
+    def check(self) -> None:
+        """Parameters, gradients and optimizer state are the twin's."""
+        with self._sharded() as named:
+            for name, whole in self.twin.named_parameters():
+                mine = named[name]
+                assert mine.requires_grad == whole.requires_grad, name
+                self._check_piece(name, mine, whole)
+                if not (self.is_wrapped and self.unreduced):  # full gradients that wait are there
+                    self._check_grad(name, mine.grad, whole.grad)
+                if not self.is_wrapped:
+                    self._check_state(name, mine, whole)
+
+    @contextmanager
+    def _sharded(self) -> Iterator[dict[str, Any]]:
+        """The parameters as they are between steps."""
+        if self.is_wrapped:
+            with FullyShardedDataParallel.summon_full_params(
+                self.model, writeback=False, with_grads=not self.unreduced
+            ):
+                yield dict(self.model.named_parameters())
+            return
+        for module in (*self.model.cells, self.model):
+            module.reshard()
+        named = dict(self.model.named_parameters())
+        assert all(isinstance(p, DTensor | ShardedTensor) for p in named.values()), "full"
+        yield named
+
+    def _check_state(self, name: str, mine: nn.Parameter, whole: nn.Parameter) -> None:
+        states = [
+            optimizer.state.get(parameter, {})
+            for optimizer, parameter in zip(self.optimizers, (mine, whole), strict=True)
+        ]
+        assert states[0].keys() == states[1].keys(), f"optimizer state of {name}"
+        for key, value in states[0].items():
+            self._check_piece(f"{key} of {name}", value, states[1][key])
+
+    def _check_grad(self, name: str, mine: Tensor | None, whole: Tensor | None) -> None:
+        assert (mine is None) == (whole is None), f"gradient of {name}: {mine} instead of {whole}"
+        if mine is not None and whole is not None:
+            self._check_piece(f"gradient of {name}", mine, whole)
+
+    def _check_piece(self, name: str, mine: Any, whole: Tensor) -> None:
+        if isinstance(mine, ShardedTensor):
+            parts = [(part, whole[region.slices]) for region, part in mine.parts()]
+        elif isinstance(mine, DTensor):
+            pieces = whole.chunk(self.world_size)
+            wanted = pieces[self.rank] if self.rank < len(pieces) else whole[:0]
+            parts = [(mine.to_local(), wanted)]
+        else:
+            parts = [(mine, whole)]
+        for part, wanted in parts:
+            torch.testing.assert_close(
+                part.detach(), wanted.detach(), rtol=1e-9, atol=1e-11, msg=_saying(name)
+            )
+
+
+def _saying(name: str) -> Callable[[str], str]:
+    return lambda text: f"{name}: {text}"

@@ -1,0 +1,77 @@
+"""Random programs leave a sharded model as they leave its unsharded twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, note, settings
+
+from harness import on_ranks
+from programs.draw import programs
+from programs.program import Program
+
+
+def budget(num: int) -> Any:
+    """How many programs."""
+    return settings(
+        max_examples=num,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+
+
+def check(program: Program, num_ranks: int = 2) -> None:
+    note(str(program))
+    on_ranks(num_ranks, Program.run, program, timeout_s=30)
+
+
+@budget(60)
+@given(programs(2))
+def test_steps(program: Program) -> None:
+    check(program)
+
+
+@budget(20)
+@given(programs(2, door="wrapper"))
+def test_steps_of_the_wrapper(program: Program) -> None:
+    check(program)
+
+
+@budget(6)
+@given(programs(2, compiles=True))
+def test_compiled_steps(program: Program) -> None:
+    check(program)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@budget(1400)
+@given(programs(2))
+def test_many_steps(program: Program) -> None:
+    check(program)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@budget(400)
+@given(programs(2, door="wrapper"))
+def test_many_steps_of_the_wrapper(program: Program) -> None:
+    check(program)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@budget(200)
+@given(programs(2, compiles=True))
+def test_many_compiled_steps(program: Program) -> None:
+    check(program)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@budget(200)
+@given(programs(4))
+def test_many_steps_on_four_ranks(program: Program) -> None:
+    check(program, 4)
