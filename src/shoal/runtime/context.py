@@ -38,7 +38,12 @@ class Context:
         self.roots = frozenset(roots)
         """The units of the module that all others are in."""
         self.orders = Orders(self.units)
-        self._index = {unit: index for index, unit in enumerate(self.units)}
+        self.is_in_turn = False
+        """Whether ranks may use different units: then all reduce in the declared order, backwards,
+        and gather before anything of their backwards runs."""
+        self._turns: list[Unit] = []
+        """The units that this backward has still to reduce, where it does so in turn."""
+        self._num_backwards = 0
         self._is_running = False
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
         self._arrived: list[Reduction] = []
@@ -65,6 +70,7 @@ class Context:
         for unit in self.units:
             if unit.phase is Phase.FORWARD:  # an earlier forward raised
                 unit.phase = Phase.HELD
+        self._ask_for_turns()
         self.orders.begin()
         self._is_running = True
 
@@ -149,6 +155,8 @@ class Context:
             self._prefetch_backward(unit)
 
     def _prefetch_backward(self, unit: Unit) -> None:
+        if self.is_in_turn:  # all that backward needs was gathered when it began
+            return
         then: Sequence[Unit | None] | None = unit.backward_prefetch
         if then is None:
             # The root's backward comes first, although its forward did too: it is around.
@@ -183,6 +191,7 @@ class Context:
         if run not in unit.open_passes:  # its outputs were not part of the loss
             return
         unit.open_passes.discard(run)
+        run.left_in = self._num_backwards
         self._free_if_left(unit)
 
     def reset(self) -> None:
@@ -193,6 +202,7 @@ class Context:
         self._arrived.clear()
         self._launched.clear()
         self._began.clear()
+        self._turns.clear()
         for unit in self.units:
             unit.open_passes.clear()
             unit.noted = None
@@ -222,6 +232,8 @@ class Context:
         # All units at once, and not each when its turn comes: a third of the time.
         for unit in self.units:
             unit.note_operations()
+        self._num_backwards += 1
+        self._take_turns()
 
         def end() -> None:
             try:
@@ -238,12 +250,14 @@ class Context:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
         for unit in reversed(self.units):
             unit.open_passes.clear()
-            if unit.has_late_grads or unit.phase is Phase.BACKWARD or unit.waits_for_reduction:
+            has_grads = unit.has_late_grads or unit.phase is Phase.BACKWARD or unit in self._turns
+            if has_grads or unit.waits_for_reduction:
                 self._reduce(unit)
             if unit.phase is Phase.BACKWARD:
                 self._free(unit)
             elif unit.phase is not Phase.HELD or unit.options.reshards_after_backward:
                 unit.reshard()
+        self._turns.clear()
         for unit in self.units:
             unit.was_reduced = unit.was_entered = unit.has_late_grads = False
             unit.noted = None
@@ -260,11 +274,45 @@ class Context:
             self.reset()
 
     def _free_if_left(self, unit: Unit) -> None:
-        if unit.phase is Phase.BACKWARD and not unit.open_passes:
+        if unit.phase is not Phase.BACKWARD or unit.open_passes:
+            return
+        if not self.is_in_turn:
             self._reduce(unit)
-            self._free(unit)
-            if unit.options.prefetches_late:
-                self._prefetch_backward(unit)
+        elif self._is_over(unit):
+            self._reduce_in_turn()
+        else:  # held, since to gather it again would be another rank's gather of something else
+            return
+        self._free(unit)
+        if unit.options.prefetches_late:
+            self._prefetch_backward(unit)
+
+    def _ask_for_turns(self) -> None:
+        self.is_in_turn = any(unit.options.reduces_unused for unit in self.units)
+
+    def _take_turns(self) -> None:
+        """A backward begins: where ranks may come to units in different orders, settle on one.
+
+        That of gathers and reductions in one group has to be the same. A rank cannot know which
+        units it will come to next. So gathers come first, all of them, and reductions wait.
+        """
+        self._ask_for_turns()
+        if not self.is_in_turn:
+            return
+        backwards = self.units[::-1]
+        self._turns = [unit for unit in backwards if unit.trained]
+        for unit in backwards:
+            if unit.options.gathers_in_backward:
+                self._prefetch(unit)
+
+    def _is_over(self, unit: Unit) -> bool:
+        """Whether this backward comes to a unit no more: it has left every pass there is."""
+        is_left = [run.left_in == self._num_backwards for run in unit.passes]
+        return bool(is_left) and all(is_left) and not unit.open_passes
+
+    def _reduce_in_turn(self) -> None:
+        """Reduce the units that backward is done with, up to the first that it may yet come to."""
+        while self._turns and self._is_over(self._turns[0]):
+            self._reduce(self._turns.pop(0))
 
     def _free(self, unit: Unit) -> None:
         if unit.phase is not Phase.BACKWARD:
@@ -280,8 +328,6 @@ class Context:
         if not unit.options.reduces:
             unit.keep_grads()
             return
-        if unit.options.reduces_unused:
-            self._reduce_unused_after(unit)
         grads = unit.take_grads()
         if not grads and not unit.waits_for_reduction:
             return
@@ -291,17 +337,6 @@ class Context:
         reduction = unit.launch_reduce(grads)
         if reduction is not None:
             self._reductions.append((reduction, self._mark()))
-
-    def _reduce_unused_after(self, unit: Unit) -> None:
-        """Reduce the units that backward has gone past without entering them.
-
-        Ranks that use different units would reduce them in different orders. So all of them keep
-        to one: that in which the units were declared, backwards.
-        """
-        for later in reversed(self.units[self._index[unit] + 1 :]):
-            is_behind = later.options.reduces_unused and not later.was_reduced
-            if is_behind and not later.open_passes and later.trained:
-                self._reduce(later)
 
     def _prefetch(self, unit: Unit | None) -> None:
         if unit is not None and unit.phase is Phase.SHARDED:

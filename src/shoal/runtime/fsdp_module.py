@@ -174,7 +174,11 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Whether a parameter without a gradient counts as having a zero one."""
+        """Whether a parameter without a gradient counts as having a zero one.
+
+        Ranks may then use different units: backward gathers all units when it begins, and reduces
+        them in the order in which they were declared, backwards.
+        """
         _set(self, recurse, reduces_unused=reduce_scatter_unused_params)
 
     def set_reduce_scatter_max_input_buffers(

@@ -333,6 +333,8 @@ def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
     """Arrange to be told when backward has left the module."""
     tensors = inputs.differentiable
     run = Pass(unit.gathered_version)
+    if context.is_in_turn and not _torch.inside_backward():
+        unit.passes.add(run)
     # Without such inputs a pass counts as open until the end of backward. So it does with leaves
     # alone: a leaf's own hook would come before nodes that do not depend on it, and pile up on a
     # tensor that outlives the step.

@@ -44,11 +44,13 @@ Version: TypeAlias = tuple[int, int, int]
 class Pass:
     """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
 
-    __slots__ = ("version",)
+    __slots__ = ("__weakref__", "left_in", "version")
 
     def __init__(self, version: Version) -> None:
         self.version = version
         """The parameters' version in forward."""
+        self.left_in = 0
+        """The number of the backward that has left it last."""
 
 
 class Unit:
@@ -88,6 +90,9 @@ class Unit:
         self.in_graph: InGraph | None = None
         """How graphs gather and reduce it, once one was captured."""
         self.open_passes: set[Pass] = set()
+        """Those that backward has come to and not left."""
+        self.passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+        """All that some backward may come to; noted where units are reduced in turn."""
         self.backward_prefetch: list[Unit] | None = None
         """What to gather when its backward begins; None: the unit before it."""
         self.is_kept = False
