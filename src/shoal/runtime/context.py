@@ -46,7 +46,7 @@ class Context:
         self._num_backwards = 0
         self._is_running = False
         self._reductions: deque[tuple[Reduction, Mark | None]] = deque()
-        self._arrived: list[Reduction] = []
+        self._arrived: deque[Reduction] = deque()
         """Reduced gradients that nobody waits for: they are put on the parameters together."""
         self._host_marks: list[torch.cuda.Event] = []
         self._launched: dict[Unit, Mark | None] = {}
@@ -195,21 +195,61 @@ class Context:
         self._free_if_left(unit)
 
     def reset(self) -> None:
-        """Forget an unfinished step, with all its gradients."""
+        """Forget an unfinished step, with all gradients that have not reached the shards."""
+        self._let_go()
+        for unit in self.units:
+            unit.forget_grads()
+        for reduction in self._take_unfinished():
+            reduction.wait()
+
+    def _let_go(self) -> None:
+        """Free what an unfinished step has gathered."""
         self._end = None
-        reductions = tuple(self._reductions)
-        self._reductions.clear()
-        self._arrived.clear()
         self._launched.clear()
         self._began.clear()
         self._turns.clear()
         for unit in self.units:
             unit.open_passes.clear()
             unit.noted = None
+            unit.was_reduced = unit.was_entered = unit.has_late_grads = False
             unit.reshard()
-            unit.forget_grads()
-        for reduction, _ in reductions:
+
+    def _take_unfinished(self) -> list[Reduction]:
+        """The reductions whose gradients are not on the parameters yet, in order."""
+        unfinished = [*self._arrived, *(reduction for reduction, _ in self._reductions)]
+        self._arrived.clear()
+        self._reductions.clear()
+        return unfinished
+
+    def _keep_broken(self, _: object = None) -> None:
+        """A backward raised: what was accumulated until then stays, as without shards.
+
+        Called while the exception is on its way, so it waits for nobody. Then the caller may zero
+        gradients, which is seen by marks that are left on the parameters.
+        """
+        unfinished = [*self._arrived, *(reduction for reduction, _ in self._reductions)]
+        for unit in self.units:
+            unit.keep_broken_grads()
+        for reduction in unfinished:
+            reduction.unit.mark(reduction.indices)
+
+    def _clear_away(self) -> None:
+        """Be ready for another step after a backward that raised, and finish its reductions."""
+        self._let_go()
+        zeroed = {unit: unit.settle_marks() for unit in self.units}
+        unfinished = self._take_unfinished()
+        for reduction in unfinished:
+            dropped = zeroed[reduction.unit]
+            reduction.indices = [index for index in reduction.indices if index not in dropped]
             reduction.wait()
+            if reduction.host_mark is not None:
+                reduction.host_mark.synchronize()
+        self._arrived.extend(unfinished)
+        try:
+            self._take_arrived()
+        finally:
+            for unit in self.units:
+                unit.mark_waiting()
 
     def _refuse_blind(self, unit: Unit) -> None:
         raise InvariantError(
@@ -231,6 +271,7 @@ class Context:
         self._abandon_broken_backward()
         # All units at once, and not each when its turn comes: a third of the time.
         for unit in self.units:
+            unit.settle_marks()
             unit.note_operations()
         self._num_backwards += 1
         self._take_turns()
@@ -240,10 +281,11 @@ class Context:
                 self._end_backward()
             except BaseException:
                 # Whoever keeps the exception keeps this function alive: do not look at that.
-                self.reset()
+                self._keep_broken()
+                self._clear_away()
                 raise
 
-        self._end = weakref.ref(end)
+        self._end = weakref.ref(end, self._keep_broken)
         _torch.call_after_backward(end)
 
     def _end_backward(self) -> None:
@@ -271,7 +313,7 @@ class Context:
 
     def _abandon_broken_backward(self) -> None:
         if self._end is not None and self._end() is None:
-            self.reset()
+            self._clear_away()
 
     def _free_if_left(self, unit: Unit) -> None:
         if unit.phase is not Phase.BACKWARD or unit.open_passes:
@@ -379,9 +421,8 @@ class Context:
             self._host_marks.append(mark)
 
     def _take_arrived(self) -> None:
-        arrived, self._arrived = self._arrived, []
-        for reduction in arrived:
-            reduction.finish()
+        while self._arrived:  # one by one: a user's hook may raise
+            self._arrived.popleft().finish()
 
     def _mark(self) -> Mark | None:
         return None if self.recorder is None else self.recorder.mark()

@@ -66,6 +66,17 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
         for unit in own_state(self).units:
             unit.reshard()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients that optimizers see, also where full parameters are registered now.
+
+        Gradients that wait for a reduction are dropped.
+        """
+        # Past torch's class: what follows it is the module's own.
+        super(TorchFSDPModule, self).zero_grad(set_to_none)  # pyright: ignore
+        for state in _states(self, recurse=True):
+            for unit in state.units:
+                unit.zero_grad(set_to_none=set_to_none)
+
     def reset_iter_state(self) -> None:
         """Forget a step that raised, with its gradients; call it on the root module."""
         state = own_state(self)

@@ -7,7 +7,9 @@ to the other: a gather, and for gradients a reduction. It decides nothing about 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -51,6 +53,15 @@ class Pass:
         """The parameters' version in forward."""
         self.left_in = 0
         """The number of the backward that has left it last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A gradient as it is on a parameter, by which it is seen whether somebody zeroes it."""
+
+    grad: torch.Tensor
+    num_operations: int
+    stands_for_none: bool
 
 
 class Unit:
@@ -122,6 +133,7 @@ class Unit:
         self._prepared: torch.Tensor | None = None
         self._kept_grads: dict[int, torch.Tensor] = {}
         self._partial: tuple[tuple[int, ...], torch.Tensor, tuple[int, ...]] | None = None
+        self._marks: dict[int, Mark] = {}
         count_updates(self)
 
     @torch.inference_mode(False)
@@ -489,11 +501,17 @@ class Unit:
         """Put reduced gradients on the sharded parameters."""
         members, dtype = self.shards.members, output.dtype
         wanted = None if indices is self.trained else set(indices)
+        failure: BaseException | None = None
         for index, grad in self.rows.views(output, cuts):
             if wanted is not None and index not in wanted:
                 continue
             stored = members[index].dtype
-            self.put_grad(index, grad if stored is dtype else grad.to(stored))
+            try:
+                self.put_grad(index, grad if stored is dtype else grad.to(stored))
+            except BaseException as error:  # a user's hook: the other gradients are there too
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def put_grad(self, index: int, grad: torch.Tensor) -> None:
         """Put a gradient of this rank's piece on its parameter, or add it to what is there."""
@@ -521,8 +539,81 @@ class Unit:
         if self.in_graph is not None and self.shards.have_moved:
             self.shards.num_recaptures += 1
 
+    def zero_grad(self, *, set_to_none: bool) -> None:
+        """Zero the gradients of the shards, and drop those that have not reached them."""
+        self._drop_waiting({*self._kept_grads, *range(len(self.shards.members))})
+        for parameter in self.shards.sharded:
+            if parameter.grad is None:
+                continue
+            if set_to_none:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    # A backward that raised: gradients that have not reached the shards stay, unless the user
+    # zeroes gradients before the next backward.
+
+    def keep_broken_grads(self) -> None:
+        """Keep what a backward has accumulated that raised."""
+        try:
+            self.keep_grads()
+        except NotImplementedError:  # gradients that cannot be kept, which is why it raised
+            for parameter in self.full.parameters:
+                parameter.grad = None
+        self.mark_waiting()
+
+    def mark_waiting(self) -> None:
+        """Mark the parameters whose gradients wait for a reduction."""
+        partial = () if self._partial is None else self._partial[0]
+        self.mark({*self._kept_grads, *partial})
+
+    def mark(self, indices: Iterable[int]) -> None:
+        """Leave a gradient of zeros where there is none: whoever zeroes gradients finds it."""
+        for index in indices:
+            member = self.shards.members[index]
+            sharded, stands_for_none = member.sharded, member.sharded.grad is None
+            if stands_for_none:
+                sharded.grad = member.form.grad(sharded, torch.zeros_like(member.local))
+            if sharded.grad is not None:  # a rank that holds nothing of it may have none
+                count = self._num_operations(member, sharded.grad)
+                self._marks[index] = Mark(sharded.grad, count, stands_for_none)
+
+    def settle_marks(self) -> frozenset[int]:
+        """Take the marks away; drop, and return, those whose gradients were zeroed since."""
+        if not self._marks:
+            return frozenset()
+        marks, self._marks = self._marks, {}
+        zeroed: set[int] = set()
+        for index, mark in marks.items():
+            member = self.shards.members[index]
+            held = member.sharded.grad
+            if held is not mark.grad or self._num_operations(member, held) != mark.num_operations:
+                zeroed.add(index)
+            elif mark.stands_for_none:
+                member.sharded.grad = None
+        self._drop_waiting(zeroed)
+        return frozenset(zeroed)
+
+    def _num_operations(self, member: Member, grad: torch.Tensor) -> int:
+        local = member.form.local_of(grad)
+        return grad._version + (0 if local is None else local._version)
+
+    def _drop_waiting(self, indices: AbstractSet[int]) -> None:
+        """Drop gradients that wait for a reduction."""
+        for index in indices:
+            self._kept_grads.pop(index, None)
+        if self._partial is None:
+            return
+        before, partial, trained = self._partial
+        left = tuple(index for index in before if index not in indices)
+        for index, view in self.rows.views(partial, self.rows.cuts):
+            if index in indices:
+                view.zero_()
+        self._partial = (left, partial, trained) if left else None
+
     def forget_grads(self) -> None:
         """Drop every gradient that has not reached the shards."""
+        self.settle_marks()
         self._kept_grads, self._partial = {}, None
         for parameter in self.full.parameters:
             parameter.grad = None

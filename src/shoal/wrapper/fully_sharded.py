@@ -22,7 +22,7 @@ from shoal.runtime.form import bytes_of
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, Options
 from shoal.runtime.shards import Source
-from shoal.wrapper.base import WRAPPED
+from shoal.wrapper.base import WRAPPED, wrappers_below
 from shoal.wrapper.clip import Clipping
 from shoal.wrapper.comm_hook import CommHooks
 from shoal.wrapper.distributed import spec_of
@@ -240,6 +240,13 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 if isinstance(unit, WrappedUnit):
                     unit.show_shards()
         return output
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients that optimizers see, also where a step that raised left full ones."""
+        super().zero_grad(set_to_none)
+        for one in wrappers_below(self):
+            if one._unit is not None:
+                one._unit.zero_grad(set_to_none=set_to_none)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:

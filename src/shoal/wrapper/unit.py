@@ -76,6 +76,10 @@ class WrappedUnit(Unit):
         self._kept_grads = self._taken_back()
         return super().launch_reduce(*args, **kwargs)
 
+    def mark_waiting(self) -> None:
+        """See `Unit.mark_waiting`; what waits for a whole reduction is on the parameters."""
+        self.mark(() if self._partial is None else self._partial[0])
+
     def forget_grads(self) -> None:
         """See `Unit.forget_grads`."""
         self._taken_back()
