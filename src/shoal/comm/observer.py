@@ -1,4 +1,7 @@
-"""Who watches the collectives of this process: nobody, unless a watchdog was started."""
+"""Who hears of the collectives of this process: nobody, unless asked to.
+
+A watchdog keeps a log of them. With `SHOAL_DEBUG=collectives` ranks compare them.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,23 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shoal.comm import environment
+from shoal.comm.comparison import LIMIT_S, Comparison
 from shoal.errors import RankError, ShoalError
 
 
 class Observer(Protocol):
     """Hears of collectives before they can hang."""
 
-    def launching(self, reason: str, group: ProcessGroup, tensor: Tensor) -> None:
-        """A collective is about to start; it fills or changes `tensor`."""
+    def launching(self, reason: str, group: ProcessGroup, tensor: Tensor | None) -> None:
+        """A collective is about to start.
+
+        It fills or changes `tensor`; None where that has a size of its own on each rank.
+        """
+        ...
+
+    def in_stream(self) -> None:
+        """It was given to the current CUDA stream: the host does not wait for it."""
         ...
 
     def waiting(self, reason: str) -> None:
@@ -35,6 +47,40 @@ class Observer(Protocol):
 
 current: Observer | None = None
 """Read by every collective, so it is a plain name and not a call."""
+comparison: Comparison | None = Comparison() if environment.debugs_collectives() else None
+"""What compares collectives between ranks, if they are compared."""
+
+
+def launching(reason: str, group: ProcessGroup, tensor: Tensor | None) -> None:
+    """Let everybody hear of a collective that is about to start; whoever starts one calls this."""
+    if comparison is not None:
+        with timed(f"the other ranks at {reason}"):
+            comparison.check(reason, group, tensor)
+    if current is not None:
+        current.launching(reason, group, tensor)
+
+
+def in_stream() -> None:
+    """The collective that was announced last was given to the current CUDA stream."""
+    if current is not None:
+        current.in_stream()
+
+
+def begin_step() -> None:
+    """A model's forward begins."""
+    if comparison is not None:
+        comparison.step += 1
+
+
+@contextmanager
+def comparing(limit_s: float = LIMIT_S) -> Iterator[None]:
+    """Let the ranks compare every collective inside of this; all of them enter it."""
+    global comparison
+    before, comparison = comparison, Comparison(limit_s)
+    try:
+        yield
+    finally:
+        comparison = before
 
 
 @contextmanager

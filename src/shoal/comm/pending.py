@@ -110,8 +110,8 @@ class Prepared:
 
     def launch(self) -> Pending:
         """Start it."""
-        if observer.current is not None and self._group is not None:
-            observer.current.launching(self.reason, self._group, self.output)
+        if self._group is not None:
+            observer.launching(self.reason, self._group, self.output)
         try:
             work, finish = self._start()
         except (ShoalError, NotImplementedError):

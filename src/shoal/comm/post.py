@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from shoal.comm import observer
 from shoal.comm.pending import Pending
 from shoal.errors import RankError, ShoalError, UsageError
 
@@ -43,6 +44,7 @@ def post(
     """
     if group.size() == 1:
         return []
+    observer.launching(reason, group, None)
     try:
         if backend_of(group, device) == "gloo":
             return _by_messages(group, sends, receives, reason)

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal import _torch
-from shoal.comm import gloo
+from shoal.comm import gloo, observer
 from shoal.comm.calls import Call, Kind, Reduction, Slots
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.python_group import PythonGroup
@@ -96,19 +96,40 @@ class Transport:
         gather = self._gather
         return Prepared(output, reason, lambda: (gather(received, sent), None), self.group)
 
-    def gather_in_stream(self, output: Tensor, input: Tensor) -> Callable[[], object]:
+    def gather_in_stream(
+        self, output: Tensor, input: Tensor, *, reason: str = "all-gather"
+    ) -> Callable[[], None]:
         """Prepare to gather on the current CUDA stream, in order with what it was given."""
         received, sent, group = _as_carried(output), _as_carried(input), self.group
         if isinstance(group, PythonGroup):
             call = Call(Kind.ALL_GATHER, sent, Slots.like(sent, received, self.size))
-            return group.gather_in_stream(call)
-        return partial(_torch.gather_method(group, asynchronous=False), received, sent)
+            run = group.gather_in_stream(call)
+        else:
+            run = partial(_torch.gather_method(group, asynchronous=False), received, sent)
 
-    def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], object]:
+        def gather() -> None:
+            observer.launching(reason, group, output)
+            run()
+            observer.in_stream()
+
+        return gather
+
+    def reduce_scatter_in_stream(
+        self, op: Reduction, *, reason: str = "reduce-scatter"
+    ) -> Callable[[Tensor, Tensor], None]:
         """What reduces into an output on the current CUDA stream, in order; checks nothing."""
-        if isinstance(self.group, PythonGroup):
-            return self.group.reduce_scatter_in_stream(op)
-        return _torch.scatter_method(self.group, op, asynchronous=False)
+        group = self.group
+        if isinstance(group, PythonGroup):
+            run = group.reduce_scatter_in_stream(op)
+        else:
+            run = _torch.scatter_method(group, op, asynchronous=False)
+
+        def reduce_scatter(output: Tensor, input: Tensor) -> None:
+            observer.launching(reason, group, output)
+            run(output, input)
+            observer.in_stream()
+
+        return reduce_scatter
 
     def reduce_scatter(
         self,
@@ -175,6 +196,7 @@ class Transport:
         self._check(reason, tensor)
         if not 0 <= source < self.size:
             raise UsageError(f"{reason}: source must be a rank in [0, {self.size}), got {source}")
+        observer.launching(reason, self.group, tensor)
         work = dist.broadcast(
             _as_carried(tensor), group_src=source, group=self.group, async_op=True
         )
@@ -195,14 +217,12 @@ class Transport:
         """
         self._check(reason, output, input)
         received, sent = _as_carried(output), _as_carried(input)
-        work = dist.all_to_all_single(
-            received,
-            sent,
+        splits = (
             self._splits(reason, "output", output, received, output_numels),
             self._splits(reason, "input", input, sent, input_numels),
-            group=self.group,
-            async_op=True,
         )
+        observer.launching(reason, self.group, None)
+        work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
         return Pending(output, work, reason)
 
     def _is_on_gloo(self, tensor: Tensor) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from shoal import _torch
+from shoal.comm import observer
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
 from shoal.ddp.comm_hook import GradBucket
@@ -30,6 +31,7 @@ class Bucket:
         "_average",
         "_divisor",
         "_face",
+        "_group",
         "_index_of_device",
         "_names",
         "_pairs",
@@ -65,6 +67,7 @@ class Bucket:
         self._names = [name for name, _ in named]
         self._pairs = list(zip(parameters, self.views, strict=True))
         self._pending: Pending | None = None
+        self._group = transport.group
         self.reason = f"all-reduce of bucket {index} ({named[0][0]} to {named[-1][0]})"
         self._divisor, self._average = _averaging(transport, self.flat, self.reason)
         is_last = index == num_buckets - 1
@@ -92,6 +95,7 @@ class Bucket:
                     gradients=self.views,
                     parameters=parameters,
                 )
+                observer.launching(self.reason, self._group, self.flat)
                 self._pending = hook(face, self.flat, self.reason)
             elif self._average is not None:
                 if self._divisor != 1:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal import _torch
+from shoal.comm import observer
 from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
 from shoal.ddp.assignment import Item, assign
@@ -118,6 +119,7 @@ class Reducer:
 
     def before_forward(self) -> None:
         """Clear away a backward that was broken off; take the recorded order over. Collective."""
+        observer.begin_step()
         if self._end is not None:
             self._forget()
         if self._recorded is not None:

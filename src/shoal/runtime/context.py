@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shoal import _torch
+from shoal.comm import observer
 from shoal.errors import InvariantError
 from shoal.runtime.arena import Arena
 from shoal.runtime.events import EventKind, Mark, Recorder
@@ -71,6 +72,7 @@ class Context:
             if unit.phase is Phase.FORWARD:  # an earlier forward raised
                 unit.phase = Phase.HELD
         self._ask_for_turns()
+        observer.begin_step()
         self.orders.begin()
         self._is_running = True
 

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from shoal import _torch
+from shoal.comm import observer
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
 from shoal.layout.buffer import shard_views
@@ -63,7 +64,7 @@ class Gather:
         if transport is not None and transport.size > 1 and output.numel() > 0:
             sent = stored.view(output.dtype) if is_as_stored else self._mine
             self._prepared = transport.prepare_all_gather(output, sent, reason=self._reason)
-            self._in_stream = transport.gather_in_stream(output, sent)
+            self._in_stream = transport.gather_in_stream(output, sent, reason=self._reason)
             self._sent = sent
 
     def _copy_of(self, shards: Stored, packing: Packing, rank: int) -> Callable[[], object]:
@@ -114,6 +115,7 @@ class Gather:
     def _run_custom(self, custom: AllGather) -> Pending:
         assert self._transport is not None
         output = self._output
+        observer.launching(self._reason, self._transport.group, output)
         with torch.no_grad():
             given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
             work = custom(given, self._sent, self._transport.group, async_op=True)

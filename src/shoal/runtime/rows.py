@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shoal import _torch
+from shoal.comm import observer
 from shoal.comm.transport import Pending, Transport
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
@@ -317,6 +318,7 @@ class Rows:
         custom = unit.options.reduce_scatter
         if custom is None:
             return transport.reduce_scatter(output, rows, division.reduce_op, reason=reason)
+        observer.launching(reason, transport.group, output)
         work = custom(output, rows, transport.group, division.reduce_op, async_op=True)
         return Pending(output, work, reason)
 
@@ -341,7 +343,9 @@ class Rows:
             )
             self._division = (key, division)
             if unit.transport is not None and unit.streams.reducing is not None:
-                self._scatters = unit.transport.reduce_scatter_in_stream(division.reduce_op)
+                self._scatters = unit.transport.reduce_scatter_in_stream(
+                    division.reduce_op, reason=f"the reduction of unit {unit.name!r}"
+                )
         return self._division[1]
 
     @property

@@ -8,13 +8,23 @@ sizes of a collective do not match, so nothing can be asked of it afterwards.
 from __future__ import annotations
 
 import mmap
+import threading
 import zlib
+from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
+
+import torch
 
 _LINE_BYTES = 256
 _NUM_LINES = 128
+IN_STREAM, ENDED = "in stream", "ended"
+
+
+InStream: TypeAlias = "tuple[int, str, torch.cuda.Event]"
+"""A collective that a stream was given: the number and text of its line, and what marks its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +36,13 @@ class Entry:
     """Its place among the collectives of the group, from 1."""
     what: str
     size: str
+    state: str = field(default="", compare=False)
+    """`IN_STREAM` or `ENDED`, for a collective that a CUDA stream runs and no host waits for."""
 
     def __str__(self) -> str:
-        return f"{self.what} ({self.size})"
+        size = f" ({self.size})" if self.size else ""
+        running = ", which its device has not ended" if self.state == IN_STREAM else ""
+        return f"{self.what}{size}{running}"
 
 
 class CollectiveLog:
@@ -45,16 +59,56 @@ class CollectiveLog:
         self._count = 0
         self._counts: dict[str, int] = {}
         self._digest = 0
+        self._last = ""
+        self._in_stream: deque[InStream] = deque()
+        self._events: list[torch.cuda.Event] = []
+        self._lock = threading.Lock()
 
     def add(self, group: str, what: str, size: str) -> None:
         """Note a collective that is about to start."""
         number = self._counts.get(group, 0) + 1
         self._counts[group] = number
-        line = f"{self._count}\t{group}\t{number}\t{what}\t{size}\n".encode()[:_LINE_BYTES]
-        start = self._count % _NUM_LINES * _LINE_BYTES
-        self._memory[start : start + len(line)] = line
+        self._last = f"{self._count}\t{group}\t{number}\t{what}\t{size}"
+        self._write(self._count, self._last)
         self._count += 1
         self._digest = zlib.crc32(f"{what}\t{size}".encode(), self._digest)
+
+    def put_in_stream(self) -> None:
+        """Note that the current CUDA stream was given the collective that was added last.
+
+        An event marks its end. Nobody waits for it: it is asked, here and by `entries`.
+        """
+        if torch.cuda.is_current_stream_capturing():  # it runs whenever the graph is replayed
+            return
+        event = self._events.pop() if self._events else torch.cuda.Event()
+        event.record()
+        number = self._count - 1
+        self._write(number, f"{self._last}\t{IN_STREAM}")
+        with self._lock:
+            self._in_stream.append((number, self._last, event))
+            while self._in_stream[0][2].query():
+                self._note_end(self._in_stream.popleft())
+                if not self._in_stream:
+                    break
+
+    def _note_ended(self) -> None:
+        """Look which collectives have ended; those of two streams may do so in any order."""
+        with self._lock, suppress(RuntimeError):  # of a device that has failed
+            for one in tuple(self._in_stream):
+                if one[2].query():
+                    self._in_stream.remove(one)
+                    self._note_end(one)
+
+    def _note_end(self, one: InStream) -> None:
+        number, text, event = one
+        self._events.append(event)
+        if number >= self._count - _NUM_LINES:  # else its line is another one's by now
+            self._write(number, f"{text}\t{ENDED}")
+
+    def _write(self, number: int, text: str) -> None:
+        line = f"{text}\n".encode()[:_LINE_BYTES]
+        start = number % _NUM_LINES * _LINE_BYTES
+        self._memory[start : start + len(line)] = line
 
     def take_digest(self) -> int:
         """A number that ranks share if they launched the same since this was last asked.
@@ -66,6 +120,7 @@ class CollectiveLog:
 
     def entries(self) -> list[Entry]:
         """What it remembers, oldest first."""
+        self._note_ended()
         return _parsed(bytes(self._memory))
 
 
@@ -87,7 +142,9 @@ def _parsed(memory: bytes) -> list[Entry]:
     for start in range(0, len(memory), _LINE_BYTES):
         line, end, _ = memory[start : start + _LINE_BYTES].partition(b"\n")
         with suppress(ValueError):  # a line that was being written, or one too long for its place
-            count, group, number, what, size = line.decode().split("\t")
+            count, group, number, what, size, *state = line.decode().split("\t")
             if end:
-                found[int(count)] = Entry(group=group, number=int(number), what=what, size=size)
+                found[int(count)] = Entry(
+                    group=group, number=int(number), what=what, size=size, state="".join(state)
+                )
     return [found[count] for count in sorted(found)]

@@ -108,12 +108,17 @@ class Watchdog:
 
     # What `shoal.comm` calls.
 
-    def launching(self, reason: str, group: ProcessGroup, tensor: Tensor) -> None:
+    def launching(self, reason: str, group: ProcessGroup, tensor: Tensor | None) -> None:
         """Note a collective."""
         name = self._groups.get(group)
         if name is None:
             name = self._groups[group] = group.group_name
-        self._log.add(name, reason, f"{tensor.numel()} of {str(tensor.dtype)[6:]}")
+        size = "" if tensor is None else f"{tensor.numel()} of {str(tensor.dtype)[6:]}"
+        self._log.add(name, reason, size)
+
+    def in_stream(self) -> None:
+        """Note that the device runs it, and see which of those before have ended."""
+        self._log.put_in_stream()
 
     def waiting(self, reason: str) -> None:
         """Start the clock."""

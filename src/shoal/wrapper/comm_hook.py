@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from shoal import _torch
+from shoal.comm import observer
 from shoal.comm.calls import Reduction
 from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
@@ -147,5 +148,6 @@ class _HookedReplicas(Transport):
     ) -> Pending:
         """See `Transport.all_reduce`."""
         _hand_over(tensor)
+        observer.launching(reason, self.group, tensor)
         self._hook(self._state, tensor)
         return Pending(tensor, None, reason)

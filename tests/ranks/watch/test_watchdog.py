@@ -45,7 +45,8 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """What the ranks of all cases told."""
     done = subprocess.run(
         [sys.executable, str(SCRIPT), str(tmp_path_factory.mktemp("watch"))],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        # Without what would name those ranks first.
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "SHOAL_DEBUG": ""},
         capture_output=True,
         text=True,
         timeout=200,
