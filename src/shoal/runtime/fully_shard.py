@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from shoal import _torch
 from shoal.errors import ShardedTwiceError, UsageError
@@ -31,6 +32,8 @@ from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.post_forward import PostForward
 from shoal.runtime.torch_state import torch_state
 from shoal.runtime.unit import Unit
+from shoal.tensor.custom_ops import listen
+from shoal.tensor.sharded import ShardedTensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -115,6 +118,7 @@ def make_units(
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward == 1:
         reshards = False
     ModuleState(modules, units, policy, reshards, device, refusal)
+    _let_mix(modules)
 
 
 def modules_of(module: object, function: str) -> list[nn.Module]:
@@ -140,6 +144,17 @@ def modules_of(module: object, function: str) -> list[nn.Module]:
             )
     below = {child for one in given for child in one.modules() if child is not one}
     return [one for one in given if one not in below]
+
+
+_classes: set[type] = set()
+"""Those of all parameters that were seen below sharded modules."""
+
+
+def _let_mix(modules: list[nn.Module]) -> None:
+    """Make lists of DTensors and ShardedTensors work, once some model may give both to torch."""
+    _classes.update(type(parameter) for one in modules for parameter in one.parameters())
+    if {DTensor, ShardedTensor} <= _classes:
+        listen()
 
 
 def check_device(mesh: DeviceMesh) -> None:

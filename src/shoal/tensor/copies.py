@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shoal import _torch
 from shoal.tensor.refusal import differently_cut, unsupported
@@ -25,6 +26,8 @@ def copy_into(op: Op, target: Tensor, source: Tensor, non_blocking: bool = False
             raise differently_cut(op, target, source)
         for into, taken in zip(target.locals, source.locals, strict=True):
             into.copy_(taken, non_blocking=non_blocking)
+    elif isinstance(source, DTensor):
+        raise unsupported(op, "the source is a DTensor; use source.full_tensor()", target)
     elif source.shape == target.shape:
         keep_own(target, source, non_blocking=non_blocking)
     elif source.dim() == 0:

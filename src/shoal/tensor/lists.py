@@ -1,7 +1,8 @@
 """Operations on lists of tensors: the multi-tensor and the fused steps of optimizers.
 
 Lists are unwrapped once per call. Tensors at one index belong together: a parameter, its
-gradient, its state; they are cut alike, or all plain, or single numbers such as a step count.
+gradient, its state; they are cut alike, or all plain, or single numbers such as a step count. At
+other indices there may be DTensors, whose local tensors take part in the same call.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shoal import _torch
 from shoal.tensor.copies import copy_into
+from shoal.tensor.mixed import check_column, dtensor_like
 from shoal.tensor.refusal import check_plain, differently_cut
 from shoal.tensor.sharded import Handler, Op, ShardedTensor, like, like_each
 
@@ -47,13 +50,19 @@ def foreach(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         taken = iter(results)
         results = [[next(taken) for _ in range(count)] for count in _counts(examples)]
         return [
-            like_each(example, locals_) if isinstance(example, ShardedTensor) else locals_[0]
+            like_each(example, locals_)
+            if isinstance(example, ShardedTensor)
+            else _like(example, locals_[0])
             for example, locals_ in zip(examples, results, strict=True)
         ]
-    return [
-        like(example, local) if isinstance(example, ShardedTensor) else local
-        for example, local in zip(examples, results, strict=True)
-    ]
+    return [_like(example, local) for example, local in zip(examples, results, strict=True)]
+
+
+def _like(example: Tensor, local: Tensor) -> Tensor:
+    """A result that lies as its example does."""
+    if isinstance(example, ShardedTensor):
+        return like(example, local)
+    return dtensor_like(example, local) if isinstance(example, DTensor) else local
 
 
 def _foreach_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -119,8 +128,11 @@ def _unwrap_mixed(op: Op, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Any
     examples: list[Tensor] = []
     for column in zip(*lists, strict=True):
         sharded = [tensor for tensor in column if isinstance(tensor, ShardedTensor)]
-        examples.append(sharded[0] if sharded else column[0])
-        for tensor in column if sharded else ():
+        if not sharded:
+            examples.append(check_column(op, column))
+            continue
+        examples.append(sharded[0])
+        for tensor in column:
             if not isinstance(tensor, ShardedTensor):
                 check_plain(op, sharded[0], tensor)
             elif not tensor.placement.agrees(sharded[0].placement):
@@ -140,7 +152,10 @@ def _repeated(arg: Any, counts: Sequence[int]) -> Any:
         return arg
     repeated: list[Any] = []
     for each, count in zip(arg, counts, strict=True):
-        repeated += each.locals if isinstance(each, ShardedTensor) else [each] * count
+        if isinstance(each, ShardedTensor):
+            repeated += each.locals
+        else:
+            repeated += [_torch.local_tensor(each) if isinstance(each, DTensor) else each] * count
     return repeated
 
 

@@ -3,24 +3,28 @@
     rank's norm ──power──▶ sum over ranks ──root──▶ norm        any order but ±inf
     rank's norm ─────────▶ largest of ranks ──────▶ norm        inf, and -inf with the sign turned
 
-One all-reduce for each call, dtype and process group, whatever the number of tensors.
+One all-reduce for each call, dtype and process group, whatever the number of tensors. A DTensor's
+norm is combined along each axis of its mesh that shards.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from shoal import _torch
-from shoal.tensor.placement import Placement
-from shoal.tensor.reductions import check_no_gradient, shape_over_all_dims
+from shoal.tensor.mixed import without_partial
+from shoal.tensor.reductions import check_no_gradient, holders_of, shape_over_all_dims
 from shoal.tensor.sharded import Handler, Op, ShardedTensor
-from shoal.tensor.totals import accurate, add_up, largest
+from shoal.tensor.totals import Holders, accurate, add_up, largest
+
+_Groups: TypeAlias = tuple[ProcessGroup, ...]
 
 
 def _norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -34,11 +38,11 @@ def _norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _foreach_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Serve a list, in which plain tensors may be too."""
+    """Serve a list, in which plain tensors and DTensors may be too."""
     given = _torch.bind(op, args, kwargs)
     for tensor in given["self"]:
         check_no_gradient(op, tensor)
-    return _norms(given["self"], given["ord"], given["dtype"])
+    return _norms([*map(without_partial, given["self"])], given["ord"], given["dtype"])
 
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -50,18 +54,16 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
     except AttributeError:
         # There is no `local` where a rank has several shards.
         norms = [_own_norm(tensor, order, local_dtype) for tensor in tensors]
-    members: dict[tuple[ProcessGroup, torch.dtype], tuple[Placement, list[int]]] = {}
+    members: dict[tuple[_Groups, torch.dtype], tuple[tuple[Holders, ...], list[int]]] = {}
     for index, tensor in enumerate(tensors):
-        kind = dtype or _real(tensor.dtype)
-        if isinstance(tensor, ShardedTensor):
-            key = tensor.placement.group, kind
-            members.setdefault(key, (tensor.placement, []))[1].append(index)
-        else:
-            norms[index] = norms[index].to(kind)
-    for (_, kind), (placement, indices) in members.items():
-        parts = torch.stack([norms[index] for index in indices]).double()
-        totals = _combine(parts, order, placement).to(kind)
-        for index, total in zip(indices, totals.unbind(), strict=True):
+        kind, holders = dtype or _real(tensor.dtype), holders_of(tensor)
+        key = tuple(each.group for each in holders), kind
+        members.setdefault(key, (holders, []))[1].append(index)
+    for (_, kind), (holders, indices) in members.items():
+        totals = torch.stack([norms[index] for index in indices]).double()
+        for each in holders:
+            totals = _combine(totals, order, each)
+        for index, total in zip(indices, totals.to(kind).unbind(), strict=True):
             norms[index] = total
     return norms
 
@@ -75,16 +77,19 @@ def _local_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
 
 def _own(tensor: Tensor, order: float) -> Tensor:
     """What this rank takes the norm of; something that adds nothing where it holds nothing."""
-    if not isinstance(tensor, ShardedTensor):
-        return tensor
-    if tensor.local.numel() > 0 or tensor.numel() == 0:
-        return tensor.local
-    return tensor.local.new_full((1,), _nothing(order))
+    local = tensor
+    if isinstance(tensor, ShardedTensor):
+        local = tensor.local
+    elif isinstance(tensor, DTensor):
+        local = _torch.local_tensor(tensor)
+    if local.numel() > 0 or tensor.numel() == 0:
+        return local
+    return local.new_full((1,), _nothing(order))
 
 
 def _own_norm(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
     """This rank's part of the norm of a tensor of any number of shards."""
-    held = tensor.locals if isinstance(tensor, ShardedTensor) else (tensor,)
+    held = tensor.locals if isinstance(tensor, ShardedTensor) else (_own(tensor, order),)
     held = [local for local in held if local.numel() > 0 or tensor.numel() == 0]
     if not held:
         return torch.full((), _nothing(order), dtype=dtype or tensor.dtype, device=tensor.device)
@@ -97,7 +102,7 @@ def _nothing(order: float) -> float:
     return 0.0 if order >= 0 else torch.inf
 
 
-def _combine(norms: Tensor, order: float, placement: Placement) -> Tensor:
+def _combine(norms: Tensor, order: float, placement: Holders) -> Tensor:
     if math.isinf(order):
         return largest(norms, placement) if order > 0 else -largest(-norms, placement)
     if order in (0, 1):

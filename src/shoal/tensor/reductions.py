@@ -8,14 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
+from torch.distributed.tensor import DTensor
 
 from shoal import _torch
 from shoal.comm.transport import Transport
 from shoal.tensor.lists import unwrap_lists
+from shoal.tensor.mixed import sharding_axes
 from shoal.tensor.refusal import unsupported
 from shoal.tensor.reshard import reshard
 from shoal.tensor.sharded import Handler, Op, ShardedTensor
-from shoal.tensor.totals import accurate, add_up, largest, lowest_of
+from shoal.tensor.totals import Holders, accurate, add_up, largest, lowest_of
+
+
+def holders_of(tensor: Tensor) -> tuple[Holders, ...]:
+    """The groups whose ranks hold different elements of a tensor; none for a plain one."""
+    if isinstance(tensor, ShardedTensor):
+        return (tensor.placement,)
+    return tuple(sharding_axes(tensor)) if isinstance(tensor, DTensor) else ()
 
 
 def shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
@@ -118,7 +127,7 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors, found_inf, inv_scale = args
     _, (local,) = unwrap_lists(op, (tensors,))
     op(local, found_inf, inv_scale)
-    for group in {t.placement.group: None for t in tensors if isinstance(t, ShardedTensor)}:
+    for group in {holders.group: None for tensor in tensors for holders in holders_of(tensor)}:
         Transport(group).all_reduce(
             found_inf.view(-1), ReduceOp.MAX, reason="the search for gradients that are not finite"
         ).wait()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shoal import _torch
 from shoal.errors import UsageError
@@ -42,6 +43,8 @@ def differently_cut(op: Op, first: ShardedTensor, second: ShardedTensor) -> Usag
 
 def check_plain(op: Op, example: ShardedTensor, plain: Tensor) -> None:
     """Raise unless a plain operand means the same for every element, whoever holds it."""
+    if isinstance(plain, DTensor):
+        raise unsupported(op, "one operand is a DTensor, which is cut in another way", example)
     if plain.dim() != 0:
         raise unsupported(
             op,

@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any, TypeAlias
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from shoal import _torch
 from shoal.tensor.sharded import Kind, ShardedTensor
 
 Lists: TypeAlias = list[list[Any]]
@@ -40,8 +42,10 @@ know about the other ranks.
 
 def grouped(module: str, lists: Lists) -> Groups | None:
     """Group the local tensors for a module's step; None where torch shall group what it has."""
-    if module not in ELEMENTWISE or not lists[0] or not isinstance(lists[0][0], ShardedTensor):
+    if module not in ELEMENTWISE or not lists[0]:
         return None
+    if not isinstance(lists[0][0], ShardedTensor):
+        return _grouped_by_class(lists)
     try:
         placements = [tensor.placement for tensor in lists[0]]
         kinds = [tensor.kind for tensor in lists[0]]
@@ -57,8 +61,38 @@ def grouped(module: str, lists: Lists) -> Groups | None:
                 return None
             local_lists.append([tensor.local for tensor in tensors])
     except AttributeError:
-        return None  # some are plain, or not there yet
+        return _grouped_by_class(lists)
     return _by_kind(kinds, local_lists)
+
+
+def _grouped_by_class(lists: Lists) -> Groups | None:
+    """Do as `grouped` does where DTensors, or plain tensors, stand beside ShardedTensors."""
+    if not any(isinstance(tensor, ShardedTensor) for tensor in lists[0]):
+        return None
+    parameters = [*map(_local_and_place, lists[0])]
+    if any(local is None for local, _ in parameters):  # a rank has several shards of it
+        return None
+    local_lists: Lists = []
+    for tensors in lists:
+        if not tensors or _are_step_counts(tensors):
+            local_lists.append([*tensors])
+            continue
+        found = [*map(_local_and_place, tensors)]
+        if [place for _, place in found] != [place for _, place in parameters]:
+            return None
+        local_lists.append([local for local, _ in found])
+    return _by_kind([(local.device, local.dtype) for local, _ in parameters], local_lists)
+
+
+def _local_and_place(tensor: Any) -> tuple[Any, object]:
+    """A tensor's local one, and what its gradient and its state must have in common with it."""
+    if isinstance(tensor, DTensor):
+        local = _torch.local_tensor(tensor)
+        return local, (local.dtype, _torch.place_getter(tensor))
+    if isinstance(tensor, ShardedTensor):
+        local = getattr(tensor, "local", None)
+        return local, (tensor.dtype, tensor.placement)
+    return tensor, None if tensor is None else (tensor.dtype, tensor.shape)
 
 
 def _by_kind(kinds: list[Kind], lists: Lists) -> Groups:

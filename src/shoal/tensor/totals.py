@@ -7,9 +7,11 @@ a result of the tensors' own dtype would show it.
 
 from __future__ import annotations
 
+from typing import NamedTuple, TypeAlias
+
 import torch
 from torch import Tensor
-from torch.distributed import ReduceOp
+from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal.comm.post import carrier
 from shoal.comm.transport import Transport
@@ -17,6 +19,16 @@ from shoal.tensor.device import shared_device
 from shoal.tensor.placement import Placement
 
 _LOW = (torch.float16, torch.bfloat16)
+
+
+class MeshAxis(NamedTuple):
+    """The ranks along one axis of a DTensor's mesh."""
+
+    group: ProcessGroup
+
+
+Holders: TypeAlias = Placement | MeshAxis
+"""The ranks of a group that have parts of a tensor, all on one type of device if a DTensor's."""
 
 
 def accurate(dtype: torch.dtype) -> torch.dtype:
@@ -29,7 +41,7 @@ def lowest_of(dtype: torch.dtype) -> float | int:
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
-def add_up(parts: Tensor, placement: Placement) -> Tensor:
+def add_up(parts: Tensor, placement: Holders) -> Tensor:
     """Sum a vector over the ranks of a tensor that is placed like this."""
     if parts.is_complex():
         pairs = torch.view_as_real(parts)
@@ -41,7 +53,7 @@ def add_up(parts: Tensor, placement: Placement) -> Tensor:
     return total.to(parts.device)
 
 
-def largest(parts: Tensor, placement: Placement) -> Tensor:
+def largest(parts: Tensor, placement: Holders) -> Tensor:
     """The largest of each element of a vector over the ranks; NaN where any rank has NaN."""
     values = _widened(parts, placement)
     # Backends differ in whether NaN wins a comparison, so it travels beside the values.
@@ -54,8 +66,11 @@ def largest(parts: Tensor, placement: Placement) -> Tensor:
     return values.masked_fill(is_nan > 0, torch.nan) if values.is_floating_point() else values
 
 
-def _widened(parts: Tensor, placement: Placement) -> Tensor:
+def _widened(parts: Tensor, placement: Holders) -> Tensor:
     """A copy where the group can carry it: on the same type of device on every rank."""
-    device = carrier(placement.group, shared_device(parts.device, placement))
+    device = parts.device
+    if isinstance(placement, Placement):
+        device = shared_device(device, placement)
+    device = carrier(placement.group, device)
     dtype = torch.float64 if parts.is_floating_point() else torch.int64
     return parts.to(device, dtype, copy=True)

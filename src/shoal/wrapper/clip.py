@@ -10,7 +10,9 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from shoal import _torch
 from shoal.layout.region import flat_span
 from shoal.runtime.shards import Member
 from shoal.runtime.unit import Unit
@@ -76,9 +78,21 @@ def _grads_of(root: Wrapper) -> dict[Groups, list[torch.Tensor]]:
                 held = found.setdefault(groups, [])
                 if grad is not None and grad.numel() > 0:
                     held.append(grad)
-    others = (p.grad for p in root.parameters() if p not in of_wrappers)
-    found[()].extend(grad for grad in others if grad is not None)
+    for parameter in root.parameters():
+        if parameter not in of_wrappers:
+            _add_other(found, parameter)
     return found
+
+
+def _add_other(found: dict[Groups, list[torch.Tensor]], parameter: nn.Parameter) -> None:
+    """Add the gradient of a parameter that `fully_shard`, or nobody, has sharded."""
+    groups, grad = (), parameter.grad
+    if isinstance(parameter, DTensor):
+        groups = groups_of(_torch.spec_of(parameter))
+        grad = None if grad is None else _torch.local_tensor(grad)
+    held = found.setdefault(groups, [])
+    if grad is not None and grad.numel() > 0:
+        held.append(grad)
 
 
 def _pieces(
