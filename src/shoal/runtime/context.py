@@ -74,14 +74,17 @@ class Context:
         self._ask_for_turns()
         observer.begin_step()
         self.orders.begin()
-        self._is_running = True
+        # In a `full_parameters` block nothing is gathered, and one rank may run alone: an order
+        # that the others have not seen would make its next gathers differ from theirs.
+        self._is_running = not any(unit.is_lent for unit in self.units)
 
     def end_forward(self, *, expects_backward: bool) -> None:
         """The model's forward returned: its order is what the next step prefetches by."""
         if _torch.inside_backward():
             return
         self.boundary = None
-        self.orders.end()
+        if self._is_running:
+            self.orders.end()
         self._is_running = False
         if not expects_backward:
             for unit in self.units:

@@ -77,10 +77,11 @@ class ModuleState:
             self._register_state_dict_hooks(unit)
 
     def _register_state_dict_hooks(self, unit: Unit) -> None:
-        """Show state dicts the shards, never gathered parameters."""
+        """Show state dicts the shards, and gathered parameters in `full_parameters` alone."""
 
         def reshard(*_: object) -> None:
-            unit.reshard()
+            if not unit.is_lent:
+                unit.reshard()
 
         def follow(*_: object) -> None:
             unit.retrace_if_moved()

@@ -108,6 +108,8 @@ class Unit:
         """What to gather when its backward begins; None: the unit before it."""
         self.is_kept = False
         """Whether the user asked for the full parameters, and has not given them back."""
+        self.is_lent = False
+        """Whether a `full_parameters` block has them: then state dicts show them, not shards."""
         self.stays = False
         """Whether it is held after forward, also where no backward follows."""
         self.num_updates = 0
