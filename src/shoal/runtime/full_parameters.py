@@ -47,6 +47,8 @@ def full_parameters(
         yield
         if writeback:
             for unit in units:
+                _check_held(unit)
+            for unit in units:
                 _write_back(unit)
 
 
@@ -101,6 +103,14 @@ def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     return list(units)
 
 
+def _check_held(unit: Unit) -> None:
+    if unit.phase is not Phase.HELD:
+        raise InvariantError(
+            f"full_parameters(writeback=True): unit {unit.name!r} was freed inside the block, with "
+            "what the block had changed: a backward() or reshard() did it. Leave the block first"
+        )
+
+
 @torch.no_grad()
 def _write_back(unit: Unit) -> None:
     """Take over the elements that were changed; the others keep what compute's dtype rounds."""
@@ -108,11 +118,6 @@ def _write_back(unit: Unit) -> None:
         # What was gathered may have lost precision that the shards still have.
         name = unit.shards.members[min(unit.shards.extended)].spec.name
         raise refusal(name, "full_parameters(writeback=True)")
-    if unit.phase is not Phase.HELD:
-        raise InvariantError(
-            f"full_parameters(writeback=True): unit {unit.name!r} was freed inside the block, with "
-            "what the block had changed: a backward() or reshard() did it. Leave the block first"
-        )
     full = [
         member.form.grad_data(_registered(unit, member).detach()) for member in unit.shards.members
     ]
