@@ -4,6 +4,8 @@ In: a rank's local tensors and where they lie. Out: a `ShardedTensor` of the glo
 optimizers, gradient clipping and checkpoints take for a parameter, a gradient, or state.
 """
 
+# `torch.load(weights_only=True)` loads what it is told of when this is imported.
+from shoal.tensor import pickling as pickling
 from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
 from shoal.tensor.placement import Placement

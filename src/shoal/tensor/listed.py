@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -144,17 +144,16 @@ class Listed(Placement):
         """See `Placement.within`."""
         return replace(self, group=group)
 
-    def without_group(self) -> Callable[[Any], Placement]:
+    def without_group(self) -> dict[str, Any]:
         """See `Placement.without_group`."""
-        return partial(
-            _listed,
-            listed=self.listed,
-            shape=self.shape,
-            given_spec=self.given_spec,
-            is_pinned=self.is_pinned,
-            own=self.own,
-            replica=self.replica,
-        )
+        return {
+            "listed": self.listed,
+            "shape": self.shape,
+            "given_spec": self.given_spec,
+            "is_pinned": self.is_pinned,
+            "own": self.own,
+            "replica": self.replica,
+        }
 
     def _devices(self, own: Sequence[int]) -> tuple[torch.device, ...]:
         found = tuple(_place(self.listed[index]).device() for index in own)
@@ -177,7 +176,12 @@ def check_shards(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:
     _torch.check_tensor([*shards], [*shape])
 
 
-def _listed(group: ProcessGroup, **fields: Any) -> Listed:
+def listed(group: ProcessGroup, **fields: Any) -> Listed:
+    """A placement of the fields that `without_group` gives; raises unless they fit together."""
+    shards, shape, spec = fields["listed"], fields["shape"], fields["given_spec"]
+    check_shards(shards, shape)
+    if isinstance(spec, _torch.ChunkShardingSpec) and not -len(shape) <= spec.dim < len(shape):
+        raise ValueError(f"a tensor of shape {shape} has no dim {spec.dim} to be cut along")
     return Listed(group=group, **fields)
 
 

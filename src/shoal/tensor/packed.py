@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, ClassVar, Self, TypeAlias
 
 import torch
@@ -122,9 +121,9 @@ class Packed(Placement):
         """See `Placement.within`."""
         return replace(self, group=group, rank=group.rank())
 
-    def without_group(self) -> Callable[[Any], Placement]:
+    def without_group(self) -> dict[str, Any]:
         """See `Placement.without_group`."""
-        return partial(_packed, packing=self.packing, index=self.index, replica=self.replica)
+        return {"packing": self.packing, "index": self.index, "replica": self.replica}
 
     def _of(self, rank: int, device: torch.device) -> list[ShardMetadata]:
         place = self._place(rank, device)
@@ -146,7 +145,8 @@ class Packed(Placement):
         )
 
 
-def _packed(group: ProcessGroup, *, packing: Packing, index: int, replica: int) -> Packed:
+def packed(group: ProcessGroup, *, packing: Packing, index: int, replica: int) -> Packed:
+    """A placement of the fields that `without_group` gives."""
     return Packed(packing=packing, index=index, group=group, rank=group.rank(), replica=replica)
 
 

@@ -1,21 +1,29 @@
 """Pickling: a rank saves its own shards, and the same rank of an equal group loads them.
 
 The group is the default one, or that of torch's `load_with_process_group`.
+
+A pickle holds tensors, numbers, strings and tuples of them, and one function, `rebuilt`. So
+`torch.load(weights_only=True)` loads it: that function is the only thing it is told to trust.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import lru_cache
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shoal import _torch
-from shoal.tensor import remote
-from shoal.tensor.placement import Placement
+from shoal.errors import UsageError
+from shoal.layout.even import EvenPacking
+from shoal.layout.ragged import RaggedPacking, Run
+from shoal.layout.spec import ParamSpec
+from shoal.layout.whole import WholePacking
+from shoal.tensor import listed, packed, remote, spec
 from shoal.tensor.sharded import ShardedTensor
 
 
@@ -50,44 +58,106 @@ class GroupState:
                 )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Saved:
-    """A rank's part of a tensor, without its process group."""
-
-    locals: tuple[Tensor, ...]
-    placement: Callable[[Any], Placement]
-    requires_grad: bool
-    group: GroupState
-    is_shared: bool
-    attributes: dict[str, Any]
-
-
-def reduced(tensor: ShardedTensor) -> tuple[Callable[[Saved], ShardedTensor], tuple[Saved]]:
+def reduced(tensor: ShardedTensor) -> tuple[Callable[..., ShardedTensor], tuple[dict[str, Any]]]:
     """What pickle needs to know."""
-    saved = Saved(
-        locals=tensor.locals,
-        placement=tensor.placement.without_group(),
-        requires_grad=tensor.requires_grad,
-        group=GroupState.of(tensor.placement.group),
-        is_shared=remote.is_shared(tensor),
-        attributes=vars(tensor),
+    placement = tensor.placement
+    kind = type(placement).__name__
+    values = tuple((name, _plain(v)) for name, v in placement.without_group().items())
+    return rebuilt, (
+        {
+            "locals": tensor.locals,
+            "placement": (kind, values),
+            "requires_grad": tensor.requires_grad,
+            "group": asdict(GroupState.of(placement.group)),
+            "is_shared": remote.is_shared(tensor),
+            "attributes": vars(tensor),
+        },
     )
-    return rebuilt, (saved,)
 
 
-def rebuilt(saved: Saved) -> ShardedTensor:
-    """Make the tensor again, in the group that it is loaded into."""
+def rebuilt(saved: dict[str, Any]) -> ShardedTensor:
+    """Make the tensor again, in the group that it is loaded into.
+
+    Anybody may have written what it is given: the values check themselves and one another.
+    """
     if not dist.is_initialized():
         raise RuntimeError(
             "Need to initialize default process group using init_process_group before loading "
             "ShardedTensor"
         )
     group = _torch.group_to_load_into()
-    saved.group.check(GroupState.of(group))
+    GroupState(**saved["group"]).check(GroupState.of(group))
+    kind, values = saved["placement"]
+    placement = _PLACEMENTS[kind](group, **{name: _from_plain(value) for name, value in values})
+    attributes = saved["attributes"]
+    if hidden := [name for name in attributes if hasattr(ShardedTensor, name)]:
+        raise UsageError(f"a pickled ShardedTensor replaces {hidden} of its class: not loaded")
     tensor = ShardedTensor.of(
-        saved.locals, saved.placement(group), requires_grad=saved.requires_grad
+        tuple(saved["locals"]), placement, requires_grad=saved["requires_grad"]
     )
-    vars(tensor).update(saved.attributes)
-    if saved.is_shared:
+    vars(tensor).update(attributes)
+    if saved["is_shared"]:
         remote.share(tensor)
     return tensor
+
+
+_PLACEMENTS = {"Packed": packed.packed, "Listed": listed.listed}
+
+_PACKINGS = (EvenPacking, RaggedPacking, WholePacking)
+_VALUES = (
+    ParamSpec,
+    Run,
+    _torch.ShardMetadata,
+    _torch.ChunkShardingSpec,
+    _torch.EnumerableShardingSpec,
+    spec.ChunkShardingSpec,
+)
+"""What placements consist of: values that check themselves when they are made."""
+
+
+def _plain(value: Any) -> Any:
+    """A value as numbers, strings and tuples; values of users' own classes stay what they are."""
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
+    if isinstance(value, list):
+        return "<list>", (("items", tuple(map(_plain, value))),)
+    if isinstance(value, _torch.RemoteDevice):
+        return "<device>", (("remote_device", str(value)),)
+    if type(value) in _PACKINGS:
+        return _plain_packing(value)
+    return _plain_fields(value) if type(value) in _VALUES else value
+
+
+def _plain_fields(value: Any) -> Any:
+    names = [field.name for field in fields(value) if field.init]
+    values = tuple((name, _plain(getattr(value, name))) for name in names)
+    return _tag(type(value)), values
+
+
+def _tag(kind: type) -> str:
+    return f"<{kind.__module__}.{kind.__name__}>"
+
+
+def _from_plain(value: Any) -> Any:
+    """The opposite of `_plain`."""
+    if not isinstance(value, tuple):
+        return value
+    if value and isinstance(value[0], str) and value[0] in _MAKERS:
+        return _MAKERS[value[0]](value[1])
+    return tuple(map(_from_plain, value))
+
+
+def _maker(make: Callable[..., Any]) -> Callable[[Any], Any]:
+    return lambda values: make(**{name: _from_plain(value) for name, value in values})
+
+
+# All tensors of a unit have one packing: a pickle holds it once, and it is made once.
+_plain_packing = lru_cache(maxsize=8)(_plain_fields)
+_MAKERS: dict[str, Callable[[Any], Any]] = {
+    **{_tag(kind): _maker(kind) for kind in _VALUES},
+    **{_tag(kind): lru_cache(maxsize=8)(_maker(kind)) for kind in _PACKINGS},
+    "<list>": _maker(lambda items: list(items)),
+    "<device>": _maker(_torch.RemoteDevice),
+}
+
+torch.serialization.add_safe_globals([rebuilt])

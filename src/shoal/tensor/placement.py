@@ -10,7 +10,7 @@ not look which kind it has.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -98,5 +98,5 @@ class Placement(ABC):
         """The same cut, over another group of the same ranks."""
 
     @abstractmethod
-    def without_group(self) -> Callable[[Any], Placement]:
-        """What can be pickled, and makes the same placement of a group."""
+    def without_group(self) -> dict[str, Any]:
+        """The fields that make the same placement of another group."""
