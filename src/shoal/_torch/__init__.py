@@ -90,6 +90,7 @@ from shoal._torch.dynamo import (
     DYNAMO_MODULE,
     allowed_in_graph,
     captured_for,
+    captures_without_dynamo,
     compiling_backend,
     constant_in_graph,
     first_line,

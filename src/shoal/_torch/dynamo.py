@@ -59,13 +59,13 @@ def stepped_over_by_dynamo(function: Function) -> Function:
     return function
 
 
-def allowed_in_graph(function: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
-    """A function of a tensor that Dynamo does not look into: whoever traces its graph does."""
+def allowed_in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors that Dynamo does not look into: whoever traces its graph does."""
 
-    def call(tensor: Tensor) -> Any:
-        return function(tensor)
+    def call(*tensors: Tensor) -> Any:
+        return function(*tensors)
 
-    return cast(Callable[[Tensor], Any], torch.compiler.allow_in_graph(call))
+    return cast(Callable[..., Any], torch.compiler.allow_in_graph(call))
 
 
 def mark_unmoving(tensor: Tensor) -> None:
@@ -130,6 +130,11 @@ def captured_for(backend: str) -> Iterator[None]:
     finally:
         _captures_for.pop()
         compiler._is_compiling_flag = before
+
+
+def captures_without_dynamo() -> bool:
+    """Whether a program is being captured by `captured_for`."""
+    return bool(_captures_for)
 
 
 def tracing_backend() -> str | None:

@@ -6,6 +6,9 @@
 A graph sees one plain tensor per unit: the shard, as a leaf that shares its memory with the sharded
 parameters. When the leaf gets its gradient, the sharded parameters get theirs, which are views of
 it. What the eager engine does by hooks (when to gather, when to free) is the graph's business.
+
+Where somebody has set how gradients are reduced, or earlier ones still wait to be, a graph reduces
+nothing: full gradients leave it, and the engine does with them what it does without a graph.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,24 +29,10 @@ from shoal.layout.packing import Packing
 from shoal.runtime.cuts import cut, examples_of
 from shoal.runtime.graph_rows import full_in, matrix_of, place_of
 from shoal.runtime.phase import Phase
-from shoal.runtime.policy import Options
 from shoal.runtime.reduction import Division
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
-
-_MEANINGLESS = (
-    "reshards_after_backward",
-    "gathers_in_backward",
-    "prefetches_late",
-    "max_reductions",
-)
-"""Options that mean nothing in a graph."""
-DEFAULTS = tuple(
-    (field.name, field.default) for field in fields(Options) if field.name not in _MEANINGLESS
-)
-"""The others: a graph is captured for these values, and for no others."""
-
 
 _REDUCTIONS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 """As the operators of graphs name them."""
@@ -85,16 +73,29 @@ class InGraph:
         self._division = Division.of(
             self.reduce_dtype, unit.size, num_replicas, None, only_sums=unit.device.type == "cpu"
         )
-        self.gather: Callable[[Tensor], tuple[Tensor, ...]] = _torch.allowed_in_graph(self._gather)
-        """Full parameters of the leaf; a graph traces through it."""
+        self.full_leaves = tuple(self._new_full_leaf(index) for index in range(len(self.trained)))
+        """For each parameter one of its full shape, without memory: what full gradients are for."""
+        self.gather: Callable[..., tuple[Tensor, ...]] = _torch.allowed_in_graph(self._gather)
+        """Full parameters of the leaf, which gets reduced gradients; a graph traces through it.
+
+        Given `full_leaves` too, these get the gradients as they are.
+        """
         self.reshards = True
         """Whether backward gathers again, so that full parameters need not be kept for it."""
 
     def _new_leaf(self) -> Tensor:
         leaf = self._buffer.detach().view(self.stored.params[0].dtype).requires_grad_()
         _torch.mark_unmoving(leaf)
-        leaf.register_post_accumulate_grad_hook(partial(self._deliver, self._buffer, self._marks))
+        leaf.register_post_accumulate_grad_hook(
+            _weakly(InGraph._deliver, self, self._buffer, self._marks)
+        )
         setattr(leaf, _IN_GRAPH, weakref.ref(self))
+        return leaf
+
+    def _new_full_leaf(self, index: int) -> Tensor:
+        blank = torch.zeros((), dtype=self.compute_dtype, device=self._buffer.device)
+        leaf = blank.expand(self.stored.params[index].shape).requires_grad_()
+        leaf.register_post_accumulate_grad_hook(_weakly(InGraph._hand_over, self, index))
         return leaf
 
     @property
@@ -147,10 +148,10 @@ class InGraph:
         """The leaf for a graph whose backward comes to these parameters only."""
         return _Marked.apply(leaf, self, reached) if self._marks else leaf
 
-    def _gather(self, leaf: Tensor) -> tuple[Tensor, ...]:
+    def _gather(self, leaf: Tensor, *full_leaves: Tensor) -> tuple[Tensor, ...]:
         again = _torch.computed_again_in_backward() if self.reshards else nullcontext()
         with again:
-            fulls = _Gathered.apply(leaf, self)
+            fulls = _Gathered.apply(self, leaf, *full_leaves)
         return tuple(
             full if trains else full.detach()
             for full, trains in zip(fulls, self.trained, strict=True)
@@ -204,6 +205,23 @@ class InGraph:
             return
         reached = set(self.reached) if marks else range(len(self.trained))
         self.reached.clear()
+        self._check_unchanged(unit, buffer)
+        views = _torch.unflatten(grad.view(-1), self._examples)
+        for index, at in self._wanted:
+            if self.trained[index] and index in reached:
+                unit.put_grad(index, views[at])
+        if unit.waits_for_reduction:  # gradients of a backward between this forward and now
+            unit.take_late_grads()
+
+    def _hand_over(self, index: int, leaf: Tensor) -> None:
+        """Give the engine a full gradient, to reduce or to keep when this backward ends."""
+        unit, grad = self._unit(), leaf.grad
+        leaf.grad = None
+        if unit is not None and grad is not None:
+            self._check_unchanged(unit, self._buffer)
+            unit.take_late_grads({index: grad})
+
+    def _check_unchanged(self, unit: Unit, buffer: Tensor) -> None:
         moved = unit.phase is Phase.SHARDED and unit.shards.have_moved
         if moved or unit.shards.buffer is not buffer or not self.holds_for(unit):
             raise InvariantError(
@@ -211,10 +229,18 @@ class InGraph:
                 "between the forward and the backward of a captured graph, so these gradients are "
                 "not theirs. Make such changes before forward, or after backward."
             )
-        views = _torch.unflatten(grad.view(-1), self._examples)
-        for index, at in self._wanted:
-            if self.trained[index] and index in reached:
-                unit.put_grad(index, views[at])
+
+
+def _weakly(method: Callable[..., None], in_graph: InGraph, *args: Any) -> Callable[[Tensor], None]:
+    """A hook that keeps nothing alive: the garbage collector does not look into hooks."""
+    alive = weakref.ref(in_graph)
+
+    def hook(leaf: Tensor) -> None:
+        found = alive()
+        if found is not None:
+            method(found, *args, leaf)
+
+    return hook
 
 
 def in_graph_of(leaf: object) -> InGraph | None:
@@ -224,18 +250,20 @@ def in_graph_of(leaf: object) -> InGraph | None:
 
 
 class _Gathered(torch.autograd.Function):
-    """A gather whose derivative is a reduction."""
+    """A gather whose derivative is a reduction; without one, if there are leaves for the rest."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, unit: InGraph) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.unit = unit
+    def forward(ctx: Any, unit: InGraph, leaf: Tensor, *full_leaves: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.unit, ctx.reduces = unit, not full_leaves
         ctx.set_materialize_grads(False)
         return unit.fulls_of(leaf)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if not ctx.reduces:
+            return None, None, *grads
         ctx.unit.reached.update(i for i, grad in enumerate(grads) if grad is not None)
-        return ctx.unit.shard_of(grads), None
+        return None, ctx.unit.shard_of(grads)
 
 
 class _Marked(torch.autograd.Function):
@@ -266,10 +294,16 @@ def _check_can_lower(unit: Unit) -> None:
         reasons.append("CPU offload")
     if unit.post is not None:
         reasons.append("reshard_after_forward as a number of ranks")
-    for name, default in DEFAULTS:
-        value = getattr(unit.options, name)
-        if value != default:
-            reasons.append(f"the option {name}={value}")
+    if unit.options.all_gather is not None:
+        reasons.append("set_custom_all_gather")
+    if _torch.captures_without_dynamo() and not unit.reduces_in_graph:
+        # A whole step: no engine comes after the graph.
+        default = unit.options.reduces_by_default
+        reasons.append(
+            "gradients of earlier backwards that wait to be reduced"
+            if default
+            else f"reductions that setters have changed ({unit.options})"
+        )
     if reasons:
         raise NotImplementedError(
             f"unit {unit.name!r} cannot be captured in a graph with {'; '.join(reasons)}. Compile "

@@ -21,7 +21,7 @@ from shoal import _torch
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.context import Context
 from shoal.runtime.guard import check_ranks_agree
-from shoal.runtime.in_graph import DEFAULTS, lower, names_in
+from shoal.runtime.in_graph import lower, names_in
 from shoal.runtime.phase import Phase
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.reach import Reach, map_tensors
@@ -151,10 +151,11 @@ class ModuleState:
             # other options, the graph is traced again.
             assert unit.shards.num_recaptures >= 0
             assert in_graph is not None
-            options = unit.options
-            for name, default in DEFAULTS:
-                assert getattr(options, name) == default
-            fulls = in_graph.gather(in_graph.leaf)
+            assert unit.options.all_gather is None
+            if unit.reduces_in_graph:
+                fulls = in_graph.gather(in_graph.leaf)
+            else:
+                fulls = in_graph.gather(in_graph.leaf, *in_graph.full_leaves)
             for name, index in self.graph_names[module][at]:
                 tensors[name] = fulls[index]
         return args, kwargs, tensors

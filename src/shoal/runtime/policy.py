@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Protocol
 
 import torch
@@ -133,3 +133,22 @@ class Options:
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.cuda.Stream | None = None
+
+    @property
+    def reduces_by_default(self) -> bool:
+        """Whether gradients are reduced as without any setter."""
+        return all(
+            getattr(self, one.name) == one.default
+            for one in fields(self)
+            if one.name in _OF_REDUCTIONS
+        )
+
+
+_OF_REDUCTIONS = frozenset(
+    {
+        *("reduces", "all_reduces", "reduces_unused", "divide_factor", "halves_division"),
+        *("only_sums", "reduce_group", "reduce_scatter"),
+        *("all_reduce_hook", "all_reduce_hook_stream"),
+    }
+)
+"""The options that say how gradients are reduced; `max_reductions` says only when."""

@@ -7,7 +7,7 @@ to the other: a gather, and for gradients a reduction. It decides nothing about 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import attrgetter
@@ -82,7 +82,7 @@ class Unit:
         self.device = device
         self.mesh_info = mesh_info
         self.layout = layout
-        self.options = Options()
+        self._options = Options()
         self.transport = (
             Transport(mesh_info.shard_process_group)
             if isinstance(mesh_info, FSDPMeshInfo)
@@ -136,6 +136,8 @@ class Unit:
         self._kept_grads: dict[int, torch.Tensor] = {}
         self._partial: tuple[tuple[int, ...], torch.Tensor, tuple[int, ...]] | None = None
         self._marks: dict[int, Mark] = {}
+        self.reduces_in_graph = True
+        """Whether a graph may reduce gradients by itself. An attribute, so that it is one guard."""
         count_updates(self)
 
     @torch.inference_mode(False)
@@ -241,6 +243,16 @@ class Unit:
                 f"Those of unit {self.name!r} should be on {wanted}: move them back "
                 f"(module.to({wanted.type!r}), or load a state dict of that device)."
             )
+
+    @property
+    def options(self) -> Options:
+        """What setters have made of the unit."""
+        return self._options
+
+    @options.setter
+    def options(self, new: Options) -> None:
+        self._options = new
+        self._note_reductions()
 
     @property
     def phase(self) -> Phase:
@@ -447,12 +459,30 @@ class Unit:
             else:
                 dtype = self.policy.reduce_dtype or grad.dtype
                 self._kept_grads[index] = grad.to(dtype)
+        self._note_reductions()
+
+    def _note_reductions(self) -> None:
+        waits = bool(self._kept_grads) or self._partial is not None
+        self.reduces_in_graph = not waits and self._options.reduces_by_default
+
+    def take_late_grads(self, grads: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Take full gradients of a backward that ran without the engine, for when it ends."""
+        if self._prepared is not self.shards.buffer:
+            self.prepare(self.arena, self.streams)
+        self.follow_requires_grad()
+        for index, grad in (grads or {}).items():
+            parameter = self.full.parameters[index]
+            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+        self.was_entered = True
+        assert self.notices is not None
+        self.notices(self)
 
     def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
         """Start the reduction of gradients, with those kept from earlier."""
         for index, kept in self._kept_grads.items():
             grads[index] = kept.add_(grads[index]) if index in grads else kept
         self._kept_grads = {}
+        self._note_reductions()
         self.was_reduced = True
         if not grads and not self.options.reduces_unused:
             return None
@@ -469,6 +499,7 @@ class Unit:
             return indices, None
         before, partial, trained = self._partial
         self._partial = None
+        self._note_reductions()
         if trained != self.rows.trained:
             raise InvariantError(
                 f"parameters of unit {self.name!r} were frozen or unfrozen while partial sums of "
@@ -481,6 +512,7 @@ class Unit:
     def keep_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
         """Keep a gradient that the replicas have still to add theirs to."""
         self._partial = (indices, output, self.rows.trained)
+        self._note_reductions()
 
     def reads_grads_at_once(self, indices: Sequence[int], dtype: torch.dtype) -> bool:
         """Whether these gradients are read as soon as they are there, if only to cast them."""
@@ -617,6 +649,7 @@ class Unit:
         """Drop every gradient that has not reached the shards."""
         self.settle_marks()
         self._kept_grads, self._partial = {}, None
+        self._note_reductions()
         for parameter in self.full.parameters:
             parameter.grad = None
 
