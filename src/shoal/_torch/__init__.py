@@ -7,6 +7,7 @@ write `_torch.name`, wherever in here the name lives. Dynamo, Inductor: imported
 from shoal._torch.aot_settings import (
     autocast_of_backward,
     backward_autocast,
+    functionalises_rng,
     joint_pass,
     memory_budget,
 )
@@ -127,6 +128,7 @@ from shoal._torch.fakes import (
 )
 from shoal._torch.functionals import (
     FunctionalTensorMode,
+    constant_in_trace,
     functional,
     is_functional,
     is_reshaped,
@@ -175,7 +177,8 @@ from shoal._torch.operators import (
     bind,
     binding,
     declared_returns,
-    draws_from_default,
+    default_generators,
+    drawn_from,
     getitem,
     given_arguments,
     has_effects,

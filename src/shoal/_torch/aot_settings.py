@@ -26,6 +26,13 @@ def memory_budget() -> float:
     return 1.0 if chosen is None else float(chosen)
 
 
+def functionalises_rng() -> bool:
+    """Whether a user has set random states to be inputs and outputs of graphs."""
+    from torch._functorch import config
+
+    return bool(config.functionalize_rng_ops)
+
+
 def backward_autocast() -> Any:
     """What a user has set backwards to be traced under; "off" if nothing.
 

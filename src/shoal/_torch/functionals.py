@@ -41,6 +41,11 @@ def is_reshaped(tensor: Tensor) -> bool:
     )
 
 
+def constant_in_trace(tensor: Tensor) -> Tensor:
+    """A tensor with elements, as a constant of the graph that is being traced."""
+    return run_as_it_is(torch.ops.aten.lift_fresh_copy.default, (tensor,), {})
+
+
 def run_as_it_is(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Trace an operator past functionalisation.
 

@@ -141,13 +141,29 @@ def has_effects(op: Any) -> bool:
     return isinstance(op, OpOverload) and effects.has_effects(op)
 
 
-def draws_from_default(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call draws random numbers from a generator that nobody named."""
+def default_generators() -> list[torch.Generator]:
+    """The generators of the devices in use, which draw where nobody names another."""
+    cuda = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
+    return [torch.default_generator, *cuda]
+
+
+def drawn_from(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+    """The generator that a call draws random numbers from; None if it draws none."""
     if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
-        return False
+        return None
     given = bind(op, args, kwargs)
-    # Attention declares random numbers even where it drops nothing.
-    return given.get("generator") is None and given.get("dropout_p") != 0
+    if given.get("dropout_p") == 0:  # attention declares random numbers even where it drops nothing
+        return None
+    named = given.get("generator")
+    if named is not None:
+        return named
+    tensors = (one for one in given.values() if isinstance(one, torch.Tensor))
+    device = given.get("device") or next((one.device for one in tensors), torch.device("cpu"))
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def is_impure(node: torch.fx.Node) -> bool:

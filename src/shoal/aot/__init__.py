@@ -8,6 +8,7 @@ from shoal.compile.aot_function import (
     compiled_function,
     compiled_module,
 )
+from shoal.compile.export import aot_export_joint_simple
 from shoal.compile.fusion import memory_efficient_fusion, nnc_jit
 from shoal.compile.graph_compilers import (
     debug_compile,
@@ -24,6 +25,7 @@ get_graph_being_compiled = get_aot_graph_name
 """The older name of `get_aot_graph_name`."""
 
 __all__ = [
+    "aot_export_joint_simple",
     "aot_function",
     "aot_module",
     "aot_module_simplified",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from compile_compare import BACKEND, Case, Entry, Given, Program, compare, compiled, leaf, table
+from shoal.aot import aot_function, nop
 
 
 def dropout(x: Tensor) -> Tensor:
@@ -178,10 +179,50 @@ def seeded(x: Tensor) -> Tensor:
     return x * torch.rand_like(x)
 
 
+def seeded_without_a_draw(x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return x.sin()
+
+
+def seeded_between(x: Tensor) -> Tensor:
+    first = torch.rand_like(x)
+    torch.manual_seed(5)
+    return first * x + F.dropout(x) * torch.randn_like(x)
+
+
+def seeded_twice(x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    first = F.dropout(x)
+    torch.manual_seed(5)
+    return first - F.dropout(x)
+
+
 def forked(x: Tensor) -> Tensor:
     with torch.random.fork_rng(devices=[]):
         noise = torch.rand(6)
     return x * noise + torch.rand(6)
+
+
+def forked_and_seeded(x: Tensor) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        x = F.dropout(x)
+    return x
+
+
+def restored(x: Tensor) -> Tensor:
+    state = torch.get_rng_state()
+    first = torch.rand_like(x)
+    torch.set_rng_state(state)
+    return first * x - torch.rand_like(x) * x
+
+
+ELSEWHERE = torch.Generator().manual_seed(11).get_state()
+
+
+def set_from_outside(x: Tensor) -> Tensor:
+    torch.set_rng_state(ELSEWHERE)
+    return x * torch.rand_like(x)
 
 
 def checkpointed(x: Tensor) -> Tensor:
@@ -189,15 +230,95 @@ def checkpointed(x: Tensor) -> Tensor:
     return cast(Tensor, block)
 
 
-@pytest.mark.parametrize("program", [seeded, forked, checkpointed])
-def test_a_state_that_the_traced_function_sets_is_refused(program: Program) -> None:
-    """Without Dynamo, a trace does not see it, and would draw other numbers."""
-    call = compiled(program, backend=BACKEND, through="aot")
+class Noisy(torch.autograd.Function):
+    """Draws in backward, from a state of its own and from the one that is there."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * torch.rand_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        ambient = torch.rand_like(grad)
+        torch.manual_seed(3)
+        return grad * torch.rand_like(grad) + ambient
+
+
+def seeded_in_backward(x: Tensor) -> Tensor:
+    return cast(Tensor, Noisy.apply(x))
+
+
+SETTERS = [
+    *(seeded, seeded_without_a_draw, seeded_between, seeded_twice, forked, forked_and_seeded),
+    *(restored, set_from_outside, checkpointed, seeded_in_backward),
+]
+
+
+def states_of(call: Program, *, between: int) -> list[Tensor]:
+    """Results, gradients and what the generator gives next, of three calls in a row."""
+    torch.manual_seed(7)
+    seen: list[Tensor] = []
+    for _ in range(3):
+        (x,) = leaf()
+        result = call(x)
+        torch.rand(between)
+        result.sum().backward()
+        seen += [result.detach(), cast(Tensor, x.grad), torch.rand(2)]
+    return seen
+
+
+@pytest.mark.parametrize("between", [0, 3])
+@pytest.mark.parametrize("program", SETTERS)
+def test_a_state_that_the_function_sets_is_set_by_its_graph(program: Program, between: int) -> None:
+    """In every call, as in eager, and wherever the generator is before backward."""
+    call = aot_function(program, nop)
+    expected = states_of(program, between=between)
+    for a, b in zip(states_of(call, between=between), expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_generator_that_the_function_seeds() -> None:
+    generator = torch.Generator()
+
+    def program(x: Tensor) -> Tensor:
+        first = torch.rand(6, generator=generator)
+        generator.manual_seed(3)
+        return x * first * torch.rand(6, generator=generator)
+
+    def again(x: Tensor) -> Tensor:
+        generator.manual_seed(4)
+        return x * torch.rand(6, generator=generator)
+
+    for one in (program, again):
+        call = aot_function(one, nop)
+        generator.manual_seed(1)
+        expected = states_of(one, between=0)
+        generator.manual_seed(1)
+        for a, b in zip(states_of(call, between=0), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_tracing_leaves_the_generators_as_they_were() -> None:
+    def refuse(*_: Any) -> Any:
+        raise ValueError("not this one")
+
     (x,) = leaf()
     before = torch.get_rng_state()
-    with pytest.raises(NotImplementedError, match="sets the random state"):
-        call(x)
+    with pytest.raises(ValueError, match="not this one"):
+        aot_function(seeded, refuse)(x)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_graphs_that_set_no_state_read_none() -> None:
+    graphs: list[Any] = []
+
+    def keep(module: Any, args: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    (x,) = leaf()
+    aot_function(noisy, keep)(x).sum().backward()
+    assert not any("random_state" in str(node.target) for g in graphs for node in g.graph.nodes)
 
 
 def test_a_checkpoint_that_draws_nothing_is_traced() -> None:

@@ -30,6 +30,8 @@ class Analysis:
     """How what the graph returns wraps other tensors."""
     tangents: list[Tensor]
     """Fake gradients of what the graph returns, laid out as they are to come."""
+    generators: tuple[torch.Generator, ...] = ()
+    """What random numbers are drawn from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,14 @@ class Watched:
 
     outputs: Sequence[Any]
     classified: Classified
-    draws: Draws
 
 
 def run_watched(
-    function: Function, arrangement: Arrangement, inputs: Sequence[Any], entering: Sequence[Any]
+    function: Function,
+    arrangement: Arrangement,
+    inputs: Sequence[Any],
+    entering: Sequence[Any],
+    draws: Draws,
 ) -> Watched:
     """Run a function on functional tensors; it enters with those in `entering`.
 
@@ -50,20 +55,22 @@ def run_watched(
     be written to.
     """
     with_grad = torch.is_grad_enabled()
-    watch = Watch(draws := Draws())
+    watch = Watch(draws)
     arguments = arrangement.arguments(entering)
     watch.declare(arguments)
     before = [Before.of(value) for value in inputs]
     arguments_before = [Before.of(value) for value in arguments]
+    draws.begin()
     with watch:
         outputs = function(*arguments)
+    draws.end()
     after = torch.is_grad_enabled()
     torch.set_grad_enabled(with_grad)
     run = Run(arrangement, watch, entering, before, arguments, arguments_before, outputs)
     classified = run.classify(
         with_grad=with_grad, grad_mode_after=after if after != with_grad else None
     )
-    return Watched(outputs, classified, draws)
+    return Watched(outputs, classified)
 
 
 def functional_inputs(fakes: Sequence[Any]) -> list[Any]:
@@ -93,11 +100,11 @@ def analyse(
             _torch.below_python(mode),
             _torch.without_bindings(mode),
             _torch.FunctionalTensorMode(),
-            _torch.keep_rng(),
+            Draws() as draws,
             _torch.without_outer_hooks(),
         ):
             inputs = functional_inputs(fakes)
-            watched = run_watched(function, arrangement, inputs, inputs)
+            watched = run_watched(function, arrangement, inputs, inputs, draws)
             signature = watched.classified.signature
             values = [
                 _torch.value_of(one) if isinstance(one, Tensor) else one
@@ -112,7 +119,8 @@ def analyse(
             ]
     finally:
         torch.set_grad_enabled(grad_mode)
-    return Analysis(signature, wrappings_of(values), tangents if signature.trains else [])
+    tangents = tangents if signature.trains else []
+    return Analysis(signature, wrappings_of(values), tangents, draws.generators)
 
 
 def _tangent_of(value: Any) -> Tensor:

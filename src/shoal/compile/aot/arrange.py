@@ -110,7 +110,7 @@ class Arrangement:
         """
         inputs = [args[i] for i in self.sources]
         _refuse_wrappers(inputs, written)
-        shared = [[at for at in group if at not in apart] for group in _sharing(inputs)]
+        shared = [[at for at in group if at not in apart] for group in sharing_memory(inputs)]
         groups = [group for group in shared if len(group) > 1 and written.intersection(group)]
         if not groups:
             return None
@@ -182,7 +182,7 @@ def arrange(args: Sequence[Any]) -> Arrangement:
     )
 
 
-def _sharing(inputs: Sequence[Any]) -> list[list[int]]:
+def sharing_memory(inputs: Sequence[Any]) -> list[list[int]]:
     """Inputs by the memory they lie in."""
     by_storage: dict[int, list[int]] = {}
     for at, one in enumerate(inputs):
@@ -199,7 +199,7 @@ def lying_apart(inputs: Sequence[Any], fakes: Sequence[Any]) -> set[int]:
     gradients are wanted: to autograd, a write to one view is a write to what all are views of.
     """
     apart: set[int] = set()
-    for group in _sharing(inputs):
+    for group in sharing_memory(inputs):
         if len(group) > 1 and all(
             _is_plain(fakes[at]) and not fakes[at].requires_grad for at in group
         ):

@@ -14,6 +14,7 @@ from shoal import _torch
 from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_watched
 from shoal.compile.aot.arrange import Arrangement, Constant
 from shoal.compile.aot.draws import Draws
+from shoal.compile.aot.random_ops import drop_unread
 from shoal.compile.aot.rebind import rebind_sizes
 from shoal.compile.aot.signature import Output, OutputKind, Signature
 from shoal.compile.aot.subclasses import (
@@ -73,12 +74,14 @@ class _Trace:
         fakes: Sequence[Any],
         analysis: Analysis,
         shared: Sequence[int | None],
+        draws: Draws,
     ) -> None:
         self._function = function
         self.arrangement = arrangement
         self._fakes = fakes
         self._analysis = analysis
         self._shared = shared
+        self._draws = draws
         self.gradients: Wrapped = ()
         self.clones: list[int] = []
         """The inputs that a copy stood for, because autograd would not let them be written to."""
@@ -92,7 +95,9 @@ class _Trace:
             inputs = rebuild(primals, self._fakes, _torch.functional)
             entering = self._entering(inputs)
             with _torch.remember_lines():
-                watched = run_watched(self._function, self.arrangement, inputs, entering)
+                watched = run_watched(
+                    self._function, self.arrangement, inputs, entering, self._draws
+                )
             self._check_same(watched.classified.signature)
             returned = returned_tensors(signature, watched, entering)
             values = _values(returned)
@@ -104,7 +109,7 @@ class _Trace:
                 node.meta["phase"] = FORWARD
             own = iter(tangents)
             flat = [next(own) if i is None else primals[i] for i in self._shared]
-            grads, before, after = self._grads(inputs, returned, flat, watched.draws)
+            grads, before, after = self._grads(inputs, returned, flat)
             if _reshaped(inputs) != reshaped:
                 raise BackwardMutationError(
                     "an input that had its metadata mutated in the backward, such as by "
@@ -137,7 +142,6 @@ class _Trace:
         inputs: Sequence[Any],
         returned: Sequence[Any],
         tangents: Sequence[Tensor],
-        draws: Draws,
     ) -> tuple[list[Any], list[Any], list[Any]]:
         """Gradients; of those that came in, those of the graph's own, what they held and hold."""
         signature = self._analysis.signature
@@ -148,8 +152,10 @@ class _Trace:
         given = rebuild(tangents, self._analysis.tangents, _torch.functional, symbols=False)
         before = _values(given, symbols=False)
         _torch.carry_lines(outs)
-        with _torch.autocast_of_backward(), Effects(draws):
+        self._draws.begin()
+        with _torch.autocast_of_backward(), Effects(self._draws):
             grads = _differentiate(outs, [inputs[i] for i in wanted], given)
+        self._draws.end()
         after = _values(given, symbols=False)
         if any(self._shared[i] is not None for i in _changed(before, after)):
             raise BackwardMutationError(
@@ -227,7 +233,8 @@ def capture(
     known = {id(one): i for i, one in enumerate(inputs)}
     shared = [known.get(id(one)) for one in tangents]
     own = [one for one, i in zip(tangents, shared, strict=True) if i is None]
-    trace = _Trace(function, arrangement, fakes, analysis, shared)
+    draws = Draws(analysis.generators)
+    trace = _Trace(function, arrangement, fakes, analysis, shared, draws)
     grad_mode = torch.is_grad_enabled()
 
     def joint(primals: list[Any], tangents: list[Any]) -> list[Any]:
@@ -237,7 +244,7 @@ def capture(
         return trace.joint(list(args), [])
 
     try:
-        with _torch.below_python(mode), _torch.keep_rng(), _torch.without_outer_hooks():
+        with _torch.below_python(mode), draws, _torch.without_outer_hooks():
             if signature.trains:
                 module = _torch.trace(joint, (inputs, own), decompositions)
             else:
@@ -395,4 +402,5 @@ def _tag(module: GraphModule) -> None:
 
 def _drop_dead(module: GraphModule) -> None:
     """Remove what nobody reads; what draws random numbers moves the generator, and stays."""
+    drop_unread(module.graph)
     module.graph.eliminate_dead_code(_torch.is_impure)

@@ -1,37 +1,99 @@
-"""Random states that a traced function sets, and its graph would not: noticed at the next draw."""
+"""Random states that a traced function sets: noticed at the next draw, and traced there.
+
+A trace runs on tensors without elements, so no draw moves a generator. Each leaves a seed there
+instead that nobody else would: a mark, which stands for the state after that draw. Another one
+found there means that the function went back to an earlier state (`fork_rng`, a checkpoint that
+computes again), and anything else that it set a state of its own (`manual_seed`).
+"""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
+
+from shoal import _torch
+from shoal.compile.aot import random_ops
 
 _seeds = itertools.count(1 << 48)
 
 
 class Draws:
-    """The draws of one trace, which draws nothing itself and leaves the state as it was.
+    """The draws of one trace. As a context, it leaves the generators as they were."""
 
-    Each leaves a seed in the generator that nobody else would. Another one there means that the
-    function has set the state. Draws on any device do so, since what sets the state of one device
-    (a checkpoint, before it computes again) sets that of the CPU too.
-    """
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self._generators = {
+            one: _Marked(one) for one in (*_torch.default_generators(), *generators)
+        }
 
-    def __init__(self) -> None:
-        self._leave_seed()
+    @property
+    def generators(self) -> tuple[torch.Generator, ...]:
+        """Those that were drawn from, or that anybody may draw from."""
+        return tuple(self._generators)
 
-    def __call__(self) -> None:
-        """Say that a number is drawn here."""
-        if torch.default_generator.initial_seed() != self._seed:
+    def __enter__(self) -> Draws:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for one in self._generators.values():
+            one.restore()
+
+    def begin(self) -> None:
+        """A function is about to run, or its backward: whatever states there are, they are new."""
+        for one in self._generators.values():
+            one.mark()
+
+    def end(self) -> None:
+        """It has run: leave the states that it has set last."""
+        for one in self._generators.values():
+            one.follow()
+
+    def before(self, generator: torch.Generator) -> None:
+        """A number is about to be drawn."""
+        marked = self._generators.get(generator)
+        if marked is not None:
+            marked.follow()
+        else:
+            self._generators[generator] = _Marked(generator)
+
+    def after(self, generator: torch.Generator) -> None:
+        """A number was drawn."""
+        self._generators[generator].mark()
+
+
+class _Marked:
+    """A generator, and the states that its marks stand for."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        self._before = generator.get_state()
+        self._states: dict[int, Tensor] = {}
+        self._last = generator.initial_seed()
+
+    def restore(self) -> None:
+        self._generator.set_state(self._before)
+
+    def mark(self) -> None:
+        self._last = next(_seeds)
+        self._generator.manual_seed(self._last)
+        self._states[self._last] = random_ops.read(self._generator)
+
+    def follow(self) -> None:
+        """Let the graph set the state that the function has set since the last mark, if any."""
+        found = self._generator.initial_seed()
+        if found == self._last:
+            return
+        if _torch.captures_without_dynamo():
             raise NotImplementedError(
-                "a function that sets the random state before it draws random numbers cannot be "
-                "traced: its graph would draw others. Expected none of torch.manual_seed, "
-                "torch.set_rng_state, torch.random.fork_rng, or torch.utils.checkpoint around a "
-                "block that draws. Call it through torch.compile, which knows checkpoints, or set "
-                "the state outside."
+                "a whole step cannot be captured that sets the random state before it draws random "
+                "numbers (torch.manual_seed, torch.set_rng_state, torch.random.fork_rng, or "
+                "torch.utils.checkpoint around a block that draws). Use "
+                "torch.compile(model, backend='shoal'), or set the state outside."
             )
-        self._leave_seed()
-
-    def _leave_seed(self) -> None:
-        self._seed = next(_seeds)
-        torch.default_generator.manual_seed(self._seed)
+        state = self._states.get(found)
+        if state is None:
+            state = _torch.constant_in_trace(self._generator.get_state())
+        random_ops.write(self._generator, state)
+        self._last = found

@@ -89,7 +89,7 @@ class Write:
 
 
 class Effects(_torch.TorchDispatchMode):
-    """Traces operators that do something besides their results as they are; counts draws."""
+    """Traces operators that do something besides their results as they are; follows draws."""
 
     supports_higher_order_operators = True
 
@@ -109,11 +109,15 @@ class Effects(_torch.TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if _torch.draws_from_default(func, args, kwargs or {}):
-            self._draws()
         if _torch.has_effects(func):
             return _torch.run_as_it_is(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
+        generator = _torch.drawn_from(func, args, kwargs or {})
+        if generator is None:
+            return func(*args, **(kwargs or {}))
+        self._draws.before(generator)
+        result = func(*args, **(kwargs or {}))
+        self._draws.after(generator)
+        return result
 
 
 class Watch(Effects):
