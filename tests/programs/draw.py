@@ -68,7 +68,7 @@ def _steps(way: st.SearchStrategy[Way]) -> list[st.SearchStrategy[Moment]]:
         st.builds(moments.TwoForwards, st.tuples(way, way), flags, flags),
         st.builds(moments.TwoBackwards, way),
         st.builds(moments.FailInForward, cells),
-        st.builds(moments.FailInBackward, cells, flags),
+        st.builds(moments.FailInBackward, cells, flags, flags),
         st.builds(moments.ZeroBetween, way, flags),
         st.builds(moments.Freeze, cells, some, flags),
         st.builds(moments.Scale, st.sampled_from([0.9, 1.1])),

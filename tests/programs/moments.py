@@ -111,16 +111,24 @@ class FailInForward:
 
 @dataclass(frozen=True, slots=True)
 class FailInBackward:
-    """A backward that raises: gradients of earlier backwards stay, unless the user drops them."""
+    """A backward that raises: gradients until then stay, unless the user drops all."""
 
     at: int
     reduces: bool
+    drops: bool
 
     def run(self, twins: Twins) -> None:
         way = Way(fails_at=self.at, fails_in_backward=True)
+        batch = twins.batch()
         with twins.reducing(self.reduces):
-            loss = loss_of(twins.model(twins.batch()[twins.rank], way))
+            loss = loss_of(twins.model(batch[twins.rank], way))
             _expect_failure(loss.backward)
+        with twins.collecting_grads():
+            for x in batch:
+                loss = loss_of(twins.twin(x, way)) / twins.world_size
+                _expect_failure(loss.backward)
+        if self.drops:
+            twins.drop_grads()
 
 
 @dataclass(frozen=True, slots=True)

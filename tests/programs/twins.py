@@ -71,7 +71,9 @@ class Twins:
         self.models: tuple[Any, Any] = (self.model, self.twin)
         self.make_optimizers()
         self.unreduced: dict[str, Tensor] = {}
-        """The twin's gradients of backwards without a reduction."""
+        """The twin's gradients of backwards without a reduction, or that raised."""
+        self.is_broken = False
+        """Whether a backward raised, and none has come to its end since."""
         self._generator = torch.Generator().manual_seed(1)
 
     @property
@@ -127,6 +129,27 @@ class Twins:
                 parameter = self.twin.get_parameter(name)
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             self.unreduced = {}
+            self.is_broken = False
+
+    @contextmanager
+    def collecting_grads(self) -> Iterator[None]:
+        """Backwards of the twin that raise: what they accumulate waits for a reduction."""
+        parameters = dict(self.twin.named_parameters())
+        before = {name: parameter.grad for name, parameter in parameters.items()}
+        for parameter in parameters.values():
+            parameter.grad = None
+        yield
+        for name, parameter in parameters.items():
+            if parameter.grad is not None:
+                self.unreduced[name] = self.unreduced.get(name, 0) + parameter.grad
+            parameter.grad = before[name]
+        self.is_broken = True
+
+    def drop_grads(self) -> None:
+        """Zero all gradients, also those that wait for a reduction."""
+        for model in self.models:
+            model.zero_grad()
+        self.unreduced, self.is_broken = {}, False
 
     def clip(self, max_norm: float) -> None:
         """Clip the gradients of both."""
@@ -155,7 +178,8 @@ class Twins:
                 mine = named[name]
                 assert mine.requires_grad == whole.requires_grad, name
                 self._check_piece(name, mine, whole)
-                if not (self.is_wrapped and self.unreduced):  # full gradients that wait are there
+                # The wrapper shows full gradients that wait; after an exception marks do.
+                if not (self.is_broken or (self.is_wrapped and self.unreduced)):
                     self._check_grad(name, mine.grad, whole.grad)
                 if not self.is_wrapped:
                     self._check_state(name, mine, whole)
@@ -165,7 +189,7 @@ class Twins:
         """The parameters as they are between steps."""
         if self.is_wrapped:
             with FullyShardedDataParallel.summon_full_params(
-                self.model, writeback=False, with_grads=not self.unreduced
+                self.model, writeback=False, with_grads=not (self.unreduced or self.is_broken)
             ):
                 yield dict(self.model.named_parameters())
             return

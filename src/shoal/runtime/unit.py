@@ -636,14 +636,14 @@ class Unit:
         """Drop gradients that wait for a reduction."""
         for index in indices:
             self._kept_grads.pop(index, None)
-        if self._partial is None:
-            return
-        before, partial, trained = self._partial
-        left = tuple(index for index in before if index not in indices)
-        for index, view in self.rows.views(partial, self.rows.cuts):
-            if index in indices:
-                view.zero_()
-        self._partial = (left, partial, trained) if left else None
+        if self._partial is not None:
+            before, partial, trained = self._partial
+            left = tuple(index for index in before if index not in indices)
+            for index, view in self.rows.views(partial, self.rows.cuts):
+                if index in indices:
+                    view.zero_()
+            self._partial = (left, partial, trained) if left else None
+        self._note_reductions()
 
     def forget_grads(self) -> None:
         """Drop every gradient that has not reached the shards."""
