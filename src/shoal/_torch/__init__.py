@@ -64,6 +64,7 @@ from shoal._torch.compilers import (
 from shoal._torch.composable import is_fully_sharded, register_composable, replicates
 from shoal._torch.cuda import (
     StreamInUse,
+    StreamPool,
     device_count,
     maker_of_current,
     record_event,

@@ -43,6 +43,28 @@ def maker_of_current(stream: torch.cuda.Stream) -> Callable[[], None]:
     )
 
 
+class StreamPool:
+    """Memory that the caching allocator keeps for one CUDA stream, apart from all other memory.
+
+    Nothing runs on the stream. What is allocated here may be written only in order with all
+    earlier uses of this memory, which the caller has to see to.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        stream = torch.cuda.Stream(device)
+        self._index = stream.device_index
+        self._make_current = maker_of_current(stream)
+
+    def allocate(self, resize: Callable[[int], object], num_bytes: int) -> None:
+        """Let a storage without memory have some: call its `resize_`."""
+        in_use = stream_in_use(self._index)
+        self._make_current()
+        try:
+            resize(num_bytes)
+        finally:
+            in_use.make_current()
+
+
 _event_in_c: Any = torch.cuda.Event.__mro__[1]
 
 

@@ -51,11 +51,10 @@ class Case:
     """bf16 compute and fp32 reduction; fp32 everywhere if not."""
     pace: Pace
     gib_each: float
-    """What an engine needs, or a little more than most; a GPU that has as much for each that is
-    measured lets them take turns."""
+    """What an engine needs, or a little more than most. On a GPU that has less than as much for each
+    engine, those that wait for their turn give up the memory that they do not need."""
     fill: bool = False
-    """Whether the modelled network writes the other ranks' pieces too, so that values stay finite
-    at the price of memory traffic; without it a gathered buffer keeps what it held before."""
+    """Whether the modelled network writes every gather in timed steps too, by kernels."""
     quick: bool = False
     """Scaled down until it shows that the machinery works, and nothing else."""
 
@@ -151,7 +150,7 @@ CASES: tuple[Case, ...] = (
         batch_size=1,
         network=NVLINK,
         pace=_LONG_STEPS,
-        gib_each=18,
+        gib_each=24,
     ),
     Case(
         name="B6a",

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shoal.bench.model import Block, Transformer
 from shoal.bench.run import Mode, Run
+from shoal.errors import InvariantError
 
 REDUCE_DTYPE = torch.float32
 """Gradients are summed over ranks in it, by the engines that can choose (DDP cannot)."""
@@ -37,6 +38,8 @@ class Engine:
     compute dtype."""
     refuses: Callable[[Run], str | None]
     """Why it cannot do this run, if it cannot."""
+    gather_apart: Callable[[nn.Module], None] = lambda model: None
+    """Lets its gathers share memory with nothing else, after a first step (see `kept_gathers`)."""
 
 
 def refusal(run: Run) -> str | None:
@@ -180,6 +183,15 @@ def _wrap_shoal(model: Transformer, run: Run) -> nn.Module:
     return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
 
 
+def _gather_apart(model: nn.Module) -> None:
+    from shoal.runtime.module_state import state_of
+
+    state = state_of(model)
+    if state is None or state.context is None:
+        raise InvariantError(f"{type(model).__name__} has no engine yet: take a step first")
+    state.context.arena.gather_apart()
+
+
 def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
     from shoal.layout import Flat
     from shoal.runtime.fully_shard import fully_shard
@@ -249,6 +261,7 @@ ENGINES: dict[str, Engine] = {
             uses_group=True,
             casts=True,
             refuses=_peer_refuses,
+            gather_apart=_gather_apart,
         ),
         Engine(
             name="shoal-flat",
@@ -256,6 +269,7 @@ ENGINES: dict[str, Engine] = {
             uses_group=True,
             casts=True,
             refuses=_peer_refuses,
+            gather_apart=_gather_apart,
         ),
         Engine(
             name="shoal-graph",
@@ -270,6 +284,7 @@ ENGINES: dict[str, Engine] = {
             uses_group=True,
             casts=True,
             refuses=_peer_refuses,
+            gather_apart=_gather_apart,
         ),
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import StrEnum
 
 from shoal.bench.run import DeviceType
 
@@ -48,6 +49,15 @@ class Collectives:
     num_bytes: int
 
 
+class Gathers(StrEnum):
+    """How a modelled network delivers, in timed steps, what other ranks would send."""
+
+    KEPT = "kept"
+    """It was written before, and is kept: no kernel runs for it."""
+    WRITTEN = "written"
+    """By kernels in every gather. They take time that a real rank does not spend."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Built:
     """What is known about a run before it is timed."""
@@ -55,6 +65,12 @@ class Built:
     num_parameters: int
     collectives: Collectives | None
     """None for an engine that does not communicate."""
+    gathers: Gathers | None
+    """None where real ranks send, or nobody does."""
+    memory: Memory
+    """Over forward+backward steps in a row, before the optimizer has any state."""
+    training_memory: Memory
+    """Over whole training steps, so with the optimizer's state in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +84,6 @@ class ComputeRound:
     """From an idle device until it is idle again."""
     host_ms: tuple[float, ...]
     """From an idle device until Python has the control back. CUDA only: on CPU it is `wall_ms`."""
-    memory: Memory
     probe_ms: float | None = None
     """What a little fixed Python took on the chosen core before the round: the host's speed then.
     CUDA only."""
@@ -80,8 +95,6 @@ class OptimizerRound:
 
     optimizer_ms: tuple[float, ...]
     """The optimizer's step alone, from an idle device until it is idle again."""
-    memory: Memory
-    """Over whole steps, so with gradients and the optimizer's state in place."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +107,12 @@ class Figures:
     host_ms: float | None
     optimizer_ms: float
     memory: Memory
-    """Over forward+backward steps, before the optimizer has any state."""
+    """See `Built`."""
     training_memory: Memory
-    """Over whole training steps."""
+    """See `Built`."""
     collectives: Collectives | None
+    gathers: Gathers | None = None
+    """See `Built`."""
 
 
 def summarise(
@@ -128,7 +143,8 @@ def summarise(
         wall_ms=known(over(one.wall_ms for one in compute), "wall_ms"),
         host_ms=over(one.host_ms for one in compute),
         optimizer_ms=known(over(one.optimizer_ms for one in optimizer), "optimizer_ms"),
-        memory=Memory.largest(one.memory for one in compute),
-        training_memory=Memory.largest(one.memory for one in optimizer),
+        memory=built.memory,
+        training_memory=built.training_memory,
         collectives=built.collectives,
+        gathers=built.gathers,
     )

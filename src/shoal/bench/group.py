@@ -1,7 +1,7 @@
 """The process group of a run: modelled for B1–B5, gloo for B6.
 
-Whoever joins gets a counter of collectives: the modelled group counts by itself, the calls of a
-real one are seen as they pass torch's dispatcher.
+Joining gives a counter of collectives: the modelled group counts by itself, the calls of a real one
+are seen as they pass torch's dispatcher.
 """
 
 from __future__ import annotations
@@ -17,39 +17,36 @@ from torch import Tensor
 from shoal import _torch
 from shoal.bench.figures import Collectives
 from shoal.bench.run import Run
-from shoal.comm.modelled import init_modelled
+from shoal.comm.modelled import ModelledGroup, init_modelled
 
 Step = Callable[[], None]
-Count = Callable[[Step], Collectives]
 
 # A rank that waits longer has lost its peer, whose own failure is the one to report.
 GLOO_TIMEOUT = timedelta(seconds=120)
 
 
-def join(run: Run, rank: int, store_path: Path) -> Count:
-    """Make the default group of this process; returned is what counts a step's collectives."""
+def join(run: Run, rank: int, store_path: Path) -> ModelledGroup | None:
+    """Make the default group of this process; returned is the modelled one, where it is one."""
     world_size, network = run.case.world_size, run.case.network
     if network is None:
         store = dist.FileStore(str(store_path), world_size)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=GLOO_TIMEOUT
         )
-        return _count_dispatched
-    group = init_modelled(world_size, network, run.device_type, fill=run.case.fill)
-
-    def count(step: Step) -> Collectives:
-        group.reset_traffic()
-        step()
-        traffic = group.traffic
-        return Collectives(num_calls=traffic.num_collectives, num_bytes=traffic.num_bytes)
-
-    return count
+        return None
+    return init_modelled(world_size, network, run.device_type)
 
 
-def _count_dispatched(step: Step) -> Collectives:
-    with _Counter() as counter:
-        step()
-    return Collectives(num_calls=counter.num_calls, num_bytes=counter.num_bytes)
+def count(group: ModelledGroup | None, step: Step) -> Collectives:
+    """The collectives of a step: by the modelled group, or of whatever real groups there are."""
+    if group is None:
+        with _Counter() as counter:
+            step()
+        return Collectives(num_calls=counter.num_calls, num_bytes=counter.num_bytes)
+    group.reset_traffic()
+    step()
+    traffic = group.traffic
+    return Collectives(num_calls=traffic.num_collectives, num_bytes=traffic.num_bytes)
 
 
 class _Counter(_torch.TorchDispatchMode):

@@ -29,7 +29,6 @@ LAST_LINES = 12
 """How much of a failed process's words are kept."""
 
 Answer = TypeVar("Answer", Built, ComputeRound, OptimizerRound)
-Timed = TypeVar("Timed", ComputeRound, OptimizerRound)
 
 
 class JobError(RankError):
@@ -40,11 +39,13 @@ class Job:
     """Starts a run's processes, asks them, and ends them.
 
     With `with`: whatever happens, no process is left behind. Only the time that the processes spend
-    on requests counts against `timeout_s`, not the time in which other jobs have their turn.
+    on requests counts against `timeout_s`, not the time in which other jobs have their turn. Jobs
+    that cannot be on a device together rest between requests: they keep no memory for steps.
     """
 
-    def __init__(self, run: Run, timeout_s: float) -> None:
+    def __init__(self, run: Run, timeout_s: float, *, rests: bool = False) -> None:
         self.run = run
+        self._rests = rests
         self._timeout_s = self._left_s = timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="shoal-bench-"))
         self._processes: list[BaseProcess] = []
@@ -60,19 +61,22 @@ class Job:
         self.close()
 
     def build(self) -> Built:
-        """Make the model, wrap it, warm it up."""
-        return self._ask(Built, Verb.BUILD, self.run.case.pace.warmup)[0]
+        """Make the model, wrap it, warm it up: what rank 0 says, with the largest rank's memory."""
+        answers = self._ask(Built, Verb.BUILD, self.run.case.pace.warmup)
+        return replace(
+            answers[0],
+            memory=Memory.largest(answer.memory for answer in answers),
+            training_memory=Memory.largest(answer.training_memory for answer in answers),
+        )
 
     def compute(self, core: int | None = None) -> ComputeRound:
-        """One round of forward+backward: rank 0's times, the largest rank's memory."""
-        answers = self._ask(ComputeRound, Verb.COMPUTE, self.run.case.pace.steps, core)
-        return _with_largest_memory(answers)
+        """One round of forward+backward: rank 0's times."""
+        return self._ask(ComputeRound, Verb.COMPUTE, self.run.case.pace.steps, core)[0]
 
     def optimize(self, core: int | None = None) -> OptimizerRound:
-        """One round of whole training steps: rank 0's times, the largest rank's memory."""
+        """One round of whole training steps: rank 0's times."""
         steps = self.run.case.pace.optimizer_steps
-        answers = self._ask(OptimizerRound, Verb.OPTIMIZE, steps, core)
-        return _with_largest_memory(answers)
+        return self._ask(OptimizerRound, Verb.OPTIMIZE, steps, core)[0]
 
     def close(self) -> None:
         """End the processes and remove what they wrote; again, do nothing."""
@@ -104,7 +108,7 @@ class Job:
     ) -> list[Answer]:
         for rank, connection in enumerate(self._connections):
             try:
-                connection.send(Request(verb=verb, steps=steps, core=core))
+                connection.send(Request(verb=verb, steps=steps, core=core, rests=self._rests))
             except OSError:
                 raise self._death(rank) from None
         answers: dict[int, Answer] = {}
@@ -147,10 +151,6 @@ def _context() -> SpawnContext | ForkServerContext:
     # Of torch only: where shoal is found depends on the caller's path, which the server lacks.
     context.set_forkserver_preload(["torch.distributed.fsdp", _torch.DYNAMO_MODULE])
     return context
-
-
-def _with_largest_memory(answers: list[Timed]) -> Timed:
-    return replace(answers[0], memory=Memory.largest(answer.memory for answer in answers))
 
 
 def _last_lines(text: str) -> str:

@@ -1,7 +1,8 @@
 """The order of a measurement: which job is asked for what, and when.
 
 The engines of a case take turns, round by round, so that whatever else the machine does hits them
-alike. Where they do not fit on a GPU together, they follow each other.
+alike. Where they do not fit on a GPU together, they are built one after the other, and give up
+memory while they wait.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from enum import StrEnum
 from itertools import groupby
+from time import monotonic
 
 from shoal.bench.cases import Pace
 from shoal.bench.engines import refusal
@@ -64,32 +66,23 @@ def _measure_together(
 ) -> Iterator[Record]:
     if not runs:
         return
+    began_s = monotonic()
+    together = _fit_together(runs, host)
     with ExitStack() as processes:
-        sittings = [
-            _Sitting(
-                processes.enter_context(Job(run, timeout_s or _default_timeout_s(run))),
-                host,
-                on_stage,
-            )
-            for run in runs
-        ]
-        stages = _stages(runs[0].case.pace)
-        if _fit_together(runs, host):
-            # What is not timed is done by all at once: compilers take minutes.
-            build, *timed = stages
-            with ThreadPoolExecutor(len(sittings)) as threads:
-                list(threads.map(lambda sitting: sitting.enter(build), sittings))
-            for stage in timed:
-                core = _core_for(runs[0])
-                for sitting in sittings:
-                    sitting.enter(stage, core)
+        sittings: list[_Sitting] = []
+        for run in runs:
+            job = Job(run, timeout_s or _default_timeout_s(run), rests=not together)
+            sittings.append(_Sitting(processes.enter_context(job), host, on_stage))
+        build, *timed = _stages(runs[0].case.pace)
+        # What is not timed is done by all at once, if it can be: compilers take minutes.
+        with ThreadPoolExecutor(len(sittings) if together else 1) as threads:
+            list(threads.map(lambda sitting: sitting.enter(build), sittings))
+        for stage in timed:
+            core = _core_for(runs[0])
             for sitting in sittings:
-                yield sitting.finish()
-        else:
-            for sitting in sittings:
-                for stage in stages:
-                    sitting.enter(stage, _core_for(runs[0]))
-                yield sitting.finish()
+                sitting.enter(stage, core)
+        for sitting in sittings:
+            yield sitting.finish(monotonic() - began_s)
 
 
 def _fit_together(runs: Sequence[Run], host: Host) -> bool:
@@ -116,7 +109,9 @@ def _device_name(run: Run, host: Host) -> str:
     return host.gpu if run.device_type == "cuda" and host.gpu is not None else host.cpu
 
 
-def _without_figures(run: Run, host: Host, status: Status, reason: str) -> Record:
+def _without_figures(
+    run: Run, host: Host, status: Status, reason: str, took_s: float | None = None
+) -> Record:
     return Record(
         case=run.case.name,
         engine=run.engine,
@@ -124,6 +119,7 @@ def _without_figures(run: Run, host: Host, status: Status, reason: str) -> Recor
         device=_device_name(run, host),
         status=status,
         reason=reason,
+        took_s=took_s,
     )
 
 
@@ -155,13 +151,13 @@ class _Sitting:
             self._failure = str(error)
             self._job.close()
 
-    def finish(self) -> Record:
-        """End the job and say what came out."""
+    def finish(self, took_s: float) -> Record:
+        """End the job and say what came out, of a case that took so long."""
         self._job.close()
         run = self._job.run
         if self._failure is not None or self._built is None:
             reason = self._failure or "it was never built"
-            return _without_figures(run, self._host, Status.FAILED, reason)
+            return _without_figures(run, self._host, Status.FAILED, reason, took_s)
         return Record(
             case=run.case.name,
             engine=run.engine,
@@ -171,4 +167,5 @@ class _Sitting:
             figures=summarise(run.device_type, self._built, self._compute, self._optimizer),
             compute_rounds=tuple(self._compute),
             optimizer_rounds=tuple(self._optimizer),
+            took_s=took_s,
         )

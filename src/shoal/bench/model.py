@@ -2,12 +2,19 @@
 
 Pre-norm blocks of causal attention and SwiGLU; embedding and head are not tied; no biases, and no
 positions beyond what the causal mask tells, because their small kernels would only add time that no
-engine can change. The forward returns the loss, so that a step is
+engine can change.
+
+All parameters, norms and embedding included, are drawn from one distribution. So whatever piece of
+whatever parameter a modelled network delivers in place of another, gathered parameters are
+distributed as they would be, and can be checked (`values`).
+
+The forward returns the loss, so that a step is
 `model(tokens, targets).backward()` for every engine, whatever it wraps around the model.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -40,6 +47,21 @@ class ModelShape:
     def hidden_dim(self) -> int:
         """The feed-forward width: 8/3 of `dim`, in whole multiples of 256, and one at least."""
         return max(8 * self.dim // 3 // HIDDEN_MULTIPLE, 1) * HIDDEN_MULTIPLE
+
+    @property
+    def std(self) -> float:
+        """Of all parameters: what keeps the variance of queries, keys and logits at 1."""
+        return self.dim**-0.25
+
+    @property
+    def loss_range(self) -> tuple[float, float]:
+        """Where the loss of an untrained model lies, at its own parameters or at others like them.
+
+        Logits of variance 1 cost ln(vocabulary) + 1/2. Where a thousand clones hold a few values
+        each, it may be none of that 1/2, or some times as much.
+        """
+        uniform = math.log(self.vocab_size)
+        return uniform - 0.2, uniform + 4.0
 
 
 class Attention(nn.Module):
@@ -102,6 +124,8 @@ class Transformer(nn.Module):
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.dim, eps=1e-6)
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=shape.std)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """The mean cross entropy of the targets, in fp32 whatever the compute dtype is."""

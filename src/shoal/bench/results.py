@@ -14,12 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from shoal.bench.cases import Case
-from shoal.bench.figures import Collectives, ComputeRound, Figures, Memory, OptimizerRound
+from shoal.bench.figures import (
+    Collectives,
+    ComputeRound,
+    Figures,
+    Gathers,
+    Memory,
+    OptimizerRound,
+)
 from shoal.bench.host import Host
 from shoal.bench.run import Mode
 from shoal.errors import UsageError
 
-SCHEMA = 1
+SCHEMA = 2
+_READ = (1, SCHEMA)
+"""Schema 1 has the memory of each round beside its times; the figures say the same."""
 
 
 class Status(StrEnum):
@@ -57,6 +66,8 @@ class Record:
     figures: Figures | None = None
     compute_rounds: tuple[ComputeRound, ...] = ()
     optimizer_rounds: tuple[OptimizerRound, ...] = ()
+    took_s: float | None = None
+    """How long the case took in this mode, all engines and their processes' start included."""
     source: int = 0
     """Index into the results' sources."""
 
@@ -125,7 +136,7 @@ def read_results(path: Path) -> Results:
     except ValueError as error:
         raise UsageError(f"{path} is not JSON ({error}): name a file `shoal bench` wrote") from None
     found = document.get("schema") if isinstance(document, dict) else None
-    if found != SCHEMA:
+    if found not in _READ:
         raise UsageError(
             f"{path} has schema {found!r}, this version of shoal reads {SCHEMA}: "
             "name a file `shoal bench` wrote, or measure again"
@@ -159,15 +170,12 @@ def _read_record(fields: dict[str, Any]) -> Record:
                     forward_backward_ms=tuple(one["forward_backward_ms"]),
                     wall_ms=tuple(one["wall_ms"]),
                     host_ms=tuple(one["host_ms"]),
-                    memory=Memory(**one["memory"]),
                     probe_ms=one.get("probe_ms"),
                 )
                 for one in fields["compute_rounds"]
             ),
             "optimizer_rounds": tuple(
-                OptimizerRound(
-                    optimizer_ms=tuple(one["optimizer_ms"]), memory=Memory(**one["memory"])
-                )
+                OptimizerRound(optimizer_ms=tuple(one["optimizer_ms"]))
                 for one in fields["optimizer_rounds"]
             ),
         }
@@ -182,5 +190,6 @@ def _read_figures(fields: dict[str, Any]) -> Figures:
             "memory": Memory(**fields["memory"]),
             "training_memory": Memory(**fields["training_memory"]),
             "collectives": Collectives(**collectives) if collectives else None,
+            "gathers": Gathers(fields["gathers"]) if fields.get("gathers") else None,
         }
     )

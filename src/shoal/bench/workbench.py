@@ -1,6 +1,8 @@
 """The stopwatch: one model on one device, stepped and timed.
 
-A step is forward+backward. Gradients are dropped between steps, outside every timing.
+A step is forward+backward. Gradients are dropped between steps, outside every timing. The loss of
+every step, warm-up included, is looked at when the steps are over. The optimizer's learning rate is
+0: it does all of its work, and parameters stay what gathered ones are compared with.
 """
 
 from __future__ import annotations
@@ -9,13 +11,15 @@ import gc
 from time import perf_counter
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shoal.bench.engines import ENGINES
-from shoal.bench.figures import ComputeRound, OptimizerRound
+from shoal.bench.figures import ComputeRound, Memory, OptimizerRound
 from shoal.bench.model import Transformer
 from shoal.bench.peaks import read_peak, reset_peak
 from shoal.bench.run import Mode, Run
+from shoal.bench.values import check_gathers, check_gradients, check_losses
+from shoal.comm.modelled import ModelledGroup
 
 SEED = 0
 
@@ -36,7 +40,8 @@ class Workbench:
         self._run = run
         self._model = model
         self._device = run.device
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        self._losses: list[Tensor] = []
         case = run.case
         generator = torch.Generator().manual_seed(SEED)
         tokens = torch.randint(
@@ -49,22 +54,47 @@ class Workbench:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def step(self) -> None:
-        """Forward and backward."""
+    def step(self) -> Tensor:
+        """Forward and backward; returns the loss."""
         if self._run.mode is Mode.CUDAGRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
-        self._model(self._tokens, self._targets).backward()
+        loss = self._model(self._tokens, self._targets)
+        loss.backward()
+        return loss.detach()
 
     def warm_up(self, steps: int) -> None:
         """Untimed steps."""
         for _ in range(steps):
-            self.step()
-            self._drop_gradients()
-        self._synchronize()
+            self._end_step(self.step())
+        self._check_losses()
+
+    def inspect(self, group: ModelledGroup | None) -> None:
+        """Take one more step and look at its values: loss, gradients, and what was gathered."""
+        losses: list[Tensor] = []
+        step = lambda: losses.append(self.step())  # noqa: E731
+        if group is None:
+            step()
+        else:
+            check_gathers(group.sample_gathers(step), self._run.case.shape)
+        check_gradients(self._model.parameters())
+        self._end_step(losses[0])
+        self._check_losses()
+
+    def measure_memory(self, steps: int) -> Memory:
+        """The peak of forward+backward steps in a row."""
+        reset_peak(self._device)
+        self.warm_up(steps)
+        return read_peak(self._device)
+
+    def measure_training_memory(self, steps: int) -> Memory:
+        """The peak of whole training steps."""
+        self._train(1)  # the first step makes the optimizer's state
+        reset_peak(self._device)
+        self._train(steps)
+        return read_peak(self._device)
 
     def time_compute(self, steps: int) -> ComputeRound:
         """Time forward+backward: in a row on CUDA, then a few from an idle device."""
-        reset_peak(self._device)
         in_a_row: tuple[float, ...] = ()
         if self._device.type == "cuda":
             in_a_row = self._in_a_row(steps)
@@ -74,37 +104,41 @@ class Workbench:
         for _ in range(steps):
             self._synchronize()
             start = perf_counter()
-            self.step()
+            loss = self.step()
             returned = perf_counter()
             self._synchronize()
             wall_ms.append((perf_counter() - start) * 1e3)
             host_ms.append((returned - start) * 1e3)
-            self._drop_gradients()
+            self._end_step(loss)
+        self._check_losses()
         return ComputeRound(
             forward_backward_ms=in_a_row or tuple(wall_ms),
             wall_ms=tuple(wall_ms),
             host_ms=tuple(host_ms) if self._device.type == "cuda" else (),
-            memory=read_peak(self._device),
         )
 
     def time_optimizer(self, steps: int) -> OptimizerRound:
         """Take whole training steps and time the optimizer's part."""
         if not self._optimizer.state:
-            self._train(1)  # the first step makes the optimizer's state
-        reset_peak(self._device)
-        optimizer_ms = self._train(steps)
-        return OptimizerRound(optimizer_ms=optimizer_ms, memory=read_peak(self._device))
+            self._train(1)
+        return OptimizerRound(optimizer_ms=self._train(steps))
+
+    def rest(self) -> None:
+        """Give up the memory that only steps need; the next steps take it anew."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _train(self, steps: int) -> tuple[float, ...]:
         optimizer_ms: list[float] = []
         for _ in range(steps):
-            self.step()
+            loss = self.step()
             self._synchronize()
             start = perf_counter()
             self._optimizer.step()
             self._synchronize()
             optimizer_ms.append((perf_counter() - start) * 1e3)
-            self._drop_gradients()
+            self._end_step(loss)
+        self._check_losses()
         return tuple(optimizer_ms)
 
     def _in_a_row(self, steps: int) -> tuple[float, ...]:
@@ -113,15 +147,23 @@ class Workbench:
             start = torch.cuda.Event(enable_timing=True)
             end = torch.cuda.Event(enable_timing=True)
             start.record()
-            self.step()
+            loss = self.step()
             end.record()
-            self._drop_gradients()
+            self._end_step(loss)
             spans.append((start, end))
         self._synchronize()
         return tuple(start.elapsed_time(end) for start, end in spans)
 
-    def _drop_gradients(self) -> None:
+    def _end_step(self, loss: Tensor) -> None:
+        """Keep the loss, drop the gradients."""
+        # A copy: where graphs are replayed, the next step's loss is written to the same memory.
+        self._losses.append(loss.clone())
         self._optimizer.zero_grad(set_to_none=True)
+
+    def _check_losses(self) -> None:
+        self._synchronize()
+        losses, self._losses = self._losses, []
+        check_losses([float(loss) for loss in losses], self._run.case.shape)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

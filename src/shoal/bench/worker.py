@@ -15,13 +15,16 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from shoal.bench.engines import ENGINES
-from shoal.bench.figures import Built, ComputeRound, OptimizerRound
-from shoal.bench.group import join
+from shoal.bench.figures import Built, Collectives, ComputeRound, Gathers, OptimizerRound
+from shoal.bench.group import count, join
 from shoal.bench.pin import stay_on
 from shoal.bench.run import Mode, Run
+from shoal.bench.values import ValuesError
 from shoal.bench.workbench import Workbench, build_model
+from shoal.comm.modelled import ModelledGroup
 
 
 class Verb(StrEnum):
@@ -40,6 +43,8 @@ class Request:
     steps: int
     core: int | None = None
     """Where to do it; None: anywhere."""
+    rests: bool = False
+    """Whether to give up memory afterwards, because others need it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,21 +100,36 @@ class _Worker:
     def __init__(self, run: Run, seat: Seat) -> None:
         self._run = run
         self._seat = seat
+        self._group: ModelledGroup | None = None
+        self._gathers: Gathers | None = None
         self._workbench: Workbench | None = None
 
     def answer(self, request: Request) -> Reply:
         if request.verb is Verb.BUILD:
-            return self._build(warmup=request.steps)
-        if self._workbench is None:
+            reply: Reply = self._build(request.steps)
+        else:
+            reply = self._time(request)
+        if request.rests and self._workbench is not None:
+            self._workbench.rest()
+        return reply
+
+    def _time(self, request: Request) -> Reply:
+        workbench = self._workbench
+        if workbench is None:
             raise RuntimeError(f"{request.verb} was asked for before {Verb.BUILD}")
         probe_ms = None
         if self._run.device_type == "cuda":
             # Not before the first round, because Inductor compiles on all cores.
             probe_ms = None if request.core is None else stay_on(request.core)
-            self._workbench.warm_up(steps=2)
+            if self._group is not None and self._gathers is Gathers.KEPT:
+                self._group.keep_gathers()
+            workbench.warm_up(steps=3)
         if request.verb is Verb.COMPUTE:
-            return replace(self._workbench.time_compute(request.steps), probe_ms=probe_ms)
-        return self._workbench.time_optimizer(request.steps)
+            reply: Reply = replace(workbench.time_compute(request.steps), probe_ms=probe_ms)
+        else:
+            reply = workbench.time_optimizer(request.steps)
+        workbench.inspect(self._group)
+        return reply
 
     def _build(self, warmup: int) -> Built:
         run, engine = self._run, ENGINES[self._run.engine]
@@ -117,14 +137,53 @@ class _Worker:
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(run.device)
-        count = join(run, self._seat.rank, self._seat.store_path) if engine.uses_group else None
+        if engine.uses_group:
+            self._group = join(run, self._seat.rank, self._seat.store_path)
         model = build_model(run)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
-        workbench = Workbench(run, engine.wrap(model, run))
+        wrapped = engine.wrap(model, run)
+        self._workbench = workbench = Workbench(run, wrapped)
+        collectives = self._warm_up(workbench, warmup)
+        memory = workbench.measure_memory(run.case.pace.steps)
+        training_memory = workbench.measure_training_memory(run.case.pace.optimizer_steps)
+        self._gathers = self._settle_gathers(workbench, wrapped)
+        return Built(
+            num_parameters=num_parameters,
+            collectives=collectives,
+            gathers=self._gathers,
+            memory=memory,
+            training_memory=training_memory,
+        )
+
+    def _warm_up(self, workbench: Workbench, steps: int) -> Collectives | None:
+        """Warm up, and count the collectives of one step."""
         # Recorded graphs call nobody when they are replayed, so that only a first step counts.
-        before = 0 if run.mode is Mode.CUDAGRAPHS else warmup
+        before = 0 if self._run.mode is Mode.CUDAGRAPHS else steps
         workbench.warm_up(before)
-        collectives = count(lambda: workbench.warm_up(1)) if count else None
-        workbench.warm_up(warmup - before)
-        self._workbench = workbench
-        return Built(num_parameters=num_parameters, collectives=collectives)
+        collectives = None
+        if ENGINES[self._run.engine].uses_group:
+            collectives = count(self._group, lambda: workbench.warm_up(1))
+        workbench.warm_up(steps - before)
+        return collectives
+
+    def _settle_gathers(self, workbench: Workbench, model: nn.Module) -> Gathers | None:
+        """Let timed steps keep what gathers delivered, if their values then stay right."""
+        workbench.inspect(self._group)
+        run, group = self._run, self._group
+        if group is None:
+            return None
+        # What a graph has recorded, it replays: there it is written by kernels of the graph.
+        if run.device_type == "cpu" or run.case.fill or run.mode is Mode.CUDAGRAPHS:
+            return Gathers.WRITTEN
+        group.keep_gathers()
+        ENGINES[run.engine].gather_apart(model)
+        try:
+            workbench.warm_up(4)
+            workbench.inspect(group)
+        except ValuesError as error:
+            print(f"gathers are written in timed steps too: {error}")
+            group.write_gathers()
+            workbench.warm_up(2)
+            workbench.inspect(group)
+            return Gathers.WRITTEN
+        return Gathers.KEPT

@@ -86,9 +86,12 @@ def _make_parser() -> Parser:
         "--repeats", type=_count, metavar="N", help="rounds of timed steps (default: per case)"
     )
     parser.add_argument(
+        "--steps", type=_count, metavar="N", help="timed steps per round (default: per case)"
+    )
+    parser.add_argument(
         "--fill",
         action="store_true",
-        help="let the modelled network write all ranks' bytes, so that values stay finite",
+        help="let the modelled network write every gather while steps are timed, by kernels",
     )
     parser.add_argument(
         "--timeout",
@@ -106,7 +109,7 @@ def _make_parser() -> Parser:
 
 
 def _merge(options: argparse.Namespace, command: str, console: Console) -> int:
-    for flag in ("cases", "engines", "modes", "quick", "repeats", "fill", "timeout"):
+    for flag in ("cases", "engines", "modes", "quick", "repeats", "steps", "fill", "timeout"):
         if getattr(options, flag):
             raise UsageError(f"--merge measures nothing, so --{flag} has no place beside it")
     results = merge_files(options.merge, command)
@@ -125,8 +128,9 @@ def _measure(options: argparse.Namespace, command: str, console: Console) -> int
     if options.quick:
         cases = [case.quickly() for case in cases]
     cases = [replace(case, fill=options.fill) for case in cases]
-    if options.repeats is not None:
-        cases = [replace(case, pace=replace(case.pace, rounds=options.repeats)) for case in cases]
+    pace = {"rounds": options.repeats, "steps": options.steps}
+    asked = {name: count for name, count in pace.items() if count is not None}
+    cases = [replace(case, pace=replace(case.pace, **asked)) for case in cases]
     runs = [
         Run(
             case=case,
@@ -177,7 +181,8 @@ def _measure_into(
 
 
 def _source(command: str, host: Host, options: argparse.Namespace) -> Source:
-    settings = {name: getattr(options, name) for name in ("quick", "repeats", "fill", "timeout")}
+    names = ("quick", "repeats", "steps", "fill", "timeout")
+    settings = {name: getattr(options, name) for name in names}
     created = datetime.now(UTC).isoformat(timespec="seconds")
     return Source(command=command, created=created, host=host, settings=settings)
 

@@ -1,11 +1,8 @@
 """What one rank sees of a collective if every other rank is its clone.
 
-Rank 0 of N is alone, so the others are taken to hold the same values as it does: a sum is N times
-its own contribution, a mean is its own. Host work does not grow with N where tensors are flat.
-
-Of what others would send, only this rank's own piece is written, in place of all N: the rest of a
-gathered buffer stays as it was. `fill` writes all N pieces, so that values stay finite; it costs
-memory traffic that a real network causes too.
+Rank 0 of N is alone, so the others are taken to hold the same values as it does: a gather writes N
+copies of its piece, a sum is N times its own contribution, a mean is its own. Host work does not
+grow with N where tensors are flat.
 """
 
 from __future__ import annotations
@@ -20,60 +17,60 @@ from shoal import _torch
 from shoal.comm.calls import Call, Kind, Reduction, Slots, move, reduction_name
 
 
-def among_clones(call: Call, rank: int, size: int, fill: bool) -> None:
+def among_clones(call: Call, rank: int, size: int) -> None:
     """Write what `call` gives to rank `rank` of `size`."""
-    _APPLY[call.kind](call, rank, size, fill)
+    _APPLY[call.kind](call, rank, size)
 
 
-def _all_gather(call: Call, rank: int, size: int, fill: bool) -> None:
+def _all_gather(call: Call, rank: int, size: int) -> None:
     assert isinstance(call.input, Tensor)
     assert isinstance(call.output, Slots)
-    _spread(call.output, call.input, rank, fill)
+    _spread(call.output, call.input, rank)
 
 
-def _gather(call: Call, rank: int, size: int, fill: bool) -> None:
+def _gather(call: Call, rank: int, size: int) -> None:
     if rank == call.root:
-        _all_gather(call, rank, size, fill)
+        _all_gather(call, rank, size)
 
 
-def _reduce_scatter(call: Call, rank: int, size: int, fill: bool) -> None:
+def _reduce_scatter(call: Call, rank: int, size: int) -> None:
     assert isinstance(call.input, Slots)
     _reduce_clones(call.output, call.input[rank], call.op, size)
 
 
-def _all_reduce(call: Call, rank: int, size: int, fill: bool) -> None:
+def _all_reduce(call: Call, rank: int, size: int) -> None:
     _reduce_clones(call.output, call.input, call.op, size)
 
 
-def _reduce(call: Call, rank: int, size: int, fill: bool) -> None:
+def _reduce(call: Call, rank: int, size: int) -> None:
     if rank == call.root:
-        _all_reduce(call, rank, size, fill)
+        _all_reduce(call, rank, size)
 
 
-def _scatter(call: Call, rank: int, size: int, fill: bool) -> None:
+def _scatter(call: Call, rank: int, size: int) -> None:
     if rank == call.root:
         assert isinstance(call.input, Slots)
         assert isinstance(call.output, Tensor)
         move(call.output, call.input[rank])
 
 
-def _all_to_all(call: Call, rank: int, size: int, fill: bool) -> None:
+def _all_to_all(call: Call, rank: int, size: int) -> None:
     assert isinstance(call.input, Slots)
     assert isinstance(call.output, Slots)
     if call.input[rank].numel() == call.output[rank].numel():
-        _spread(call.output, call.input[rank], rank, fill)
+        _spread(call.output, call.input[rank], rank)
 
 
-def _receive(call: Call, rank: int, size: int, fill: bool) -> None:
-    if fill and isinstance(call.output, Tensor):
+def _receive(call: Call, rank: int, size: int) -> None:
+    if isinstance(call.output, Tensor):
         call.output.data.zero_()
 
 
-def _nothing(call: Call, rank: int, size: int, fill: bool) -> None:
+def _nothing(call: Call, rank: int, size: int) -> None:
     """Nothing changes here: clones hold it already, or nothing comes to this rank."""
 
 
-_APPLY: dict[Kind, Callable[[Call, int, int, bool], None]] = {
+_APPLY: dict[Kind, Callable[[Call, int, int], None]] = {
     Kind.ALL_GATHER: _all_gather,
     Kind.REDUCE_SCATTER: _reduce_scatter,
     Kind.ALL_REDUCE: _all_reduce,
@@ -88,31 +85,45 @@ _APPLY: dict[Kind, Callable[[Call, int, int, bool], None]] = {
 }
 
 
-def is_slot(slots: Slots, piece: Tensor, rank: int) -> bool:
-    """Whether a piece is this rank's slot, whatever memory its storage will have."""
+def is_in_place(slots: Slots, piece: Tensor, rank: int) -> bool:
+    """Whether a piece is this rank's slot already."""
     if slots.flat is None:
         return False
-    slot = slots[rank]
-    is_there = piece.storage_offset() == slot.storage_offset() and piece.numel() == slot.numel()
-    return is_there and _torch.share_storage(piece, slot)
+    return piece.data_ptr() == slots.flat.data_ptr() + rank * piece.nbytes
 
 
-def _spread(slots: Slots, piece: Tensor, rank: int, fill: bool) -> None:
+def _spread(slots: Slots, piece: Tensor, rank: int) -> None:
     if slots.flat is None:
-        # Lists are for small things (sizes, pickled objects) that are read when they arrive.
+        # Lists are for small things: sizes, pickled objects.
         pieces = [slot.data for slot in slots.pieces]
         _torch.foreach_copy(pieces, [piece.data.reshape(pieces[0].shape)] * slots.size)
-    elif not fill:
-        # Engines gather in place: then the piece is this rank's slot.
-        if piece.data_ptr() != slots.flat.data_ptr() + rank * piece.nbytes:
-            move(slots[rank], piece)
     elif slots.is_even:
-        # A copy first, since the piece may be one of the slots.
-        slots.flat.view(slots.size, -1).copy_(piece.data.reshape(1, -1).clone())
+        rows, row = wide(slots.flat.view(slots.size, -1)), wide(piece.data.reshape(1, -1))
+        # The piece may be this rank's slot, so that one is not written from itself.
+        for others in (rows[:rank], rows[rank + 1 :]):
+            if others.numel():
+                others.copy_(row)
+        move(slots[rank], piece)
     else:
         piece = piece.data.clone()
         slots.flat.zero_()
         move(slots[rank], piece)
+
+
+_WIDEST = torch.complex128  # 16 bytes: as many as a thread moves at once
+
+
+def wide(rows: Tensor) -> Tensor:
+    """The same bytes as fewer, wider elements, where they can be read so.
+
+    A copy that repeats its source moves one element per thread: two bytes of bf16 each would take
+    several times as long.
+    """
+    width = _WIDEST.itemsize
+    begins_at = rows.storage_offset() * rows.element_size()
+    if begins_at % width or (rows.shape[-1] * rows.element_size()) % width:
+        return rows
+    return rows.view(_WIDEST)
 
 
 def _reduce_clones(output: object, piece: object, op: Reduction | None, size: int) -> None:

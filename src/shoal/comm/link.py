@@ -1,12 +1,17 @@
-"""The link that the collectives of a modelled group occupy, one after another.
+"""The link of a modelled rank, which its collectives occupy one after another.
+
+There is one, whatever the number of groups: a gather and a reduction both send and receive, so that
+both directions are in use by either. Collectives are carried in the order of their launch, also
+those of different groups: one that waits for its input holds up the others, which a real link would
+not do.
 
 On CPU a collective is over when its time has passed on the clock. On CUDA it is a kernel that spins
-for that time, on a stream of the link's own if asynchronous and on the current stream if not, as
+for that time, on a stream of its group's if asynchronous and on the current stream if not, as
 NCCL does; the host never waits.
 
     compute   ── gather 1 ── layer 0 ────── wait ── layer 1 ──
                     │                        ▲
-    link            └── copy, spin ──────────┘
+    group           └── write, spin ─────────┘
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from shoal.comm.python_group import PythonWork
 
 
 class CpuLink:
-    """A link whose clock is the host's."""
+    """A link whose clock is the host's; all groups of a rank have the same."""
 
     def __init__(self) -> None:
         self._free_at_s = 0.0
@@ -72,16 +77,23 @@ class CpuWork(PythonWork):
         return future
 
 
-class CudaLink:
-    """A link whose clock is the device's."""
+class CudaWire:
+    """What all groups of a rank share on a device: who was carried last, and the clock."""
 
     def __init__(self, device: torch.device, is_free: bool) -> None:
+        self.cycles_per_us = 0.0 if is_free else cycles_per_us(device)
+        self.last: _Launch | None = None
+
+
+class CudaLink:
+    """A group's stream onto the wire; its clock is the device's."""
+
+    def __init__(self, device: torch.device, wire: CudaWire) -> None:
+        self._wire = wire
         self._device_index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
         self._make_current = _torch.maker_of_current(self._stream)
         self._reached = torch.cuda.Event()
-        self._cycles_per_us = 0.0 if is_free else cycles_per_us(device)
-        self._last: _Launch | None = None
         self._unwaited: dict[CudaWork, None] = {}
 
     def launch(
@@ -123,16 +135,19 @@ class CudaLink:
         captured: bool,
     ) -> torch.cuda.Event:
         """Be carried on the current stream, after what went before on any other."""
-        last = self._last
+        wire, event = self._wire, torch.cuda.Event()
+        if duration_us == 0:
+            move()
+            event.record(stream)
+            return event
+        last = wire.last
         # What was queued outside a graph capture cannot be waited for inside it, nor the reverse.
         if last is not None and last.stream is not stream and last.captured == captured:
             stream.wait_event(last.event)
         move()
-        if duration_us > 0:
-            _torch.spin(int(duration_us * self._cycles_per_us))
-        event = torch.cuda.Event()
+        _torch.spin(int(duration_us * wire.cycles_per_us))
         event.record(stream)
-        self._last = _Launch(stream, event, captured)
+        wire.last = _Launch(stream, event, captured)
         return event
 
     def _keep(self, work: CudaWork) -> None:

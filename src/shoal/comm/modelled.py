@@ -5,16 +5,16 @@
     group.traffic.num_bytes
 
 The default process group claims N ranks. A collective costs a constant of host time whatever N
-is, moves this rank's bytes (`clones`), and occupies the link for latency + bytes / bandwidth
-(`network`, `link`). So a step of a job on 1024 devices can be timed, and its memory seen, on one.
+is, writes what clones of this rank would send (`clones`), and occupies this rank's link for latency
++ bytes / bandwidth (`network`, `link`). So a step of a job on 1024 devices can be timed, and its
+memory seen, on one. While it is timed, gathers keep what was written before (`kept_gathers`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal.comm.calls import Call, Kind, Reduction, Slots
-from shoal.comm.clones import among_clones, is_slot, reduction_of
-from shoal.comm.link import CpuLink, CudaLink, device_of
+from shoal.comm.clones import among_clones, reduction_of
+from shoal.comm.kept_gathers import KeptGathers
+from shoal.comm.link import CpuLink, CudaLink, CudaWire, device_of
 from shoal.comm.network import FREE, INFINIBAND, NVLINK, Network
 from shoal.comm.python_group import PythonGroup, PythonWork
 from shoal.comm.traffic import Count, Meter, Traffic
@@ -45,51 +46,99 @@ __all__ = [
 BACKEND = "shoal-modelled"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Model:
+SAMPLE_NUMEL = 4096
+"""How much of each gather `sample_gathers` looks at, at most."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
     """What all groups of one modelled job have in common."""
 
     network: Network
     device: torch.device
-    fill: bool
+    meter: Meter = field(default_factory=Meter)
+    cpu_link: CpuLink = field(default_factory=CpuLink)
+    wires: dict[torch.device, CudaWire] = field(default_factory=dict)
+    kept: KeptGathers | None = None
+    """While gathers keep what was written before."""
+    samples: list[Tensor] | None = None
+    """While gathers are sampled."""
+
+    def link_on(self, device: torch.device) -> CpuLink | CudaLink:
+        """A group's way onto the one link of this rank."""
+        if device.type != "cuda":
+            return self.cpu_link
+        wire = self.wires.get(device)
+        if wire is None:
+            wire = self.wires[device] = CudaWire(device, self.network.is_free)
+        return CudaLink(device, wire)
 
 
 class ModelledGroup(PythonGroup):
     """A process group in which this process is one rank, and the others are imagined.
 
-    Each group has a link of its own, as each NCCL communicator has a stream of its own: groups do
-    not slow each other down.
+    All groups of a job share this rank's link, as communicators share the wires of a device: what
+    they launch is carried one after the other.
     """
 
     backend_name = BACKEND
     others_are_imagined = True
 
-    def __init__(self, rank: int, size: int, model: _Model, job: ModelledGroup | None) -> None:
+    def __init__(self, rank: int, size: int, job: _Job) -> None:
         super().__init__(rank, size)
-        self.model = model
-        self.meter = Meter()
-        self._is_free = model.network.is_free
-        self._job_meter = None if job is None else job.meter
+        self.job = job
+        self._is_free = job.network.is_free
+        self._own_meter = Meter()
         self._links: dict[torch.device, CpuLink | CudaLink] = {}
-        self._link_on(model.device)  # calibrates the device's clock now, not in a measured step
+        self._link_on(job.device)  # calibrates the device's clock now, not in a measured step
 
     @property
     def network(self) -> Network:
         """What the group's collectives are timed by."""
-        return self.model.network
+        return self.job.network
 
     @property
     def traffic(self) -> Traffic:
         """The collectives so far: of this group, or of all groups if it is the default one."""
-        return self.meter.read()
+        return self._meter.read()
 
     def reset_traffic(self) -> None:
         """Count from zero again."""
-        self.meter.reset()
+        self._meter.reset()
+
+    @property
+    def _meter(self) -> Meter:
+        return self.job.meter if self is dist.group.WORLD else self._own_meter
+
+    def keep_gathers(self) -> None:
+        """Write to no gather's memory but once, so that timed streams run no kernel for it.
+
+        On CUDA, for all groups of the job. Called again, all memory is written once more.
+        """
+        if self.job.kept is not None:
+            self.job.kept.forget()
+        elif self.job.device.type == "cuda":
+            self.job.kept = KeptGathers(self.job.device)
+
+    def write_gathers(self) -> None:
+        """Write all pieces in every gather, as at first."""
+        self.job.kept = None
+
+    def sample_gathers(self, step: Callable[[], object]) -> list[Tensor]:
+        """Values of every gather of a step, as its readers find them: one small tensor for each."""
+        samples: list[Tensor] = []
+        self.job.samples = samples
+        try:
+            step()
+        finally:
+            self.job.samples = None
+        if self.job.device.type == "cuda":
+            torch.cuda.synchronize(self.job.device)
+        return samples
 
     def run(self, calls: Sequence[Call], asynchronous: bool) -> PythonWork:
-        """Count, move this rank's bytes, and occupy the link."""
-        kind, size, fill = calls[0].kind, self._size, self.model.fill
+        """Count, write what comes to this rank, and occupy the link."""
+        kind = calls[0].kind
         num_bytes = 0
         for call in calls:
             num_bytes += call.num_bytes
@@ -97,10 +146,10 @@ class ModelledGroup(PythonGroup):
 
         def move() -> None:
             for call in calls:
-                among_clones(call, self._rank, size, fill)
+                self._deliver(call)
 
-        link = self._link_on(device_of(calls) or self.model.device)
-        duration_us = self.model.network.duration_us(kind, num_bytes, size)
+        link = self._link_on(device_of(calls) or self.job.device)
+        duration_us = self.job.network.duration_us(kind, num_bytes, self._size)
         return link.launch(calls, move, duration_us, asynchronous)
 
     def run_in_stream(self, call: Call) -> None:
@@ -110,16 +159,22 @@ class ModelledGroup(PythonGroup):
             return
         # Nobody has to queue for a link that takes no time.
         self._count(call.kind, call.num_bytes)
-        among_clones(call, self._rank, self._size, self.model.fill)
+        self._deliver(call)
 
     def gather_in_stream(self, call: Call) -> Callable[[], object]:
         """What runs a gather in order with the current stream, any number of times."""
-        assert isinstance(call.input, Tensor)
         assert isinstance(call.output, Slots)
-        if self._is_free and not self.model.fill and is_slot(call.output, call.input, self._rank):
-            # There is nothing to move, and nobody to wait for.
-            return partial(self._count, call.kind, call.num_bytes)
-        return super().gather_in_stream(call)
+        flat, kind, num_bytes, job = call.output.flat, call.kind, call.num_bytes, self.job
+        if not self._is_free or flat is None:
+            return super().gather_in_stream(call)
+
+        def gather() -> None:
+            self._count(kind, num_bytes)
+            # Most often in timed steps there is nothing to do, and the host should not pay for it.
+            if job.kept is None or job.samples is not None or not job.kept.holds(flat):
+                self._deliver(call)
+
+        return gather
 
     def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
         """What reduces a tensor into an output in order with the current stream."""
@@ -134,17 +189,28 @@ class ModelledGroup(PythonGroup):
 
         return scatter
 
+    def _deliver(self, call: Call) -> None:
+        """Write what a call brings to this rank, where it is not there already."""
+        job = self.job
+        if call.kind is not Kind.ALL_GATHER:
+            among_clones(call, self._rank, self._size)
+            return
+        assert isinstance(call.input, Tensor)
+        assert isinstance(call.output, Slots)
+        if job.kept is None or not job.kept.deliver(call.output, call.input, self._rank):
+            among_clones(call, self._rank, self._size)
+        if job.samples is not None and call.output.flat is not None:
+            flat = call.output.flat
+            job.samples.append(flat[:: -(-flat.numel() // SAMPLE_NUMEL) or 1].clone())
+
     def _count(self, kind: Kind, num_bytes: int) -> None:
-        self.meter.count(kind, num_bytes)
-        if self._job_meter is not None:
-            self._job_meter.count(kind, num_bytes)
+        self._own_meter.count(kind, num_bytes)
+        self.job.meter.count(kind, num_bytes)
 
     def _link_on(self, device: torch.device) -> CpuLink | CudaLink:
         link = self._links.get(device)
         if link is None:
-            is_free = self.model.network.is_free
-            link = CudaLink(device, is_free) if device.type == "cuda" else CpuLink()
-            self._links[device] = link
+            link = self._links[device] = self.job.link_on(device)
         return link
 
 
@@ -152,13 +218,10 @@ def init_modelled(
     world_size: int,
     network: Network = FREE,
     device_type: str | None = None,
-    *,
-    fill: bool = False,
 ) -> ModelledGroup:
     """Make the default process group: rank 0 of `world_size` on `network`.
 
     `device_type` is where barriers are, and which clock is calibrated: CUDA if there is one.
-    `fill` writes every rank's piece of a gathered buffer, not this rank's only; see `clones`.
     """
     if world_size < 1:
         raise UsageError(f"world_size must be at least 1, got {world_size}")
@@ -173,25 +236,24 @@ def init_modelled(
     device = torch.device("cpu")
     if device_type == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
-    model = _Model(network=network, device=device, fill=fill)
+    job = _Job(network=network, device=device)
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make_group, True, ["cpu", "cuda"])
     # Nobody else will ever write to it: whoever waits for another rank's key should know soon.
     store, timeout = dist.HashStore(), timedelta(seconds=5)
     store.set_timeout(timeout)
     dist.init_process_group(
-        BACKEND, rank=0, world_size=world_size, store=store, timeout=timeout, pg_options=model
+        BACKEND, rank=0, world_size=world_size, store=store, timeout=timeout, pg_options=job
     )
     group = dist.group.WORLD
     assert isinstance(group, ModelledGroup)
     return group
 
 
-def _make_group(options: Any, model: _Model | None) -> ModelledGroup:
-    job = None
-    if model is None:
-        job = dist.group.WORLD
-        if not isinstance(job, ModelledGroup):
+def _make_group(options: Any, job: _Job | None) -> ModelledGroup:
+    if job is None:
+        world = dist.group.WORLD
+        if not isinstance(world, ModelledGroup):
             raise UsageError(f"backend {BACKEND!r} is made by init_modelled, not by its name")
-        model = job.model
-    return ModelledGroup(options.group_rank, options.group_size, model, job)
+        job = world.job
+    return ModelledGroup(options.group_rank, options.group_size, job)

@@ -37,6 +37,8 @@ class Arena:
         self._rows: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._users: Counter[int] = Counter()
         self._graveyard: Graveyard | None = None
+        self.pool: _torch.StreamPool | None = None
+        """What buffers that are resized get their memory from; None: compute's pool."""
         self.generation = 0
         """How often memory was given up: what was remembered of it is void."""
 
@@ -50,6 +52,14 @@ class Arena:
         """Leave a new storage without memory."""
         if not self._buries:
             storage.resize_(0)
+
+    def gather_apart(self) -> None:
+        """Keep memory of gathers apart from all other, as slots are where storages exchange it.
+
+        It is as ordered as slots are: a gather waits for compute, and compute for the gather.
+        """
+        if not self.swaps and self.device.type == "cuda" and self.pool is None:
+            self.pool = _torch.StreamPool(self.device)
 
     def adopt(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Let memory that came from elsewhere be taken back; returns what `detach` wants."""

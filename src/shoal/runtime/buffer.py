@@ -48,10 +48,12 @@ class Buffer:
 
     def fill(self) -> None:
         """Give it memory; what is in there is arbitrary."""
-        if self._resize is not None:
+        if self._resize is None:
+            self._slot = self._arena.attach(self._storage, self.num_bytes)
+        elif self._arena.pool is None:
             self._resize(self.num_bytes)
         else:
-            self._slot = self._arena.attach(self._storage, self.num_bytes)
+            self._arena.pool.allocate(self._resize, self.num_bytes)
 
     def empty(self) -> None:
         """Take its memory away."""

@@ -27,8 +27,8 @@ MS_100 = Network("100 ms", None, 100_000.0)
 def init() -> Iterator[Init]:
     """Make modelled jobs on CUDA that end with the test."""
 
-    def make(world_size: int, network: Network = FREE, fill: bool = False) -> ModelledGroup:
-        return init_modelled(world_size, network, "cuda", fill=fill)
+    def make(world_size: int, network: Network = FREE) -> ModelledGroup:
+        return init_modelled(world_size, network, "cuda")
 
     yield make
     torch.cuda.synchronize()
@@ -148,7 +148,7 @@ def test_a_collective_follows_the_stream_it_is_launched_from(init: Init) -> None
         pending.wait()
         total = output.sum()
     reader.synchronize()
-    assert total.item() == 5.0 * (1 << 20)
+    assert total.item() == 5.0 * (1 << 22)
 
 
 def test_a_work_that_is_dropped_keeps_its_tensors(init: Init) -> None:
@@ -184,7 +184,7 @@ def test_a_graph_captures_collectives(init: Init) -> None:
     output.zero_()
     graph.replay()
     assert elapsed_ms(graph.replay) == pytest.approx(20, rel=0.15)
-    assert output.sum().item() == 1024
+    assert output.sum().item() == 4096
     transport.all_gather(output, shard).wait()  # and again outside
     torch.cuda.synchronize()
 
@@ -244,7 +244,7 @@ def train(model: nn.Module, forward: Callable[[Tensor], Tensor], num_steps: int)
 def test_torch_engines_train(
     init: Init, engine: Callable[[nn.Sequential], nn.Module], network: Network
 ) -> None:
-    init(8, network, fill=True)
+    init(8, network)
     model = engine(make_model())
     assert train(model, model, num_steps=3) < float("inf")
 
@@ -253,7 +253,7 @@ def test_torch_engines_train(
 def test_a_step_gathers_twice_and_reduces_once(
     init: Init, engine: Callable[[nn.Sequential], nn.Module]
 ) -> None:
-    group = init(8, fill=True)
+    group = init(8)
     model = engine(make_model())
     train(model, model, num_steps=2)
     group.reset_traffic()
@@ -279,7 +279,7 @@ def everything(x: Tensor, group: str, size: int) -> Tensor:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_functional_collectives(init: Init, backend: str) -> None:
     torch._dynamo.reset()
-    group = init(8, Network("some", 100.0, 20.0), fill=True)
+    group = init(8, Network("some", 100.0, 20.0))
     compiled = torch.compile(everything, backend=backend, fullgraph=True)
     x = torch.arange(4.0, device="cuda")
     torch.testing.assert_close(compiled(x, group.group_name, 8), 8 * (2 * x + 1))
@@ -288,7 +288,7 @@ def test_functional_collectives(init: Init, backend: str) -> None:
 
 def test_out_variant(init: Init) -> None:
     """Inductor calls it; up to 2.11 no graph can hold it, so it is called directly."""
-    group = init(8, fill=True)
+    group = init(8)
     x, buffer = torch.arange(4.0, device="cuda"), torch.empty(32, device="cuda")
     out = functional.all_gather_into_tensor_out(x * 3, 8, group.group_name, out=buffer)
     torch.testing.assert_close(functional.wait_tensor(out), (3 * x).repeat(8))
@@ -301,7 +301,7 @@ def test_compiled_engines_train(
     init: Init, engine: Callable[[nn.Sequential], nn.Module], backend: str
 ) -> None:
     torch._dynamo.reset()
-    init(8, Network("some", 100.0, 20.0), fill=True)
+    init(8, Network("some", 100.0, 20.0))
     eager = engine(make_model())
     expected = train(eager, eager, num_steps=2)
     model = engine(make_model())

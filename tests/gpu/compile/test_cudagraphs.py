@@ -36,7 +36,7 @@ def alone() -> Iterator[Callable[..., None]]:
     """Be rank 0 of two on a modelled network, whose other rank is a clone."""
 
     def join(network: Network = FREE) -> None:
-        init_modelled(2, network, "cuda", fill=True)
+        init_modelled(2, network, "cuda")
 
     yield join
     forget()

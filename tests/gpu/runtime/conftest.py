@@ -25,9 +25,9 @@ def join() -> Iterator[Join]:
         gc.collect()
         torch.cuda.empty_cache()
 
-    def join(network: Network = FREE, *, fill: bool = False) -> ModelledGroup:
+    def join(network: Network = FREE) -> ModelledGroup:
         leave()
-        return init_modelled(8, network, "cuda", fill=fill)
+        return init_modelled(8, network, "cuda")
 
     yield join
     leave()

@@ -188,7 +188,7 @@ def train(
 def check_every_pace(join: Join, make: Callable[[Pace], nn.Module], **options: Any) -> None:
     results: dict[str, list[torch.Tensor]] = {}
     for name, pace in {"careful": CAREFUL, **PACES}.items():
-        join(pace.network, fill=True)
+        join(pace.network)
         results[name] = train(make(pace), pace, **options)
     expected = results.pop("careful")
     assert all(torch.isfinite(tensor).all() for tensor in expected)

@@ -38,7 +38,7 @@ def on_threads(body: Callable[[], object]) -> list:
 
 
 def as_rank_0_of_2(body: Callable[[], object]) -> list:
-    init_modelled(2, FREE, "cpu", fill=True)
+    init_modelled(2, FREE, "cpu")
     try:
         return [body()]
     finally:

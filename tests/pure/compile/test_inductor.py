@@ -82,7 +82,7 @@ def test_parameters_stay_where_they_are_and_data_does_not(told: Told) -> None:
 
 def test_shards_stay_where_they_are(told: Told) -> None:
     """A recorded graph reads a unit's shard in place: nobody copies parameters in each step."""
-    init_modelled(2, FREE, "cpu", fill=True)
+    init_modelled(2, FREE, "cpu")
     try:
         model = shard(build(), layout=Flat())
         (_, part), *_ = batches(1, 0, 2)
