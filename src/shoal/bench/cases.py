@@ -51,8 +51,8 @@ class Case:
     """bf16 compute and fp32 reduction; fp32 everywhere if not."""
     pace: Pace
     gib_each: float
-    """What an engine needs, or a little more than most. On a GPU that has less than as much for each
-    engine, those that wait for their turn give up the memory that they do not need."""
+    """What an engine needs, or a little more than most. On a GPU with less than that for each, the
+    engines that wait for their turn give up the memory that only steps need."""
     fill: bool = False
     """Whether the modelled network writes every gather in timed steps too, by kernels."""
     quick: bool = False

@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shoal.bench.cases import CASES
-from shoal.bench.figures import Collectives, Memory
+from shoal.bench.figures import Collectives, Figures, Gathers, Memory
 from shoal.bench.results import Record, Results, Status
 from shoal.bench.run import Mode
 
@@ -19,6 +19,7 @@ REFERENCES = ("plain", "fsdp2")
 
 NOTHING = "–"
 ELSEWHERE = "†"
+UPPER_BOUND = "‡"
 
 
 def render(results: Results) -> RenderableType:
@@ -82,13 +83,20 @@ def _cells(results: Results, record: Record) -> Iterator[str | Text]:
         yield Text("failed", style="bold red") if failed else NOTHING
         yield from [NOTHING] * 6
         return
-    yield f"{figures.forward_backward_ms:.1f}"
+    yield milliseconds(figures)
     for reference in REFERENCES:
         yield ratio(results, record, reference)
     yield f"{figures.host_ms:.1f}" if figures.host_ms is not None else NOTHING
     yield f"{figures.optimizer_ms:.2f}"
-    yield _memory(figures.memory)
+    yield gibibytes(figures.memory)
     yield _collectives(figures.collectives)
+
+
+def milliseconds(figures: Figures) -> str:
+    """The time of forward+backward, with a mark if kernels of the network are in it."""
+    is_on_gpu = figures.memory.allocated_gib is not None
+    mark = UPPER_BOUND if is_on_gpu and figures.gathers is Gathers.WRITTEN else ""
+    return f"{figures.forward_backward_ms:.1f}{mark}"
 
 
 def ratio(results: Results, record: Record, reference: str) -> str:
@@ -100,7 +108,8 @@ def ratio(results: Results, record: Record, reference: str) -> str:
     return f"{value:.2f}{ELSEWHERE if other.source != record.source else ''}"
 
 
-def _memory(memory: Memory) -> str:
+def gibibytes(memory: Memory) -> str:
+    """Peak memory: allocated and reserved on CUDA, resident on CPU."""
     if memory.allocated_gib is not None and memory.reserved_gib is not None:
         return f"{memory.allocated_gib:.2f} / {memory.reserved_gib:.2f}"
     return f"{memory.resident_gib:.2f}" if memory.resident_gib is not None else NOTHING
@@ -121,6 +130,8 @@ def _notes(results: Results) -> Iterator[str]:
         for reference in REFERENCES
     ):
         yield f"{ELSEWHERE} the reference was measured by another call of the command"
+    if any(r.figures and UPPER_BOUND in milliseconds(r.figures) for r in results.records):
+        yield f"{UPPER_BOUND} an upper bound: the network wrote gathers by kernels in timed steps"
     reasons: dict[tuple[Status, str], list[str]] = {}
     for record in results.records:
         if record.reason is not None:

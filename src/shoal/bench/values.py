@@ -51,10 +51,11 @@ def check_gathers(samples: Sequence[Tensor], shape: ModelShape) -> None:
     if not values:
         return
     for index, sample in enumerate(values):
-        if not sample.isfinite().all() or sample.count_nonzero() < 0.9 * sample.numel():
+        # Small shards are padded with zeros.
+        if not sample.isfinite().all() or sample.count_nonzero() < 0.5 * sample.numel():
             raise ValuesError(
                 f"gather {index} of {len(values)} delivered {sample[:4].tolist()} …, expected "
-                "finite numbers that are not zero: times on others mean nothing"
+                "finite numbers, most of them not zero: times on others mean nothing"
             )
     # Of all of them: a single small gather may repeat a few values.
     std = float(torch.cat(values).square().mean().sqrt())

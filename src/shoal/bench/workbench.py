@@ -150,6 +150,7 @@ class Workbench:
             loss = self.step()
             end.record()
             self._end_step(loss)
+            del loss  # a graph that is replayed wants its memory back
             spans.append((start, end))
         self._synchronize()
         return tuple(start.elapsed_time(end) for start, end in spans)

@@ -181,9 +181,10 @@ class _Worker:
             workbench.warm_up(4)
             workbench.inspect(group)
         except ValuesError as error:
-            print(f"gathers are written in timed steps too: {error}")
+            # To the log of this process, which is shown if the run fails.
+            print(f"memory of gathers was written to: {error}")
             group.write_gathers()
             workbench.warm_up(2)
             workbench.inspect(group)
             return Gathers.WRITTEN
-        return Gathers.KEPT
+        return Gathers.KEPT if group.keeps_all_gathers else Gathers.WRITTEN

@@ -35,11 +35,14 @@ class KeptGathers:
         self._device = device
         self._pools: dict[torch.dtype, _torch.StreamPool] = {}
         self._drawn: set[tuple[int, int]] = set()
+        self.num_refused = 0
+        """Gathers of floats that had to be written all the same, since `forget`."""
         self._generator = torch.Generator(device).manual_seed(0)
 
     def forget(self) -> None:
         """Fill all memory anew when it is next seen."""
         self._drawn.clear()
+        self.num_refused = 0
 
     def holds(self, flat: Tensor) -> bool:
         """Whether a tensor's memory was filled, and is left as it is."""
@@ -52,6 +55,7 @@ class KeptGathers:
             return False
         in_place = is_in_place(slots, piece, rank)
         if not in_place and not self._move(flat):
+            self.num_refused += 1
             return False
         if not self.holds(flat):
             self._drawn.add((flat.data_ptr(), flat.nbytes))

@@ -120,6 +120,11 @@ class ModelledGroup(PythonGroup):
         elif self.job.device.type == "cuda":
             self.job.kept = KeptGathers(self.job.device)
 
+    @property
+    def keeps_all_gathers(self) -> bool:
+        """Whether no gather had to be written since `keep_gathers`, but to fill its memory once."""
+        return self.job.kept is not None and self.job.kept.num_refused == 0
+
     def write_gathers(self) -> None:
         """Write all pieces in every gather, as at first."""
         self.job.kept = None
@@ -200,8 +205,7 @@ class ModelledGroup(PythonGroup):
         if job.kept is None or not job.kept.deliver(call.output, call.input, self._rank):
             among_clones(call, self._rank, self._size)
         if job.samples is not None and call.output.flat is not None:
-            flat = call.output.flat
-            job.samples.append(flat[:: -(-flat.numel() // SAMPLE_NUMEL) or 1].clone())
+            job.samples.append(_sample(call.output.flat))
 
     def _count(self, kind: Kind, num_bytes: int) -> None:
         self._own_meter.count(kind, num_bytes)
@@ -248,6 +252,16 @@ def init_modelled(
     group = dist.group.WORLD
     assert isinstance(group, ModelledGroup)
     return group
+
+
+def _sample(values: Tensor) -> Tensor:
+    if values.numel() <= SAMPLE_NUMEL:
+        return values.clone()
+    # At random: pieces repeat, and regular steps could always meet the same part of them.
+    generator = torch.Generator(values.device).manual_seed(0)
+    shape = (SAMPLE_NUMEL,)
+    chosen = torch.randint(values.numel(), shape, generator=generator, device=values.device)
+    return values[chosen]
 
 
 def _make_group(options: Any, job: _Job | None) -> ModelledGroup:

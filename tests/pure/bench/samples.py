@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from shoal.bench.figures import Built, Collectives, ComputeRound, Memory, OptimizerRound, summarise
+from shoal.bench.figures import (
+    Built,
+    Collectives,
+    ComputeRound,
+    Gathers,
+    Memory,
+    OptimizerRound,
+    summarise,
+)
 from shoal.bench.host import Host
 from shoal.bench.results import Record, Results, Source, Status
 from shoal.bench.run import Mode
@@ -21,22 +29,50 @@ HOST = Host(
 ON_GPU = Memory(allocated_gib=11.3, reserved_gib=17.1, resident_gib=None)
 
 
-def make_record(engine: str, ms: float, *, case: str = "B4", device: str = "a GPU") -> Record:
-    compute = ComputeRound(
-        forward_backward_ms=(ms, ms), wall_ms=(ms + 1, ms + 1), host_ms=(ms / 2,), memory=ON_GPU
+def make_built(
+    *,
+    memory: Memory = ON_GPU,
+    collectives: Collectives | None = None,
+    gathers: Gathers | None = None,
+) -> Built:
+    return Built(
+        num_parameters=10,
+        collectives=collectives,
+        gathers=gathers,
+        memory=memory,
+        training_memory=memory,
     )
-    optimizer = OptimizerRound(optimizer_ms=(0.25,), memory=ON_GPU)
+
+
+def make_record(
+    engine: str,
+    ms: float,
+    *,
+    case: str = "B4",
+    device: str = "a GPU",
+    mode: Mode = Mode.EAGER,
+    gathers: Gathers = Gathers.KEPT,
+) -> Record:
+    compute = ComputeRound(
+        forward_backward_ms=(ms, ms), wall_ms=(ms + 1, ms + 1), host_ms=(ms / 2,)
+    )
+    optimizer = OptimizerRound(optimizer_ms=(0.25,))
     collectives = Collectives(num_calls=74, num_bytes=1_500_000)
-    built = Built(num_parameters=10, collectives=collectives if engine != "plain" else None)
+    built = make_built(
+        memory=ON_GPU,
+        collectives=collectives if engine != "plain" else None,
+        gathers=gathers if engine != "plain" else None,
+    )
     return Record(
         case=case,
         engine=engine,
-        mode=Mode.EAGER,
+        mode=mode,
         device=device,
         status=Status.OK,
         figures=summarise("cuda", built, [compute], [optimizer]),
         compute_rounds=(compute,),
         optimizer_rounds=(optimizer,),
+        took_s=60.0,
     )
 
 

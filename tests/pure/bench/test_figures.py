@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from shoal.bench.figures import Built, ComputeRound, Figures, Memory, OptimizerRound, summarise
+from pure.bench.samples import make_built
+from shoal.bench.figures import ComputeRound, Figures, Memory, OptimizerRound, summarise
 from shoal.bench.peaks import GIB, read_peak, reset_peak
 from shoal.bench.run import DeviceType
 
@@ -14,13 +15,11 @@ def resident(gib: float) -> Memory:
 
 def summary(device_type: DeviceType) -> Figures:
     rounds = [
-        ComputeRound(
-            forward_backward_ms=samples, wall_ms=samples, host_ms=(), memory=resident(samples[0])
-        )
+        ComputeRound(forward_backward_ms=samples, wall_ms=samples, host_ms=())
         for samples in ((9.0, 3.0, 4.0), (5.0, 100.0))
     ]
-    optimizer = [OptimizerRound(optimizer_ms=(2.0, 1.0, 6.0), memory=resident(1.0))]
-    return summarise(device_type, Built(num_parameters=1, collectives=None), rounds, optimizer)
+    optimizer = [OptimizerRound(optimizer_ms=(2.0, 1.0, 6.0))]
+    return summarise(device_type, make_built(memory=resident(9.0)), rounds, optimizer)
 
 
 def test_cpu_takes_the_minimum_over_all_rounds() -> None:
@@ -33,7 +32,7 @@ def test_cuda_takes_the_median_of_the_quietest_round() -> None:
     assert (figures.forward_backward_ms, figures.optimizer_ms) == (4.0, 2.0)
 
 
-def test_memory_is_the_largest_and_host_time_may_be_absent() -> None:
+def test_memory_is_that_of_building_and_host_time_may_be_absent() -> None:
     figures = summary("cpu")
     assert figures.memory == resident(9.0)
     assert figures.host_ms is None
@@ -41,7 +40,7 @@ def test_memory_is_the_largest_and_host_time_may_be_absent() -> None:
 
 def test_no_samples_no_figures() -> None:
     with pytest.raises(ValueError, match="without a single sample"):
-        summarise("cpu", Built(num_parameters=1, collectives=None), [], [])
+        summarise("cpu", make_built(), [], [])
 
 
 def test_resident_peak_follows_what_is_touched() -> None:

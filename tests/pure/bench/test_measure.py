@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from pure.bench.samples import HOST, ON_GPU
+from pure.bench.samples import HOST, make_built
 from shoal.bench.cases import CASES
 from shoal.bench.figures import Built, ComputeRound, OptimizerRound
 from shoal.bench.job import JobError
@@ -22,9 +22,9 @@ class FakeJob:
     cores: list[int | None]
     fails = ""
 
-    def __init__(self, run: Run, timeout_s: float) -> None:
+    def __init__(self, run: Run, timeout_s: float, *, rests: bool) -> None:
         self.run = run
-        self.log.append(f"start {run.engine} {timeout_s:g}")
+        self.log.append(f"start {run.engine} {timeout_s:g}{' resting' * rests}")
 
     def __enter__(self) -> FakeJob:
         return self
@@ -34,20 +34,18 @@ class FakeJob:
 
     def build(self) -> Built:
         self.log.append(f"build {self.run.engine}")
-        return Built(num_parameters=1, collectives=None)
+        return make_built()
 
     def compute(self, core: int | None) -> ComputeRound:
         self.log.append(f"compute {self.run.engine}")
         self.cores.append(core)
         if self.run.engine == self.fails:
             raise JobError("out of memory")
-        return ComputeRound(
-            forward_backward_ms=(1.0,), wall_ms=(1.0,), host_ms=(1.0,), memory=ON_GPU
-        )
+        return ComputeRound(forward_backward_ms=(1.0,), wall_ms=(1.0,), host_ms=(1.0,))
 
     def optimize(self, core: int | None) -> OptimizerRound:
         self.log.append(f"optimize {self.run.engine}")
-        return OptimizerRound(optimizer_ms=(1.0,), memory=ON_GPU)
+        return OptimizerRound(optimizer_ms=(1.0,))
 
     def close(self) -> None:
         self.log.append(f"close {self.run.engine}")
@@ -87,16 +85,17 @@ def test_engines_take_turns_where_they_fit(
     assert {record.device for record in records} == {{"cpu": "a CPU", "cuda": "a GPU"}[device_type]}
 
 
-def test_engines_that_do_not_fit_follow_each_other(log: list[str]) -> None:
+def test_engines_that_do_not_fit_take_turns_and_rest(log: list[str]) -> None:
     records = measured("cuda")
-    assert log.index("close plain") < log.index("build shoal")
-    assert log[:2] == ["start plain 180", "start shoal 180"]
+    assert log[:2] == ["start plain 180 resting", "start shoal 180 resting"]
+    assert log[2:4] == ["build plain", "build shoal"]
+    assert log[4:8] == ["compute plain", "compute shoal"] * 2
     assert {record.device for record in records} == {"a GPU"}
 
 
 def test_compiling_may_take_longer(log: list[str]) -> None:
     measured("cuda", Mode.COMPILED)
-    assert log[:2] == ["start plain 600", "start shoal 600"]
+    assert log[:2] == ["start plain 600 resting", "start shoal 600 resting"]
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

@@ -32,7 +32,7 @@ def test_cases_can_be_described_in_json() -> None:
     ("content", "message"),
     [
         ("not JSON", "is not JSON"),
-        ('{"schema": 7}', "has schema 7, this version of shoal reads 1"),
+        ('{"schema": 7}', "has schema 7, this version of shoal reads 2"),
         ("[1]", "has schema None"),
         ('{"schema": 1, "quick": false}', "is not a results file"),
     ],

@@ -10,6 +10,8 @@ from shoal.bench.workbench import Workbench, build_model
 
 RUN = Run(case=CASES[0].quickly(), engine="plain", mode=Mode.EAGER, device_type="cpu")
 NAP_S = 0.02
+LOSS = 6.6
+"""A plausible one."""
 
 
 class Slow(nn.Module):
@@ -17,7 +19,7 @@ class Slow(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(3))
+        self.weight = nn.Parameter(torch.full((3,), LOSS / 3))
         self.num_forwards = 0
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -38,9 +40,8 @@ def test_each_step_is_timed_and_leaves_no_gradient() -> None:
     assert min(timed.wall_ms) >= NAP_S * 1e3
     assert timed.forward_backward_ms == timed.wall_ms
     assert timed.host_ms == ()
-    assert (timed.memory.resident_gib or 0) > 0
     assert model.weight.grad is None
-    assert torch.equal(model.weight, torch.ones(3))
+    assert torch.equal(model.weight, torch.full((3,), LOSS / 3))
 
 
 def test_optimizer_steps_are_taken_but_not_timed_with_the_model() -> None:
@@ -50,9 +51,19 @@ def test_optimizer_steps_are_taken_but_not_timed_with_the_model() -> None:
     assert len(timed.optimizer_ms) == 2
     assert max(timed.optimizer_ms) < NAP_S * 1e3
     assert model.num_forwards == 3  # the first step makes the state, untimed
-    assert not torch.equal(model.weight, torch.ones(3))
+    assert torch.equal(model.weight, torch.full((3,), LOSS / 3)), "what is gathered stays"
     workbench.time_optimizer(1)
     assert model.num_forwards == 4
+
+
+def test_memory_is_that_of_untimed_steps() -> None:
+    model = Slow()
+    workbench = Workbench(RUN, model)
+    memory = workbench.measure_memory(2)
+    training_memory = workbench.measure_training_memory(2)
+    assert model.num_forwards == 5
+    assert (memory.resident_gib or 0) > 0
+    assert (training_memory.resident_gib or 0) > 0
 
 
 @pytest.mark.parametrize(("engine", "dtype"), [("plain", torch.bfloat16), ("fsdp2", torch.float32)])

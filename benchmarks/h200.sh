@@ -1,0 +1,43 @@
+#!/usr/bin/env bash
+# All results of one large GPU, from the source folder: bash benchmarks/h200.sh PART FOLDER
+# Each part takes under nine minutes and ends with 1 if a run failed, such as one whose loss was no
+# number. A part that is cut keeps the cases that were done.
+set -u
+part=$1 folder=$2
+cd "$(dirname "$0")/.."
+export PYTHONPATH=$PWD/src PYTHONUNBUFFERED=1
+mkdir -p "$folder"
+failed=0
+day=$(date -u +%Y%m%d)
+
+bench() { # NAME FLAGS...
+    local name=$1
+    shift
+    echo "== $name: shoal bench $*"
+    python3 -m shoal bench "$@" --out "$folder/$day-h200-$name.json" || failed=1
+}
+
+eager=plain,ddp,fsdp1,fsdp2,shoal,shoal-flat,shoal-wrapper
+graphs=plain,plain-shoal,simple-fsdp,shoal-graph
+
+case $part in
+eager)
+    bench eager --modes eager --engines $eager --repeats 4 --cases B1-8,B2,B4,B1-64,B1-1024
+    ;;
+eager-large)
+    bench eager-large --modes eager --engines $eager --repeats 3 --cases B5,B3
+    python3 benchmarks/adamw.py --out "$folder/$day-adamw-h200.json" || failed=1
+    ;;
+compiled)
+    bench cudagraphs --modes cudagraphs --engines $graphs --repeats 4 --cases B4
+    bench compiled --modes compiled --engines $graphs --repeats 4 --cases B4,B1-8,B2
+    ;;
+compiled-large)
+    bench compiled-large --modes compiled --engines $graphs --repeats 3 --cases B3,B5,B1-64,B1-1024
+    ;;
+*)
+    echo "unknown part $part: eager, eager-large, compiled or compiled-large" >&2
+    exit 2
+    ;;
+esac
+exit $failed
