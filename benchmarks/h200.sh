@@ -29,14 +29,20 @@ eager-large)
     python3 benchmarks/adamw.py --out "$folder/$day-adamw-h200.json" || failed=1
     ;;
 compiled)
-    bench cudagraphs --modes cudagraphs --engines $graphs --repeats 4 --cases B4
-    bench compiled --modes compiled --engines $graphs --repeats 4 --cases B4,B1-8,B2
+    bench cudagraphs --modes cudagraphs --engines $graphs --repeats 4 --timeout 240 --cases B4
+    bench compiled --modes compiled --engines $graphs --repeats 4 --timeout 240 --cases B4,B1-8,B2
     ;;
 compiled-large)
-    bench compiled-large --modes compiled --engines $graphs --repeats 3 --cases B3,B5,B1-64,B1-1024
+    bench compiled-large --modes compiled --engines $graphs --repeats 3 --timeout 240 --cases B3,B5
+    ;;
+compiled-ranks)
+    bench compiled-64 --modes compiled --engines $graphs --repeats 3 --timeout 240 --cases B1-64
+    # simple-fsdp would cut each uneven parameter into 1024 pieces in the graph.
+    bench compiled-1024 --modes compiled --engines ${graphs/simple-fsdp,/} --repeats 3 \
+        --timeout 240 --cases B1-1024
     ;;
 *)
-    echo "unknown part $part: eager, eager-large, compiled or compiled-large" >&2
+    echo "unknown part $part: see benchmarks/h200.sh" >&2
     exit 2
     ;;
 esac
