@@ -67,7 +67,7 @@ class Context:
         """The model's forward starts: nothing of an earlier step may be taken for current."""
         if _torch.inside_backward():
             return
-        self._abandon_broken_backward()
+        self.clear_broken_backward()
         for unit in self.units:
             if unit.phase is Phase.FORWARD:  # an earlier forward raised
                 unit.phase = Phase.HELD
@@ -273,7 +273,7 @@ class Context:
                 "accumulates gradients when the engine has ended the step; compile forwards "
                 "(module.compile()), or the step with torch.compile(model, backend='shoal')"
             )
-        self._abandon_broken_backward()
+        self.clear_broken_backward()
         # All units at once, and not each when its turn comes: a third of the time.
         for unit in self.units:
             unit.settle_marks()
@@ -316,7 +316,8 @@ class Context:
         self._host_marks.clear()
         self._end = None
 
-    def _abandon_broken_backward(self) -> None:
+    def clear_broken_backward(self) -> None:
+        """Be ready for something else if a backward raised; otherwise do nothing."""
         if self._end is not None and self._end() is None:
             self._clear_away()
 

@@ -15,6 +15,7 @@ from shoal import _torch
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
 from shoal.runtime.form import bytes_of
 from shoal.runtime.fsdp_module import UnshardHandle
+from shoal.runtime.module_state import state_of
 from shoal.runtime.phase import Phase
 from shoal.runtime.unit import Unit
 from shoal.wrapper.base import Wrapper, wrappers_below
@@ -44,6 +45,7 @@ class Summoning(Wrapper):
 
     def _assert_state(self, state: _torch.TrainingState | list[_torch.TrainingState]) -> None:
         """Refuse what a wrapper cannot do now; under torch's name, whose own helpers call it."""
+        self._clear_broken_backward()
         allowed = state if isinstance(state, list) else [state]
         if self.training_state not in allowed:
             raise ValueError(
@@ -51,6 +53,12 @@ class Summoning(Wrapper):
                 f"{self.training_state}: call this outside of forward, backward and "
                 "summon_full_params"
             )
+
+    def _clear_broken_backward(self) -> None:
+        """A backward that raised is over: its wrappers compute no more."""
+        state = state_of(self)
+        if state is not None and state.context is not None:
+            state.context.clear_broken_backward()
 
     @staticmethod
     @contextmanager
@@ -105,6 +113,7 @@ class Summoning(Wrapper):
                 "host's memory once for each rank on it: pass rank0_only=True if one is enough",
                 stacklevel=4,
             )
+        self._clear_broken_backward()
         if self.training_state is _STATES.FORWARD_BACKWARD:
             raise AssertionError(
                 "Cannot manually unshard parameters during forward/backward: summon_full_params "
