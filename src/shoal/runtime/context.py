@@ -124,8 +124,12 @@ class Context:
         if self.recorder is not None:
             self._record(EventKind.FORWARD, unit, self._began.pop(unit, None))
         unit.phase = Phase.HELD
-        if reshard and not unit.is_kept and not _torch.inside_backward():
+        if _torch.inside_backward():
+            return
+        if reshard and not unit.is_kept:
             unit.reshard(to_post=True)
+        else:
+            unit.rest()
 
     def enter_backward(self, unit: Unit, run: Pass) -> None:
         """Give a unit its full parameters again; start the gather of the one before it."""
@@ -371,6 +375,7 @@ class Context:
             unit.reshard()
         else:
             unit.phase = Phase.HELD
+            unit.rest()
 
     def _reduce(self, unit: Unit) -> None:
         if not unit.options.reduces:

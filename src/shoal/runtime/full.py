@@ -12,7 +12,9 @@ the padded size, so a parameter is followed by the padding of the last ranks.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -30,9 +32,73 @@ from shoal.runtime.form import Form
 
 if TYPE_CHECKING:
     from shoal.runtime.extension import Extension
+    from shoal.runtime.shards import Member
+
+_version_of = operator.attrgetter("_version")
 
 
-class FreedParameter(nn.Parameter):
+class ShardOf:
+    """Which shard a full parameter is of, and its full name; a copy of the parameter is of none."""
+
+    __slots__ = ("member", "name")
+
+    def __init__(self, member: Member | None = None, name: str = "") -> None:
+        self.member = member
+        self.name = name
+
+    def __reduce__(self) -> tuple[type[ShardOf], tuple[()]]:
+        return ShardOf, ()
+
+
+_SHARD = "_shoal_shard"
+_GRAD: Any = torch.Tensor.grad  # of the tensor itself, past all subclasses
+
+
+def attach(parameter: nn.Parameter, shard: ShardOf) -> None:
+    """Let a full parameter know its shard."""
+    vars(parameter)[_SHARD] = shard
+
+
+def full_name(parameter: nn.Parameter) -> str | None:
+    """The name of a full parameter that a unit has gathered; None for any other."""
+    shard = vars(parameter).get(_SHARD)
+    return None if shard is None or shard.member is None else shard.name
+
+
+def own_grad(parameter: nn.Parameter) -> torch.Tensor | None:
+    """The gradient that autograd has put on a full parameter, whatever users are shown."""
+    return _GRAD.__get__(parameter)
+
+
+def drop_own_grad(parameter: nn.Parameter) -> None:
+    """Take that gradient off."""
+    _GRAD.__set__(parameter, None)
+
+
+class HeldParameter(nn.Parameter):
+    """A full parameter while nothing computes with it: users see the gradient of its shard.
+
+    So whoever zeroes or clips gradients by what is registered on modules reaches those that the
+    optimizer sees.
+    """
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient of the shard, unless somebody has put one here."""
+        own, shard = own_grad(self), vars(self).get(_SHARD)
+        if own is not None or shard is None or shard.member is None:
+            return own
+        return shard.member.sharded.grad
+
+    @grad.setter
+    def grad(self, grad: torch.Tensor | None) -> None:
+        _GRAD.__set__(self, grad)
+        shard = vars(self).get(_SHARD)
+        if grad is None and shard is not None and shard.member is not None:
+            shard.member.sharded.grad = None
+
+
+class FreedParameter(HeldParameter):
     """A full parameter while its unit is freed: it says so when it is read."""
 
     _ALLOWED: ClassVar[frozenset[str]] = frozenset(
@@ -97,6 +163,7 @@ class FullParameters:
             for form, data in zip(forms, datas, strict=True)
         )
         self._freeable = [p for p in self.parameters if type(p) is nn.Parameter]
+        self._versions: list[int] = []
         self._packing = packing
         self.extension: Extension | None = None
         """What gathers the parameters that are not in the buffer, if there are any."""
@@ -181,10 +248,32 @@ class FullParameters:
             else:
                 _torch.foreach_copy([t for t, _ in self._copies], [s for _, s in self._copies])
             self._gathered.empty()
-        for parameter in self._freeable:
-            parameter.__class__ = nn.Parameter
+        self.wake()
         if self.extension is not None:
             self.extension.finish()
+        self.note_writes()
+
+    def rest(self) -> None:
+        """Nothing computes with the parameters."""
+        for parameter in self._freeable:
+            parameter.__class__ = HeldParameter
+
+    def wake(self) -> None:
+        """Something computes with them: they have the gradients that autograd gives them."""
+        for parameter in self._freeable:
+            parameter.__class__ = nn.Parameter
+
+    def note_writes(self) -> None:
+        """What was written to the parameters so far is known."""
+        self._versions = list(map(_version_of, self._freeable))
+
+    def written(self) -> nn.Parameter | None:
+        """A parameter that was changed in place since it was gathered."""
+        versions = list(map(_version_of, self._freeable))
+        if versions == self._versions:
+            return None
+        changed = map(operator.ne, versions, self._versions)
+        return next(itertools.compress(self._freeable, changed), None)
 
     def put(self, index: int, parameter: nn.Parameter) -> None:
         """Take a parameter that was made of its first gather, and not in the buffer."""
@@ -204,8 +293,8 @@ class FullParameters:
     def revive(self) -> list[torch.Tensor]:
         """Give the parameters memory without a gather; returns what has to be written."""
         (self._laid_out or self._gathered).fill()
-        for parameter in self._freeable:
-            parameter.__class__ = nn.Parameter
+        self.wake()
+        self.note_writes()
         return self._datas
 
     def come_home(self) -> None:

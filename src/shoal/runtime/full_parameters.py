@@ -56,6 +56,7 @@ def _give_back(before: dict[Unit, tuple[bool, bool]]) -> None:
     for unit, (was_kept, was_lent) in before.items():
         unit.is_lent = was_lent
         unit.full.come_home()
+        unit.full.note_writes()  # what is not written back is dropped, as announced
         if not was_kept:
             unit.reshard()
             unit.arena.trim()  # training has never all units full at once

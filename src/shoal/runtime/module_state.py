@@ -198,6 +198,7 @@ class ModuleState:
             for unit in self.units:
                 if unit.phase is Phase.FORWARD:
                     unit.phase = Phase.HELD
+                    unit.rest()
 
     def cast_output(self, output: Any) -> Any:
         """What the module returns, in the dtype its policy asks for."""

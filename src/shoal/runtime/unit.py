@@ -23,7 +23,14 @@ from shoal.layout import Layout
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shoal.runtime.arena import Arena
 from shoal.runtime.extension import Extension
-from shoal.runtime.full import FullParameters
+from shoal.runtime.full import (
+    FullParameters,
+    ShardOf,
+    attach,
+    drop_own_grad,
+    full_name,
+    own_grad,
+)
 from shoal.runtime.gather import Gather
 from shoal.runtime.phase import ALLOWED, Phase, check_transition
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, Options
@@ -122,6 +129,7 @@ class Unit:
         self.was_reduced = False
         """Whether this backward has reduced something already."""
         self._phase = Phase.SHARDED
+        self._rests = False
         self._wait: Callable[[], object] | None = None
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
@@ -152,7 +160,7 @@ class Unit:
             self.shards.follow_hooks()
             self._check_materialised()
         if self._prepared is self.shards.buffer:
-            self.full.rename(self.name)
+            self._name_full()
             return
         self.arena = arena
         packing = self.shards.packing
@@ -176,11 +184,22 @@ class Unit:
         for member, parameter in zip(self.shards.members, self.full.parameters, strict=True):
             attributes = {k: v for k, v in vars(member.sharded).items() if k != "_shoal_name"}
             vars(parameter).update(attributes)
+        self._name_full()
         self._find_registrations()
         self._counted.clear()
         self.follow_requires_grad()
         self.rows = Rows(self)
         self._prepared = self.shards.buffer
+
+    def _name_full(self) -> None:
+        """Let full parameters say what they are called."""
+        self.full.rename(self.name)
+        for member, parameter in zip(self.shards.members, self.full.parameters, strict=True):
+            self._attach(member, parameter)
+
+    def _attach(self, member: Member, parameter: nn.Parameter) -> None:
+        """Let a full parameter know its shard."""
+        attach(parameter, ShardOf(member, self.qualified(member.spec.name)))
 
     def _find_registrations(self) -> None:
         self._registrations = [
@@ -192,6 +211,7 @@ class Unit:
     def put_full(self, index: int, parameter: nn.Parameter) -> None:
         """Take a full parameter that was made of its first gather."""
         self.full.put(index, parameter)
+        self._attach(self.shards.members[index], parameter)
         self._find_registrations()
         self._counted.discard(index)
         self._trained_flags = []
@@ -264,6 +284,16 @@ class Unit:
         if (self._phase, new) not in ALLOWED:  # ten times per step, so not by a call
             check_transition(self.name, self._phase, new)
         self._phase = new
+        if self._rests and new is not Phase.HELD:
+            self._rests = False
+            if new is not Phase.SHARDED:
+                self.full.wake()
+
+    def rest(self) -> None:
+        """The full parameters stay, and nothing computes with them until the phase changes."""
+        if self._phase is Phase.HELD and not self._rests:
+            self._rests = True
+            self.full.rest()
 
     @property
     def is_stale(self) -> bool:
@@ -355,6 +385,7 @@ class Unit:
             self.launch_gather()
         if self.phase is Phase.GATHERING:
             self.finish_gather()
+        self.rest()
 
     def reshard(self, *, to_post: bool = False) -> None:
         """Let go of the full parameters, from whatever phase this is."""
@@ -370,12 +401,21 @@ class Unit:
         if phase is not Phase.HELD:
             self.phase = Phase.HELD
         self.phase = Phase.SHARDED
+        written = self.full.written()
         if to_post and self.post is not None:
             self.post.keep(self.full)
         else:
             self._drop_post()
             self.shards.register()
         self.full.free()
+        if written is not None:
+            raise NotImplementedError(
+                f"parameter {full_name(written)!r} was changed in place while it was full (as by "
+                "nn.Embedding(max_norm=…), or clamp_() in a forward), and full parameters are "
+                "freed: the shards do not have the change. Change the shards between steps "
+                "(parameter.clamp_()), or change full ones in full_parameters(model, "
+                "writeback=True), on all ranks alike."
+            )
 
     def _cancel_gather(self) -> None:
         """GATHERING → SHARDED: wait, and give the memory back unread."""
@@ -437,7 +477,7 @@ class Unit:
         strided = torch.strided
         for index in self.trained:
             parameter = parameters[index]
-            grad = parameter.grad
+            grad = own_grad(parameter)
             if grad is None:
                 continue
             if grad.layout is not strided:
@@ -446,7 +486,7 @@ class Unit:
                     "gradient, which shoal does not support; make it dense "
                     "(Embedding(sparse=False))"
                 )
-            parameter.grad = None
+            drop_own_grad(parameter)
             grads[index] = members[index].form.grad_data(grad)
         return grads
 
@@ -592,8 +632,7 @@ class Unit:
         try:
             self.keep_grads()
         except NotImplementedError:  # gradients that cannot be kept, which is why it raised
-            for parameter in self.full.parameters:
-                parameter.grad = None
+            self._drop_own_grads()
         self.mark_waiting()
 
     def mark_waiting(self) -> None:
@@ -650,8 +689,11 @@ class Unit:
         self.settle_marks()
         self._kept_grads, self._partial = {}, None
         self._note_reductions()
+        self._drop_own_grads()
+
+    def _drop_own_grads(self) -> None:
         for parameter in self.full.parameters:
-            parameter.grad = None
+            drop_own_grad(parameter)
 
 
 def _notifier(unit: Unit) -> Callable[[object], None]:

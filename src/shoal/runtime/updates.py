@@ -15,9 +15,13 @@ from typing import Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from shoal.errors import InvariantError
+from shoal.runtime.full import full_name
 from shoal.runtime.step_lists import speed_up
 
 
@@ -63,6 +67,7 @@ class _Known:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.held = _held(optimizer)
+        self.is_new = True
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         replaced = [name for p in parameters if (name := replaced_name(p)) is not None]
         if replaced:
@@ -70,6 +75,15 @@ class _Known:
                 f"the optimizer holds {len(replaced)} parameters from before fully_shard (the "
                 f"first is {replaced[0]!r}), so its steps do not reach the model. Build the "
                 "optimizer after fully_shard, from model.parameters()."
+            )
+        full = [name for p in parameters if (name := full_name(p)) is not None]
+        if full:
+            raise InvariantError(
+                f"the optimizer holds {len(full)} full parameters (the first is {full[0]!r}), "
+                "which were registered when it was built: between a forward and its backward, "
+                "after a forward that raised, or inside of unshard(). They are freed, so its "
+                "steps do not reach the model. Build the optimizer before the first forward or "
+                "after backward(), or call model.reshard() first."
             )
         held = set(self.held[2:])
         # Weak references to parameters themselves would forbid torch to swap them.
@@ -80,6 +94,7 @@ class _Known:
 
 @functools.cache
 def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
 
 
@@ -97,11 +112,18 @@ def _held(optimizer: Optimizer) -> list[int]:
     return held
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = _owners_in.get(optimizer)
     if known is None or known.held != _held(optimizer):
-        known = _owners_in[optimizer] = _Known(optimizer)
-        if known.owners:
-            speed_up(optimizer)
+        _owners_in[optimizer] = _Known(optimizer)
+
+
+def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    known = _owners_in.get(optimizer)
+    if known is None:  # units were made in its step
+        return
+    if known.is_new and known.owners:
+        known.is_new = False
+        speed_up(optimizer)
     for owner in known.owners:
         owner.num_updates += 1

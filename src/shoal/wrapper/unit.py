@@ -45,6 +45,9 @@ class WrappedUnit(Unit):
             if new in _COMPUTES:
                 self.register_full()
 
+    def rest(self) -> None:
+        """See `Unit.rest`; here users see what optimizers hold by `show_shards`."""
+
     def show_shards(self) -> None:
         """Put what optimizers hold on the modules until the unit computes again."""
         if self.phase is Phase.HELD and not self.is_kept:

@@ -1,6 +1,11 @@
 """The log of collectives: what others can read of a rank, dead or alive."""
 
-from shoal.watch.log import CollectiveLog, read_log
+from typing import ClassVar
+
+import pytest
+import torch
+
+from shoal.watch.log import ENDED, IN_STREAM, CollectiveLog, read_log
 
 
 def test_the_log_can_be_read_by_others_while_it_is_written(tmp_path):
@@ -47,3 +52,55 @@ def test_digests_are_of_what_and_in_which_order_but_not_of_where():
 
 def test_there_may_be_no_log(tmp_path):
     assert read_log(tmp_path / "nobody") == []
+
+
+class FakeEvent:
+    """Stands for a CUDA event: it is over when told."""
+
+    all: ClassVar[list["FakeEvent"]] = []
+
+    def __init__(self) -> None:
+        FakeEvent.all.append(self)
+        self.is_over = False
+
+    def record(self) -> None:
+        self.is_over = False
+
+    def query(self) -> bool:
+        return self.is_over
+
+
+@pytest.fixture
+def events(monkeypatch):
+    monkeypatch.setattr(FakeEvent, "all", [])
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return FakeEvent.all
+
+
+def test_collectives_in_streams_begin_and_end(events):
+    """They may end in any order, and nobody waits for one."""
+    log = CollectiveLog()
+    for what in "abc":
+        log.add("0", what, "1 of int64")
+        log.put_in_stream()
+    log.add("0", "d", "1 of int64")
+    assert [entry.state for entry in log.entries()] == [IN_STREAM] * 3 + [""]
+    events[1].is_over = True
+    assert [entry.state for entry in log.entries()] == [IN_STREAM, ENDED, IN_STREAM, ""]
+    events[0].is_over = events[2].is_over = True
+    assert [entry.state for entry in log.entries()] == [ENDED] * 3 + [""]
+    log.add("0", "e", "1 of int64")
+    log.put_in_stream()
+    assert len(events) == 3, "events are used again"
+    assert log.entries()[-1].state == IN_STREAM
+
+
+def test_an_end_that_comes_late_leaves_the_lines_of_others_alone(events):
+    log = CollectiveLog()
+    log.add("0", "old", "1 of int64")
+    log.put_in_stream()
+    for number in range(200):
+        log.add("0", f"new {number}", "1 of int64")
+    events[0].is_over = True
+    assert {entry.state for entry in log.entries()} == {""}
