@@ -363,3 +363,8 @@ def _frame(tensor: Any) -> tuple[Any, ...]:
     if not isinstance(tensor, DTensor):
         return tensor.__tensor_flatten__()
     return (tensor.placements, tensor.stride(), tensor.device_mesh)
+
+
+def kind_of(parameter: torch.Tensor) -> str:
+    """The name of a parameter's class; shoal has one of its own for those that rest."""
+    return type(parameter).__name__.removeprefix("Held")

@@ -74,6 +74,7 @@ from shoal._torch.cuda import (
 )
 from shoal._torch.distributed_tensor import (
     DTensorSpec,
+    draw_as_unsharded_on_cpu,
     dtensor,
     dtensor_spec,
     is_distributed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import sys
 from collections.abc import Sequence
@@ -10,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
@@ -87,3 +89,38 @@ def is_distributed(tensor: Tensor) -> bool:
     """Whether a tensor is torch's distributed one."""
     api = sys.modules.get("torch.distributed.tensor")
     return api is not None and isinstance(tensor, api.DTensor)
+
+
+@functools.cache
+def draw_as_unsharded_on_cpu() -> None:
+    """Let random initialisation of DTensors on CPU meshes give the values of the whole tensor.
+
+    On CUDA, DTensor gives each rank its part of one sequence of random numbers. On CPU it has no
+    such generator: ranks that share a seed would draw the same numbers for different chunks. Here
+    every rank draws the whole tensor, and keeps its own chunk. From here on, in this process.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    aten = torch.ops.aten
+    for op in (aten.normal_.default, aten.uniform_.default, aten.bernoulli_.float):
+        handlers.setdefault(op, _draw_whole)
+
+
+def _draw_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    target = args[0]
+    assert isinstance(target, DTensor)
+    mesh, placements, local = target.device_mesh, target.placements, target._local_tensor
+    is_plain = all(type(placement) in (Shard, Replicate) for placement in placements)
+    if mesh.device_type != "cpu" or local.is_meta or not is_plain:
+        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+        del handlers[op]
+        try:
+            return op(*args, **kwargs)
+        finally:
+            handlers[op] = _draw_whole
+    whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
+    op(whole, *args[1:], **kwargs)
+    shape, offset = compute_local_shape_and_global_offset(target.shape, mesh, placements)
+    for dim, (start, length) in enumerate(zip(offset, shape, strict=True)):
+        whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
+    local.copy_(whole)
+    return target

@@ -161,6 +161,8 @@ def dtensor_form(
     name: str, parameter: torch.Tensor, dim: int, info: DataParallelMeshInfo
 ) -> DTensorForm:
     """Shard a parameter along a dim over the data-parallel axes of a mesh."""
+    if info.mesh.device_type == "cpu":
+        _torch.draw_as_unsharded_on_cpu()
     if info.is_spmd_mesh:
         if not isinstance(parameter, DTensor):
             raise UsageError(

@@ -634,6 +634,9 @@ class Unit:
         except NotImplementedError:  # gradients that cannot be kept, which is why it raised
             self._drop_own_grads()
         self.mark_waiting()
+        if self._phase in (Phase.FORWARD, Phase.BACKWARD):
+            self.phase = Phase.HELD
+        self.rest()
 
     def mark_waiting(self) -> None:
         """Mark the parameters whose gradients wait for a reduction."""

@@ -48,6 +48,11 @@ class WrappedUnit(Unit):
     def rest(self) -> None:
         """See `Unit.rest`; here users see what optimizers hold by `show_shards`."""
 
+    def keep_broken_grads(self) -> None:
+        """See `Unit.keep_broken_grads`."""
+        super().keep_broken_grads()
+        self.show_shards()
+
     def show_shards(self) -> None:
         """Put what optimizers hold on the modules until the unit computes again."""
         if self.phase is Phase.HELD and not self.is_kept:

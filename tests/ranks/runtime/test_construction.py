@@ -22,6 +22,7 @@ from differential import (
     copies,
     error_of,
     gradients,
+    kind_of,
     loss_of,
     named_parameters,
     seeded,
@@ -92,7 +93,7 @@ def test_a_list_of_modules_in_a_smaller_world_between_forward_and_backward(size:
             loss = loss_of(model(x))
             for p in (*model.norm.parameters(), *model.head.parameters()):
                 placed = isinstance(p, DTensor) and (p.placements, p.device_mesh.mesh.tolist())
-                registered.append([type(p).__name__, p.shape, placed, p.requires_grad])
+                registered.append([kind_of(p), p.shape, placed, p.requires_grad])
             loss.backward()
             model.zero_grad()
         for buffer in model.buffers():

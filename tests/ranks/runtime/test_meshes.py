@@ -20,6 +20,7 @@ from differential import (
     copies,
     error_of,
     gradients,
+    kind_of,
     loss_of,
     needs_mesh_dims,
     seeded,
@@ -234,10 +235,10 @@ def test_what_is_registered_between_forward_and_backward() -> None:
             model.set_reshard_after_forward(later, recurse=False)
             model.blocks[1].set_reshard_after_forward(later)
         loss = loss_of(model(engine.batches(1)[0]))
-        kinds = [(type(p).__name__, tuple(p.shape)) for p in model.parameters()]
+        kinds = [(kind_of(p), tuple(p.shape)) for p in model.parameters()]
         for unit in (*model.blocks, model):
             unit.reshard()
-        kinds += [(type(p).__name__, p.placements) for p in model.parameters()]
+        kinds += [(kind_of(p), p.placements) for p in model.parameters()]
         loss.backward()
         return [kinds, snapshot(model)]
 
@@ -272,7 +273,7 @@ def test_resharding_to_one_rank_keeps_the_parameters() -> None:
     def run(engine: Engine) -> list[Any]:
         model = engine.shard(stack(), reshard_after_forward=1)
         loss = loss_of(model(engine.batches(1)[0]))
-        kinds = [(type(p).__name__, tuple(p.shape)) for p in model.parameters()]
+        kinds = [(kind_of(p), tuple(p.shape)) for p in model.parameters()]
         loss.backward()
         return [kinds, snapshot(model)]
 
