@@ -210,11 +210,15 @@ def _dim(item: Found, placement: Any, own: FSDPMeshInfo) -> int:
 def _group(
     found: Sequence[Found], dims: Sequence[int], layout: Layout | None, info: DataParallelMeshInfo
 ) -> Group:
-    layout = layout or Even(tuple(dims))
     specs = [
         ParamSpec(name=f.name, shape=tuple(bytes_of(f.parameter).shape), dtype=f.parameter.dtype)
         for f in found
     ]
+    if layout is None:
+        layout = Even(tuple(dims))
+    elif isinstance(layout, Even) and isinstance(info, FSDPMeshInfo):
+        wanted = layout.pack(specs, info.shard_mesh_size).dims
+        dims = [_dim(f, Shard(dim), info) for f, dim in zip(found, wanted, strict=True)]
     if isinstance(layout, Even):
         forms: list[Form] = [
             dtensor_form(f.name, f.parameter, dim, info) for f, dim in zip(found, dims, strict=True)

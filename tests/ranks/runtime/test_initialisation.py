@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from harness import ranks
 from oracle import full
@@ -27,6 +27,11 @@ DRAWS: list[Callable[[torch.Tensor], Any]] = [
 def make() -> nn.Module:
     with torch.device("meta"):
         return nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 8))
+
+
+def even_along_both_dims() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Sequential(nn.Linear(8, 4, bias=False))
 
 
 @torch.no_grad()
@@ -52,11 +57,19 @@ def check(expected: nn.Module, got: nn.Module) -> None:
 def test_values_are_those_of_the_unsharded_model(
     world_size: int, layout: Layout, draw: Callable[[torch.Tensor], Any]
 ) -> None:
-    if layout == Even(1) and world_size == 4:
-        pytest.skip("shards along another dim than 0 must be even")
-    model = make() if layout != Even(1) else nn.Sequential(nn.Linear(6, 4, bias=False))
-    plain = make() if layout != Even(1) else nn.Sequential(nn.Linear(6, 4, bias=False))
-    check(initialise(plain, draw), initialise(fully_shard(model, layout=layout), draw))
+    build = even_along_both_dims if layout == Even(1) else make
+    check(initialise(build(), draw), initialise(fully_shard(build(), layout=layout), draw))
+
+
+@ranks(2)
+def test_a_dim_of_even_is_that_of_the_parameters() -> None:
+    model = fully_shard(even_along_both_dims(), layout=Even(-1)).to_empty(device="cpu")
+    (weight,) = model.parameters()
+    assert isinstance(weight, DTensor)
+    assert weight.placements == (Shard(1),)
+    assert weight.to_local().shape == (4, 4)
+    with pytest.raises(NotImplementedError, match=r"uneven sharding on dim 1.*'0.weight'"):
+        fully_shard(nn.Sequential(nn.Linear(7, 4, bias=False)), layout=Even(1))
 
 
 @ranks(4)
