@@ -1,0 +1,75 @@
+"""A worker refuses to measure an engine on a network that delivers something else than numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shoal.bench.cases import CASES
+from shoal.bench.figures import Built, Gathers
+from shoal.bench.run import Mode, Run
+from shoal.bench.values import ValuesError
+from shoal.bench.worker import Request, Seat, Verb, _Worker
+from shoal.comm.calls import Call, Kind, Slots
+from shoal.comm.clones import among_clones
+
+CASE = replace(CASES[0].quickly(), mixed_precision=False)
+ENGINES = ("fsdp2", "shoal", "shoal-flat", "shoal-wrapper")
+BUILD = Request(verb=Verb.BUILD, steps=1)
+GATHERS_IN_FORWARD, GATHERS_IN_STEP = 5, 9
+
+
+@pytest.fixture(autouse=True)
+def leave() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def make_worker(engine: str, folder: Path) -> _Worker:
+    run = Run(case=CASE, engine=engine, mode=Mode.EAGER, device_type="cpu")
+    return _Worker(run, Seat(rank=0, store_path=folder / "store", log_path=folder / "log"))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_clones_send_numbers(engine: str, tmp_path: Path) -> None:
+    worker = make_worker(engine, tmp_path)
+    built = worker.answer(BUILD)
+    assert isinstance(built, Built)
+    assert built.gathers is Gathers.WRITTEN
+    assert built.collectives is not None
+    worker.answer(Request(verb=Verb.COMPUTE, steps=2))
+    worker.answer(Request(verb=Verb.OPTIMIZE, steps=2))
+
+
+@pytest.mark.parametrize("value", [float("nan"), 0.0])
+@pytest.mark.parametrize("only_backward", [False, True])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bytes_of_something_else_are_refused(
+    engine: str,
+    only_backward: bool,
+    value: float,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gathered = 0
+
+    def this_piece_only(call: Call, rank: int, size: int) -> None:
+        nonlocal gathered
+        among_clones(call, rank, size)
+        if call.kind is Kind.ALL_GATHER and isinstance(call.output, Slots):
+            is_backward = gathered % GATHERS_IN_STEP >= GATHERS_IN_FORWARD
+            gathered += 1
+            if call.output.flat is not None and is_backward >= only_backward:
+                call.output.flat[call.output.flat.numel() // size :] = value
+
+    monkeypatch.setattr("shoal.comm.modelled.among_clones", this_piece_only)
+    with pytest.raises(ValuesError):
+        make_worker(engine, tmp_path).answer(BUILD)
