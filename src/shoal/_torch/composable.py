@@ -6,7 +6,13 @@ from collections import OrderedDict
 from typing import Any, cast
 
 import torch
-from torch.distributed._composable.contract import REGISTRY_KEY, RegistryItem, _get_registry
+from torch.distributed._composable.contract import (
+    REGISTRY_KEY,
+    STATE_KEY,
+    RegistryItem,
+    _get_registry,
+)
+from torch.distributed.fsdp import fully_shard
 
 
 def replicates(module: torch.nn.Module) -> bool:
@@ -21,8 +27,13 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     return registry is not None and "fully_shard" in registry
 
 
-def register_composable(module: torch.nn.Module, name: str) -> None:
-    """Tell torch's composable APIs that one of that name manages a module."""
+def register_composable(module: torch.nn.Module, name: str, state: object) -> None:
+    """Tell torch's composable APIs that one of that name manages a module.
+
+    `state` is what torch's own `fully_shard.state(module)` then answers: its pipelines ask.
+    """
     if _get_registry(module) is None:
         vars(module)[REGISTRY_KEY] = OrderedDict()
     cast(Any, _get_registry(module))[name] = RegistryItem()
+    states = vars(module).setdefault(STATE_KEY, OrderedDict())
+    states[cast(Any, fully_shard).__wrapped__] = state

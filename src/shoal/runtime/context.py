@@ -203,6 +203,15 @@ class Context:
         run.left_in = self._num_backwards
         self._free_if_left(unit)
 
+    def finish(self) -> None:
+        """Reduce whatever gradients there are, and free all units, outside of any backward.
+
+        Pipelines do so once, after the backwards of all micro-batches.
+        """
+        for unit in self.units:
+            unit.has_late_grads = True
+        self._end_backward()
+
     def reset(self) -> None:
         """Forget an unfinished step, with all gradients that have not reached the shards."""
         self._let_go()

@@ -85,7 +85,7 @@ def fully_shard(
         layout,
     )
     for one in modules:
-        _torch.register_composable(one, "fully_shard")
+        _torch.register_composable(one, "fully_shard", torch_state(one))
         become(one, FSDPModule, "FSDP", COPY_REFUSAL)
     return module
 

@@ -21,6 +21,7 @@ from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.fully_shard import COPY_REFUSAL, check_device, make_units, modules_of
 from shoal.runtime.managed_class import become
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
+from shoal.runtime.torch_state import torch_state
 
 
 class ReplicateModule(FSDPModule):
@@ -56,7 +57,7 @@ def replicate(
         reshard_after_forward=False,
     )
     for one in modules:
-        _torch.register_composable(one, "replicate")
+        _torch.register_composable(one, "replicate", torch_state(one))
         become(one, ReplicateModule, "Replicate", COPY_REFUSAL)
     return module
 

@@ -2,7 +2,8 @@
 
 `fully_shard.state(module)` and `module._get_fsdp_state()` answer with it. Such code asks to get
 ready before the first forward (`_lazy_init`), who is the root, and which parameters a module
-manages; the rest of torch's state is its engine's, which is not there.
+manages; torch's pipelines end a step by it (`post_backward`, then the root's final callback). The
+rest of torch's state is its engine's, which is not there.
 """
 
 from __future__ import annotations
@@ -50,6 +51,9 @@ class ManagedParameters:
         """Over which ranks they are sharded or replicated."""
         return self._unit.mesh_info
 
+    def post_backward(self) -> None:
+        """Accepted: the root's final callback, which follows, reduces all units in one order."""
+
     @property
     def _module_fqn(self) -> str:
         return self._unit.qualified("")
@@ -86,6 +90,12 @@ class TorchState:
     def _fsdp_param_group(self) -> ManagedParameters | None:
         groups = self._fsdp_param_groups
         return groups[0] if groups else None
+
+    def _root_post_backward_final_callback(self) -> None:
+        """Reduce the gradients of all micro-batches; free the parameters."""
+        context = self._state.context
+        if context is not None:
+            context.finish()
 
     def _lazy_init(self) -> None:
         """Get ready, with this module as the root; the first forward does the same."""
