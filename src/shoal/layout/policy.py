@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from shoal.errors import UsageError
 from shoal.layout.even import EvenPacking, pack_even
@@ -56,11 +56,18 @@ class Even(Layout):
 
 @dataclass(frozen=True, slots=True)
 class Flat(Layout):
-    """Parameters one after another, cut at any element; a gather never needs a copy."""
+    """Parameters one after another, cut at any element; a gather never needs a copy.
+
+    Shards are rounded up to whole steps of 16 elements, which can leave the last ranks without
+    any. With `spreads`, that is not done where it makes a shard larger by more than an eighth:
+    such small parameters are spread over all ranks, and copied when they are gathered.
+    """
+
+    spreads: bool = field(default=False, repr=False)
 
     def pack(self, params: Sequence[ParamSpec], world_size: int) -> RaggedPacking:
         """See `Layout.pack`."""
-        return pack_stream(params, [1] * len(params), world_size)
+        return pack_stream(params, [1] * len(params), world_size, spreads=self.spreads)
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,9 +48,18 @@ class Grain:
 
 
 def pack_stream(
-    params: Sequence[ParamSpec], quanta: Sequence[int], world_size: int, *, by_rows: bool = False
+    params: Sequence[ParamSpec],
+    quanta: Sequence[int],
+    world_size: int,
+    *,
+    by_rows: bool = False,
+    spreads: bool = False,
 ) -> RaggedPacking:
-    """Stream parameters through the ranks, each cut between quanta of so many elements."""
+    """Stream parameters through the ranks, each cut between quanta of so many elements.
+
+    With `spreads`, ranks are not filled up to the alignment of their buffers where that costs too
+    much.
+    """
     check_packable(params, world_size)
     grains = [Grain(param=p, quantum=q) for p, q in zip(params, quanta, strict=True)]
     step = shard_step_bytes(params)
@@ -59,6 +68,8 @@ def pack_stream(
     runs = _without_gaps(grains, world_size, smallest_bytes)
     if runs is None:
         runs = _stream(grains, world_size, smallest_bytes)
+    if spreads:
+        runs = _spread(grains, world_size, smallest_bytes) or runs
     assert runs is not None, "the search ends at a size that fits"
     # A size without gaps is a multiple of many quanta; if nothing crosses ranks, less will do.
     used_bytes = max((r.used_bytes(p) for r, p in zip(runs, params, strict=True)), default=0)
@@ -102,6 +113,16 @@ def _without_gaps(
         if shard_bytes is None:
             return None
     return None
+
+
+def _spread(grains: Sequence[Grain], world_size: int, aligned_bytes: int) -> list[Run] | None:
+    """The runs through ranks filled only as far as needed; None where alignment costs little."""
+    step = max((grain.param.itemsize for grain in grains), default=1)
+    needed_bytes = _smallest(grains, world_size, step, aligned_bytes)
+    assert needed_bytes is not None, "the aligned size fits"
+    if aligned_bytes <= needed_bytes * (1 + MAX_GROWTH):
+        return None
+    return _stream(grains, world_size, needed_bytes)
 
 
 def _smallest(grains: Sequence[Grain], world_size: int, step: int, at_most: int) -> int | None:

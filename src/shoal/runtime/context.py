@@ -315,6 +315,8 @@ class Context:
                 self._reduce(unit)
             if unit.phase is Phase.BACKWARD:
                 self._free(unit)
+            elif unit.phase is Phase.FORWARD and self._is_running:
+                pass  # it asked for gradients inside of its forward, which goes on
             elif unit.phase is not Phase.HELD or unit.options.reshards_after_backward:
                 unit.reshard()
         self._turns.clear()

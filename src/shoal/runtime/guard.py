@@ -38,7 +38,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
         if len(ranks) > 1 and not _is_imagined(shared[0]):
             _compare(
                 ranks,
-                [UnitPlan.of(unit).described() for unit in shared],
+                [UnitPlan.of(unit).described(frozen=unit.compares_frozen) for unit in shared],
                 "{} and {} have sharded different models",
                 "Build the same model, with the same units, on every rank.",
             )
@@ -57,15 +57,17 @@ def check_inputs_agree(unit: Unit, inputs: Mapping[str, object]) -> None:
         )
 
 
-def check_order_agrees(unit: Unit) -> None:
-    """Raise on every rank if ranks are about to run different units."""
+def check_order_agrees(unit: Unit, timeout: timedelta = _TIMEOUT) -> None:
+    """Raise on every rank if ranks are about to run different units, or to train other parts."""
     ranks = tuple(sorted(unit.mesh_info.mesh.mesh.flatten().tolist()))
     if len(ranks) > 1 and not _is_imagined(unit):
         _compare(
             ranks,
-            [{"unit": unit.name, "layout": "", "parameters": {}}],
-            "Forward order differs across ranks: {} and {} are about to gather different units",
-            "Let every rank run the same modules in the same order.",
+            [UnitPlan.of(unit).described()],
+            "Forward order differs across ranks, or what is trained in it: {} and {} are about to "
+            "gather different units",
+            "Let every rank run the same modules in the same order, and freeze the same ones.",
+            timeout,
         )
 
 
@@ -120,7 +122,11 @@ def _are_others_imagined(group: dist.ProcessGroup) -> bool:
 
 
 def _compare(
-    ranks: tuple[int, ...], mine: list[dict[str, object]], accusation: str, advice: str
+    ranks: tuple[int, ...],
+    mine: list[dict[str, object]],
+    accusation: str,
+    advice: str,
+    timeout: timedelta = _TIMEOUT,
 ) -> None:
     store, rank = _torch.default_store(), dist.get_rank()
     key = _next_key(store, ranks, rank)
@@ -128,7 +134,7 @@ def _compare(
     if rank == ranks[0]:
         verdict = ""
         for other in ranks[1:]:
-            theirs = json.loads(_awaited(store, f"{key}/{other}", mine, other, advice))
+            theirs = json.loads(_awaited(store, f"{key}/{other}", mine, other, advice, timeout))
             if verdict:
                 continue
             if theirs and _FAILURE in theirs[0]:
@@ -136,7 +142,7 @@ def _compare(
             elif difference := _difference(mine, theirs):
                 verdict = f"{accusation.format(f'rank {rank}', f'rank {other}')}: {difference}"
         store.set(f"{key}/verdict", verdict)
-    verdict = _awaited(store, f"{key}/verdict", mine, ranks[0], advice).decode()
+    verdict = _awaited(store, f"{key}/verdict", mine, ranks[0], advice, timeout).decode()
     if verdict:
         raise RankError(verdict if advice in verdict else f"{verdict}. {advice}")
 
@@ -150,15 +156,20 @@ def _next_key(store: dist.Store, ranks: tuple[int, ...], rank: int) -> str:
 
 
 def _awaited(
-    store: dist.Store, key: str, mine: list[dict[str, object]], other: int, advice: str
+    store: dist.Store,
+    key: str,
+    mine: list[dict[str, object]],
+    other: int,
+    advice: str,
+    timeout: timedelta,
 ) -> bytes:
     """What another rank says, which may have gone elsewhere."""
     try:
-        store.wait([key], _TIMEOUT)
+        store.wait([key], timeout)
     except dist.DistStoreError as error:
         raise RankError(
             f"rank {dist.get_rank()} is at {_place(mine)}, and rank {other} did not come there "
-            f"within {_TIMEOUT}. {advice}"
+            f"within {timeout}. {advice}"
         ) from error
     return store.get(key)
 

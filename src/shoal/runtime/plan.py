@@ -32,8 +32,13 @@ class ParameterPlan:
     dtype: str
     is_trained: bool
 
+    @property
+    def kind(self) -> str:
+        """Its dtype and shape."""
+        return f"{self.dtype} {list(self.shape)}"
+
     def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}, {'trained' if self.is_trained else 'frozen'}"
+        return f"{self.kind}, {'trained' if self.is_trained else 'frozen'}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +89,9 @@ class UnitPlan:
             reduced_bytes=reduced_bytes,
         )
 
-    def described(self) -> dict[str, object]:
-        """What ranks must have in common, for JSON."""
-        parameters = {param.name: str(param) for param in self.parameters}
+    def described(self, *, frozen: bool = True) -> dict[str, object]:
+        """What ranks must have in common, for JSON; with what they freeze, or without."""
+        parameters = {p.name: str(p) if frozen else p.kind for p in self.parameters}
         return {"unit": self.name, "layout": self.layout, "parameters": parameters}
 
 

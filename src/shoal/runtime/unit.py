@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
 from torch import nn
@@ -73,6 +73,9 @@ class Mark:
 
 class Unit:
     """The parameters communicated together."""
+
+    compares_frozen: ClassVar[bool] = True
+    """Whether ranks compare what they freeze when the model first runs, not when the unit does."""
 
     def __init__(
         self,

@@ -14,6 +14,7 @@ from shoal.wrapper.flat_parameter import FlatMembers
 from shoal.wrapper.unit import WrappedUnit
 
 if TYPE_CHECKING:
+    from shoal.wrapper.forward_order import ForwardOrder
     from shoal.wrapper.precision import Buffers
 
 WRAPPED = "_fsdp_wrapped_module"
@@ -35,6 +36,8 @@ class Wrapper(nn.Module):
     _is_in_full_precision = False
     """Whether it computes so for an evaluation."""
     _have_run: bool
+    _order: ForwardOrder
+    """That of the model it belongs to, from its first forward on."""
     _unit: WrappedUnit | None
     """Its parameters; None if it has none."""
     _use_orig_params: bool

@@ -39,7 +39,10 @@ class Clipping(Wrapper):
         by_groups = _grads_of(self)
         if not any(by_groups):
             return nn.utils.clip_grad_norm_(self.parameters(), max_norm, norm_type)
-        norm = _Norm(float(norm_type), self.compute_device)
+        # Of the parameters, since all ranks have the same: one without gradients sums with others.
+        wide = any(parameter.dtype is torch.float64 for parameter in self.parameters())
+        dtype = torch.float64 if wide else torch.float32
+        norm = _Norm(float(norm_type), dtype, self.compute_device)
         parts = [norm.part(grads) for grads in by_groups.values()]
         for groups, part in zip(by_groups, parts, strict=True):
             for group in groups:
@@ -114,20 +117,21 @@ def _pieces(
 class _Norm:
     """A norm whose parts are computed apart: as powers that are added, or as extremes."""
 
-    def __init__(self, order: float, device: torch.device) -> None:
+    def __init__(self, order: float, dtype: torch.dtype, device: torch.device) -> None:
         if order == 0:
             raise ValueError("clip_grad_norm_ takes a norm_type other than 0, which is no norm")
-        self._order, self._device = order, device
+        self._order, self._dtype, self._device = order, dtype, device
         extreme = dist.ReduceOp.MAX if order > 0 else dist.ReduceOp.MIN
         self.reduce_op = extreme if math.isinf(order) else dist.ReduceOp.SUM
 
     def part(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What some gradients contribute, in fp32, whatever their dtype."""
+        """What some gradients contribute, in fp32 or, if any parameter has it, in fp64."""
         if not grads:
-            return torch.tensor(math.inf if self._order == -math.inf else 0.0, device=self._device)
+            nothing = math.inf if self._order == -math.inf else 0.0
+            return torch.tensor(nothing, dtype=self._dtype, device=self._device)
         norms = torch.stack(
             [
-                torch.linalg.vector_norm(grad, self._order, dtype=torch.float32).to(self._device)
+                torch.linalg.vector_norm(grad, self._order, dtype=self._dtype).to(self._device)
                 for grad in grads
             ]
         )

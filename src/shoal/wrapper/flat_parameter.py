@@ -1,7 +1,8 @@
 """One flat parameter in place of many: what optimizers see with `use_orig_params=False`.
 
-The modules' own names then hold views of the full flat parameter, made anew in every forward, so
-that autograd carries their gradients to it.
+The modules' own names then hold views of the full flat parameter, through which autograd carries
+their gradients to it. All forwards before a backward have the same views: what several uses of a
+parameter contribute is then added in the order of the unsharded model.
 """
 
 from __future__ import annotations
@@ -101,6 +102,10 @@ class FlatMembers:
         self.members = tuple(members)
         self._home = home
         self._sizes = [member.numel for member in self.members]
+        self._shown: torch.Tensor | None = None
+        """What the modules have views of."""
+        self._modes: tuple[int | bool, ...] = ()
+        """When they were made: in which step, with what autograd records."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The elements of each, in its shape."""
@@ -115,8 +120,17 @@ class FlatMembers:
             first, last = max(begin - start, 0), min(end - start, numel)
             yield member, slice(first, max(first, last))
 
-    def show(self, flat: torch.Tensor) -> None:
-        """Let the modules compute with views of a full flat parameter."""
+    def show(self, flat: torch.Tensor, step: int) -> None:
+        """Let the modules compute with views of a full flat parameter; new ones in a new step."""
+        modes = (
+            step,
+            flat.requires_grad,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+        if self._shown is flat and self._modes == modes:
+            return
+        self._shown, self._modes = flat, modes
         for member, local in zip(self.members, self.views(flat), strict=True):
             shown = view(local, member.before)
             for home in member.homes:

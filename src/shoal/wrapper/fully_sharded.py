@@ -151,7 +151,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             unit = WrappedUnit(
                 type(module).__name__,
                 sources,
-                Flat(),
+                Flat(spreads=True),
                 placing.mesh_info,
                 self.compute_device,
                 policy,
@@ -227,7 +227,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 if not self._is_in_full_precision:
                     self._buffers_cast.cast()
             if self._flat_members is not None and self._unit is not None:
-                self._flat_members.show(self._unit.full.parameters[0])
+                self._flat_members.show(self._unit.full.parameters[0], self._unit.num_backwards)
             output = wrapped(*args, **kwargs)
             if self._unit is not None:
                 output = self._unit.apart(output)

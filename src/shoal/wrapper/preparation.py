@@ -48,7 +48,9 @@ def _told(device_id: int | torch.device | None) -> torch.device | None:
     if device_id is None:
         return None
     device = torch.device(device_id)
-    if device.type == "cpu" or device.index is not None:
+    if device.type == "cpu":
+        return torch.device("cpu")  # tensors say so, whatever index they are given
+    if device.index is not None:
         return device
     current = _current_device()
     warnings.warn(

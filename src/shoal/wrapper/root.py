@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from shoal import _torch
-from shoal.runtime.guard import check_order_agrees
 from shoal.runtime.module_state import ModuleState, context_of, state_of
 from shoal.wrapper.base import Wrapper, wrappers_below
 from shoal.wrapper.eval_precision import follow_modes
+from shoal.wrapper.forward_order import ForwardOrder
 
 _IN_BACKWARD = "_in_backward_optimizers"
 """What torch's `_apply_optimizer_in_backward` puts on parameters."""
@@ -27,6 +27,7 @@ def ready(wrapper: Wrapper) -> ModuleState:
     if state.context is None:
         _check_tree(wrapper)
         context_of(wrapper, state)
+        _share_order(wrapper, ForwardOrder())
     return state
 
 
@@ -36,9 +37,22 @@ def begin(wrapper: Wrapper) -> ModuleState:
     state = ready(wrapper)
     if state.is_root and wrapper._use_full_prec_in_eval:
         follow_modes(wrapper)
-    if not wrapper._have_run and wrapper._unit is not None:
-        check_order_agrees(wrapper._unit)
+    if _torch.inside_backward():  # a recomputation
+        return state
+    trains = wrapper.training
+    if state.is_root:
+        wrapper._order.begin(trains=trains)
+    if wrapper._unit is not None:
+        wrapper._order.enter(wrapper._unit, is_new=not wrapper._have_run, trains=trains)
     return state
+
+
+def _share_order(root: Wrapper, order: ForwardOrder) -> None:
+    for one in wrappers_below(root):
+        one._order = order
+        state = state_of(one)
+        if order.is_watched and state is not None:
+            state.forward_prefetch = []
 
 
 def _check_tree(root: Wrapper) -> None:

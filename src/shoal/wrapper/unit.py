@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -24,12 +24,16 @@ class WrappedUnit(Unit):
     | after a backward in `no_sync` | the same | the full gradient, which waits |
     """
 
+    compares_frozen: ClassVar[bool] = False
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._shows_shards = False
         self._shown: dict[int, torch.Tensor] = {}
         """Gradients that wait, as they are on the parameters."""
         self._covered: dict[int, torch.Tensor | None] = {}
         """The gradients in whose place they are."""
+        self.num_backwards = 0
+        """How often gradients were taken, or given up."""
         super().__init__(*args, **kwargs)
 
     @property
@@ -65,6 +69,11 @@ class WrappedUnit(Unit):
             return map_tensors(lambda t: t.clone() if self.full.holds(t) else t, output)
         return output
 
+    def take_grads(self) -> dict[int, torch.Tensor]:
+        """See `Unit.take_grads`."""
+        self.num_backwards += 1
+        return super().take_grads()
+
     def keep_grads(self) -> None:
         """See `Unit.keep_grads`; in the dtype of compute, and where `zero_grad` finds them."""
         kept = self._taken_back()
@@ -90,6 +99,7 @@ class WrappedUnit(Unit):
 
     def forget_grads(self) -> None:
         """See `Unit.forget_grads`."""
+        self.num_backwards += 1
         self._taken_back()
         super().forget_grads()
 

@@ -65,7 +65,11 @@ def param_lists(draw: st.DrawFn) -> list[ParamSpec]:
 def layouts_for(draw: st.DrawFn, params: list[ParamSpec]) -> Layout:
     dims = tuple(draw(st.integers(0, max(len(param.shape) - 1, 0))) for param in params)
     block = Block(draw(st.sampled_from([3, 8, 40, 55, 128, 150])))
-    return draw(st.sampled_from([Even(), Even(dims), Flat(), Rows(), Rows(), block, Whole()]))
+    return draw(
+        st.sampled_from(
+            [Even(), Even(dims), Flat(), Flat(spreads=True), Rows(), Rows(), block, Whole()]
+        )
+    )
 
 
 @st.composite

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 from unittest.mock import patch
 
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from harness import ranks
 from shoal.errors import RankError
 from shoal.fsdp import FullyShardedDataParallel, ShardingStrategy
-from shoal.runtime import guard
+from shoal.wrapper import forward_order
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -122,7 +123,62 @@ def test_a_rank_that_goes_elsewhere_later() -> None:
     if dist.get_rank() == 1:
         branches.goes_right = True
         with (
-            patch.object(guard, "_TIMEOUT", timedelta(seconds=1)),
+            patch.object(forward_order, "_LATER", timedelta(seconds=1)),
             pytest.raises(RankError, match=r"right', and rank 0 did not come there"),
         ):
             model(torch.ones(2, 4))
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+def test_ranks_that_freeze_different_parameters(use_orig_params: bool) -> None:
+    module = nn.Linear(4, 4).requires_grad_(dist.get_rank() == 0)
+    model = FSDP(module, device_id=CPU, use_orig_params=use_orig_params)
+    with pytest.raises(
+        RankError, match=r"is torch.float32 .*, trained and torch.float32 .*, frozen"
+    ):
+        model(torch.ones(2, 4))
+
+
+class Paths(Branches):
+    """As `Branches`, with a layer that all ranks run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.before(x))
+
+
+@pytest.mark.parametrize("strategy", [ShardingStrategy.FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP])
+@ranks(2, fresh=True)
+def test_another_order_later_is_named_in_debug_mode(strategy: ShardingStrategy) -> None:
+    """As torch does, the rank that goes another way warns, once, and goes on with what comes."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    paths = Paths()
+    model = FSDP(paths, device_id=CPU, sharding_strategy=strategy)
+    for _ in range(2):
+        model(torch.ones(2, 4)).sum().backward()
+    model.eval()
+    model(torch.ones(2, 4))
+    model.train()
+    paths.goes_right = dist.get_rank() == 1
+    for iteration in range(2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(torch.ones(2, 4)).sum().backward()
+        named = [str(w.message) for w in caught if "Forward order differs" in str(w.message)]
+        assert len(named) == (paths.goes_right and iteration == 0), named
+        if named:
+            assert named[0].startswith("Forward order differs from that of the first iteration on")
+            assert "left', got unit" in named[0]
+
+
+@ranks(2)
+def test_a_path_that_all_ranks_take_later() -> None:
+    branches = Branches()
+    model = FSDP(branches, device_id=CPU)
+    model(torch.ones(2, 4)).sum().backward()
+    branches.goes_right = True
+    model(torch.ones(2, 4)).sum().backward()

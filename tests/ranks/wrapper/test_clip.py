@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -143,3 +144,37 @@ def test_the_norm_has_the_widest_dtype_of_the_gradients() -> None:
     half = FullyShardedDataParallel(Model().bfloat16(), device_id=CPU)
     half(inputs().bfloat16()).sum().backward()
     assert half.clip_grad_norm_(1.0).dtype is torch.bfloat16
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("norm_type", NORMS)
+def test_parameters_smaller_than_the_world(norm_type: float, use_orig_params: bool) -> None:
+    """A rank without elements of a gradient contributes nothing, whatever the norm."""
+    plain = nn.Linear(1, 1)
+    wrapper = FullyShardedDataParallel(
+        copy.deepcopy(plain), device_id=CPU, use_orig_params=use_orig_params
+    )
+    for model in (plain, wrapper):
+        model(torch.full((2, 1), 3.0)).sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+    assert torch.allclose(wrapper.clip_grad_norm_(0.5, norm_type), expected)
+    with FullyShardedDataParallel.summon_full_params(wrapper, with_grads=use_orig_params):
+        for ours, whole in zip(wrapper.parameters(), plain.parameters(), strict=True):
+            assert not use_orig_params or torch.allclose(ours.grad, whole.grad)
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_double_precision(norm_type: float, use_orig_params: bool) -> None:
+    plain = Model().double()
+    wrapper = FullyShardedDataParallel(
+        copy.deepcopy(plain), device_id=CPU, use_orig_params=use_orig_params
+    )
+    for model in (plain, wrapper):
+        model(inputs().double()).sum().backward()
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.5, norm_type)
+    norm = wrapper.clip_grad_norm_(0.5, norm_type)
+    assert norm.dtype is torch.float64
+    torch.testing.assert_close(norm, expected, rtol=1e-14, atol=0)

@@ -338,17 +338,18 @@ def test_frozen_and_ignored_parameters() -> None:
 
 
 @ranks(2)
-def test_a_flat_parameter_that_is_too_small_for_all_ranks() -> None:
-    """Every rank has its gradient and its state, as with torch, if only without elements."""
-    model = FSDP(nn.Linear(2, 4), device_id=CPU)
+@pytest.mark.parametrize(("size", "numels"), [((2, 4), [6, 6]), ((1, 1), [1, 1]), ((0, 1), [0, 1])])
+def test_small_flat_parameters(size: tuple[int, int], numels: list[int]) -> None:
+    """Every rank has elements if there are enough, and else a gradient and state without any."""
+    model = FSDP(nn.Linear(*size), device_id=CPU)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for _ in range(2):
-        model(torch.ones(3, 2)).sum().backward()
+        model(torch.ones(3, size[0])).sum().backward()
         assert all(p.grad is not None and p.grad.shape == p.shape for p in model.parameters())
         optimizer.step()
-    numels = [torch.tensor(0) for _ in range(2)]
-    dist.all_gather(numels, torch.tensor(model.params[0].numel()))
-    assert sorted(numel.item() for numel in numels) == [0, 12]
+    found = [torch.tensor(0) for _ in range(2)]
+    dist.all_gather(found, torch.tensor(model.params[0].numel()))
+    assert sorted(numel.item() for numel in found) == numels
     before = copy.deepcopy(optimizer.state_dict())
     saved = FSDP.optim_state_dict(model, optimizer)
     optimizer.state.clear()
