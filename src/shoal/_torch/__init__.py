@@ -32,6 +32,7 @@ from shoal._torch.autograd import (
     set_grad_hooks,
     set_versions,
     step_of,
+    tensor_hooks,
     version_of,
     versions_of,
     view_text,
@@ -126,6 +127,7 @@ from shoal._torch.fakes import (
     fake_of,
     new_fake_mode,
     num_fixed_sizes,
+    why_not_traced,
     without_bindings,
 )
 from shoal._torch.functionals import (
@@ -198,8 +200,16 @@ from shoal._torch.operators import (
     straight,
     taken_apart,
 )
-from shoal._torch.optimizers import bare_step, count_update, group_for_optimizers, offer_foreach
+from shoal._torch.optimizers import (
+    around_step,
+    bare_step,
+    count_update,
+    group_for_optimizers,
+    offer_foreach,
+    step_hooks,
+)
 from shoal._torch.settings import (
+    GlobalSettings,
     autocast_state,
     backend_flags,
     compiler_versions,
@@ -243,10 +253,12 @@ from shoal._torch.storage import (
     alias,
     can_swap_memory,
     has_storage,
+    is_set_to,
     share_storage,
     storage_key,
     storage_pointer,
     swap_memory,
+    wide_dtype,
 )
 from shoal._torch.subclasses import (
     TorchDispatchMode,

@@ -43,6 +43,10 @@ grad_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad
 """Who is called when a gradient of a parameter is there; None or empty for nobody."""
 
 
+tensor_hooks: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
+"""What `register_hook` was given for a tensor; None or empty for nothing."""
+
+
 def set_grad_hooks(parameter: Tensor, hooks: OrderedDict[int, Callable[[Tensor], None]]) -> None:
     """Put another dict where torch keeps those; autograd calls what the base class finds in it."""
     parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore

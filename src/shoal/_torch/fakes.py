@@ -10,10 +10,14 @@ import torch
 from torch import Tensor
 from torch._dispatch.python import enable_python_dispatcher
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    is_fake,
+)
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch._subclasses.fake_tensor import is_fake
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 from torch.utils import _pytree as pytree
 
 from shoal._torch.subclasses import with_inner, wraps_others
@@ -26,6 +30,20 @@ def new_fake_mode(*, dynamic: bool) -> FakeTensorMode:
     # operators with data-dependent results ask for one.
     shapes = ShapeEnv() if dynamic else ShapeEnv(assume_static_by_default=True)
     return FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=False)
+
+
+def why_not_traced(error: BaseException) -> str | None:
+    """In plain words why a program cannot run on fake tensors; None if it raised by itself."""
+    if isinstance(error, (DataDependentOutputException, GuardOnDataDependentSymNode)):
+        return "it reads the value of a tensor on the host (item(), bool(), a branch on it)"
+    if isinstance(error, DynamicOutputShapeException):
+        return "the shape of one of its tensors depends on the values of another one"
+    if isinstance(error, AssertionError) and "convert all Tensors to FakeTensors" in str(error):
+        return (
+            "it reads a tensor that is neither given to it nor a parameter, a buffer or a plain "
+            "attribute of the model. Register it as a buffer, or give it with the inputs"
+        )
+    return None
 
 
 def fake_of(mode: FakeTensorMode, tensor: Tensor, *, dynamic: bool) -> Tensor:

@@ -19,15 +19,28 @@ def offer_foreach(cls: type) -> None:
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:
     """An optimizer's step, as its class has it, without what stands around it for profilers."""
-    private: Any = optimizer
-    hooks = (private._optimizer_step_pre_hooks, private._optimizer_step_post_hooks)
-    if any(hooks):
-        raise NotImplementedError(
-            "shoal: hooks on an optimizer's step are not called in a captured one; call them "
-            "around the step instead"
-        )
     step: Any = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Callable[..., Any]]]:
+    """The dicts that hold hooks on an optimizer's step: its own, and those of all optimizers."""
+    private: Any = optimizer
+    module: Any = sys.modules["torch.optim.optimizer"]
+    return [
+        *(private._optimizer_step_pre_hooks, private._optimizer_step_post_hooks),
+        *(module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks),
+    ]
+
+
+def around_step(optimizer: torch.optim.Optimizer) -> str | None:
+    """What somebody put around an optimizer's step, but for schedulers; None if nobody did."""
+    if any(step_hooks(optimizer)):
+        return "hooks on the optimizer's step"
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return f"{getattr(own, '__qualname__', own)!r}, put in the place of optimizer.step"
+    return None
 
 
 def count_update(optimizer: torch.optim.Optimizer) -> None:

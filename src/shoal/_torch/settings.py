@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.guards import GlobalStateGuard
 
 from shoal._torch.autograd import has_hooks_on_saved
 
@@ -19,11 +20,12 @@ def dispatch_text(tensor: Tensor) -> str:
 
 def what_intercepts() -> str | None:
     """Something that sees or changes every operator, which no key could describe; None if none."""
-    from torch.overrides import _get_current_function_mode_stack
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+    if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+        from torch.overrides import _get_current_function_mode_stack
+        from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-    for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
-        return f"the mode {type(mode).__name__} is active"
+        for mode in (*_get_current_function_mode_stack(), *_get_current_dispatch_mode_stack()):
+            return f"the mode {type(mode).__name__} is active"
     functorch: Any = vars(torch._C)["_functorch"]
     if functorch.peek_interpreter_stack() is not None:
         return "a functorch transform is active"
@@ -71,6 +73,33 @@ def backend_flags() -> dict[str, Any]:
         "inference": torch.is_inference_mode_enabled(),
         "anomaly": torch.is_anomaly_enabled(),
     }
+
+
+class GlobalSettings:
+    """The settings of the process that a trace reads, as they were at one moment."""
+
+    def __init__(self) -> None:
+        # Grad mode, autocast (where, for which dtype, cached or not), default dtype, determinism,
+        # precision, threads.
+        self._guard = GlobalStateGuard()
+        self._flags = _kernel_flags()
+
+    def change(self) -> str | None:
+        """The name of a setting that is not as it was; None if all are. Costs a microsecond."""
+        if not self._guard.check():
+            return self._guard.reason().strip()
+        return None if _kernel_flags() == self._flags else "a flag of torch.backends"
+
+
+def _kernel_flags() -> tuple[Any, ...]:
+    """What decides which kernel an operator becomes, as quickly as it can be read."""
+    of = torch._C
+    return (
+        *(of._get_flash_sdp_enabled(), of._get_mem_efficient_sdp_enabled()),
+        *(of._get_math_sdp_enabled(), of._get_cudnn_sdp_enabled()),
+        *(of._get_cudnn_enabled(), of._get_cudnn_deterministic(), of._get_cudnn_benchmark()),
+        *(of._get_float32_matmul_precision(), of._get_mkldnn_enabled()),
+    )
 
 
 def device_text(device: torch.device) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -47,6 +48,15 @@ def storage_key(tensor: Tensor) -> int | None:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):
         return None
+
+
+is_set_to: Callable[[Tensor, Tensor], bool] = torch._C.TensorBase.is_set_to
+"""Whether two tensors are the same piece of memory, with the same shape and strides."""
+
+
+def wide_dtype(tensor: Tensor) -> torch.dtype:
+    """The dtype to sum a tensor in: its own, but no narrower than fp32."""
+    return torch.promote_types(tensor.dtype, torch.float32)
 
 
 def has_storage(tensor: Tensor) -> bool:

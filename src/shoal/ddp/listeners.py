@@ -47,6 +47,11 @@ class Listeners(OrderedDict[int, GradHook]):
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    @property
+    def users(self) -> dict[int, GradHook]:
+        """All but the engine's own; the dict itself, which changes with them."""
+        return self._others
+
     def call(self, parameter: Tensor) -> None:
         """The gradient is averaged."""
         for hook in tuple(self._others.values()):
@@ -63,3 +68,9 @@ def listen(parameter: nn.Parameter, own: GradHook, waiting: set[Listeners]) -> L
         listeners[handle] = hook
     _torch.set_grad_hooks(parameter, listeners)
     return listeners
+
+
+def hooks_of(parameter: nn.Parameter) -> dict[int, GradHook]:
+    """The hooks on a parameter's gradient that are not `replicate`'s own."""
+    hooks = _torch.grad_hooks(parameter)
+    return hooks.users if isinstance(hooks, Listeners) else hooks or {}

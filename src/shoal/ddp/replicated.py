@@ -149,3 +149,9 @@ class ReplicatedModule(nn.Module):
 
 def _replica(module: nn.Module) -> Replica:
     return vars(module)[_REPLICA]
+
+
+def replicas_of(model: nn.Module) -> list[Replica]:
+    """What `replicate` knows of the replicated modules in a model."""
+    found = (vars(module).get(_REPLICA) for module in model.modules())
+    return [replica for replica in found if replica is not None]

@@ -189,7 +189,7 @@ class InGraph:
 
     def total_of_squares(self, grad: Tensor) -> Tensor:
         """The squared norm of the unit's gradient on all ranks, from this rank's shard of it."""
-        total = torch.linalg.vector_norm(grad, dtype=torch.float32).square()
+        total = torch.linalg.vector_norm(grad, dtype=_torch.wide_dtype(grad)).square()
         if self._gather_group is not None and self.size > 1:
             total = _torch.all_reduce_in_graph(total, self._gather_group)
         return total

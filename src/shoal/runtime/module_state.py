@@ -284,6 +284,16 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get(_STATE)
 
 
+def units_of(model: nn.Module) -> list[Unit]:
+    """The units of all sharded modules in a model."""
+    found: dict[Unit, None] = {}
+    for module in model.modules():
+        state = state_of(module)
+        if state is not None:
+            found.update(dict.fromkeys(state.units))
+    return list(found)
+
+
 def _capture_check(state_ref: weakref.ref[ModuleState]) -> Callable[[], bool]:
     def is_captured() -> bool:
         state = state_ref()

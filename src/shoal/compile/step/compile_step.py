@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,13 +17,19 @@ from shoal.compile.communication import schedule_collectives
 from shoal.compile.observe.observation import observing
 from shoal.compile.options import Options
 from shoal.compile.partition.ops import Kind, kind
+from shoal.compile.step.data import Data
+from shoal.compile.step.fingerprint import Fingerprint
 from shoal.compile.step.parts import Parts
+from shoal.compile.step.refusals import check_can_capture
 from shoal.compile.step.replay import Replay, why_not
-from shoal.compile.step.update import clip, count_on_device, update
+from shoal.compile.step.update import MissingStateError, clip, count_on_device, update
 from shoal.errors import UsageError
 from shoal.runtime.module_state import state_of
 
 Loss = Callable[[Any, Any], Tensor]
+
+MAX_GRAPHS = 16
+"""How many graphs are made as soon as a step looks different, and how many are kept."""
 
 
 def compile_step(
@@ -40,10 +48,12 @@ def compile_step(
     to `max_norm` if that is given, and used up: no `.grad` is left. With `accumulate`, data is cut
     along its first dim into so many parts, one after another, and the mean of their losses counts.
 
-    The first step runs without a compiler. The second one is captured: what Python does beside
-    tensors is not repeated after that. Other shapes, modes of modules, options of the optimizer
-    (but for learning rates) or tensors in the place of others make another graph. On CUDA it is
-    replayed; `why_not_replayed` says why not. `options` are those of the backend.
+    The first step runs as it is written. The second one is captured: from then on Python does not
+    run. Before each step all that it read is compared (`Fingerprint`): where anything is different,
+    from a shape to a hook, another graph is made. What a graph cannot do raises
+    `NotImplementedError`. `why_not_captured` says why the last step ran as it is written, if it
+    did. On CUDA graphs are replayed; `why_not_replayed` says why not. `options` are those of the
+    backend.
     """
     return CompiledStep(model, loss_fn, optimizer, max_norm, accumulate, Options.of(options))
 
@@ -66,9 +76,14 @@ class CompiledStep:
             raise UsageError(f"expected 1 part of the data or more, got accumulate={accumulate}")
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
         self._max_norm, self._accumulate, self._options = max_norm, accumulate, options
-        self._captured: dict[Any, _Captured] = {}
-        self._parts: Parts | None = None
-        self._is_first = True
+        self._whole = _together(model, loss_fn)
+        self._captured: list[_Captured] = []
+        """The graphs, that which ran last first."""
+        self._num_made = 0
+        self._has_run = False
+        self._read_last: Fingerprint | None = None
+        self.why_not_captured: str | None = "no step has run yet"
+        """Why the last step ran as it is written; None if it was captured."""
         self.why_not_replayed: str | None = "it is not captured yet"
         """Why steps are not replayed as a CUDA graph; None if they are."""
 
@@ -79,34 +94,86 @@ class CompiledStep:
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Train once."""
-        if self._is_first:
-            self._is_first = False
-            return self._run_eagerly(inputs, targets)
-        data, structure = _torch.tree_flatten((inputs, targets))
-        if self._parts is None or not self._parts.is_current():
-            self._captured.clear()
-            self._parts = self._find_parts()
-        parts = self._parts
-        key = (structure, tuple(map(_described, data)), self._modes(), self._settings())
-        captured = self._captured.get(key)
+        data = Data(inputs, targets)
+        captured = self._known(data) or self._made(data)
         if captured is None:
-            captured = self._captured[key] = self._capture(parts, data, structure)
-        parts.set_rates()
-        (loss,) = captured.run(data)
-        self.why_not_replayed = captured.why_not_replayed
+            loss = self._run_as_written(inputs, targets)
+            self._has_run = True
+            return loss
+        loss = captured.run(data)
+        self.why_not_captured, self.why_not_replayed = None, captured.why_not_replayed
         _torch.count_update(self._optimizer)
         return loss
 
-    def _run_eagerly(self, inputs: Any, targets: Any) -> Tensor:
+    def _known(self, data: Data) -> _Captured | None:
+        """The graph of a step that read what this one would read."""
+        if _torch.what_intercepts() is not None:
+            return None
+        for at, captured in enumerate(self._captured):
+            if captured.holds_for(data):
+                if at:
+                    self._captured.insert(0, self._captured.pop(at))
+                return captured
+        return None
+
+    def _made(self, data: Data) -> _Captured | None:
+        """A new graph; None if this step is to run as it is written."""
+        check_can_capture(self._whole, self._optimizer)
+        self.why_not_captured = self._obstacle()
+        if self.why_not_captured is not None:
+            return None
+        self._captured = [one for one in self._captured if one.parts.are_current()]
+        count_on_device(self._optimizer)
+        read = Fingerprint(self._model, self._loss_fn, self._optimizer, data)
+        if self._num_made >= MAX_GRAPHS and not self._is_repeated(read, data):
+            return None
+        captured = self._capture(data, read)
+        if captured is not None:
+            self._num_made += 1
+            self._captured = [captured, *self._captured[: MAX_GRAPHS - 1]]
+        return captured
+
+    def _obstacle(self) -> str | None:
+        if not self._has_run:
+            return "the first step makes the optimizer's state"
+        if not any(parameter.requires_grad for parameter in self._whole.parameters()):
+            return "no parameter requires a gradient"
+        return _torch.what_intercepts()
+
+    def _is_repeated(self, read: Fingerprint, data: Data) -> bool:
+        """Whether the step before read the same, so that one more graph may be of use."""
+        before, self._read_last = self._read_last, read
+        if before is not None and before.matches(data):
+            return True
+        if before is None:
+            latest = self._captured[0].read if self._captured else read
+            changed = latest.difference(data)
+            warnings.warn(
+                f"compile_step has made {MAX_GRAPHS} graphs, and would make another one: {changed}."
+                " From here on it captures a step only if the one before read the same, and runs "
+                "all others as they are written. Keep what changes from step to step in tensors, "
+                "or do without compile_step.",
+                stacklevel=4,
+            )
+        self.why_not_captured = f"there are {MAX_GRAPHS} graphs, none of which fits"
+        return False
+
+    def _run_as_written(self, inputs: Any, targets: Any) -> Tensor:
         """An ordinary step: it makes the optimizer's state, and shows errors where they are."""
-        self._optimizer.zero_grad()
-        loss = self._loss(inputs, targets)
-        loss.backward()
-        if self._max_norm is not None:
-            nn.utils.clip_grad_norm_(self._model.parameters(), self._max_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        self._drop_gradients()
+        try:
+            loss = self._loss(inputs, targets)
+            loss.backward()
+            if self._max_norm is not None:
+                nn.utils.clip_grad_norm_(self._whole.parameters(), self._max_norm)
+            self._optimizer.step()
+        finally:
+            self._drop_gradients()
         return loss.detach()
+
+    def _drop_gradients(self) -> None:
+        self._optimizer.zero_grad()
+        self._whole.zero_grad()
 
     def _loss(self, inputs: Any, targets: Any) -> Tensor:
         losses = []
@@ -118,35 +185,18 @@ class CompiledStep:
             losses.append(self._loss_fn(output, wanted))
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def _find_parts(self) -> Parts:
-        count_on_device(self._optimizer)
+    def _capture(self, data: Data, read: Fingerprint) -> _Captured | None:
+        """A graph of the step; None if the optimizer has to make state before."""
         with _torch.captured_for("shoal"):
-            _lower_all(self._model)
-        return Parts(self._model, self._optimizer)
-
-    def _modes(self) -> tuple[bool, ...]:
-        """What may change between steps without another tensor."""
-        return (
-            *(module.training for module in self._model.modules()),
-            *(parameter.requires_grad for parameter in self._model.parameters()),
-            torch.is_autocast_enabled("cuda"),
-            torch.is_autocast_enabled("cpu"),
-        )
-
-    def _settings(self) -> tuple[Any, ...]:
-        """The options of the optimizer that are constants of a graph."""
-        return tuple(
-            (key, str(value))
-            for group in self._optimizer.param_groups
-            for key, value in group.items()
-            if key not in ("params", "lr")
-        )
-
-    def _capture(self, parts: Parts, data: Sequence[Any], structure: Any) -> _Captured:
+            _lower_all(self._whole)
+        parts = Parts(self._whole, self._optimizer, read.reads.loose, data)
+        if not parts.lie_apart_from(data):
+            self.why_not_captured = "the data shares memory with the model"
+            return None
         num_fixed = len(parts.tensors)
 
         def run(*given: Any) -> list[Tensor]:
-            inputs, targets = _torch.tree_unflatten(given[num_fixed:], structure)
+            inputs, targets = data.unflattened(given[num_fixed:])
             with parts.in_place(given[:num_fixed]) as leaves, torch.enable_grad():
                 loss = self._loss(inputs, targets)
                 first = len(_torch.traced_nodes())
@@ -165,31 +215,81 @@ class CompiledStep:
             _torch.captured_for("shoal"),
             torch.no_grad(),
         ):
-            lowered = pipeline.lower(run, [*parts.tensors, *data], range(num_fixed))
+            try:
+                with _leaving_python(read):
+                    lowered = pipeline.lower(run, [*parts.tensors, *data.values], range(num_fixed))
+            except MissingStateError:
+                self.why_not_captured = "the optimizer has to make state for some parameters"
+                return None
             schedule_collectives(lowered, self._options)
             check_ranks_agree(lowered)
-            return _Captured(pipeline.build(lowered), parts)
+            return _Captured(pipeline.build(lowered), parts, read)
 
 
 class _Captured:
     """One graph of a step."""
 
-    def __init__(self, run: Callable[..., Sequence[Any]], parts: Parts) -> None:
+    def __init__(self, run: Callable[..., Sequence[Any]], parts: Parts, read: Fingerprint) -> None:
         self._run = run
-        self._fixed = parts.tensors
+        self.parts, self.read = parts, read
         self._replay: Replay | None = None
         self._has_run = False
         self.why_not_replayed = why_not(parts.device)
 
-    def run(self, data: Sequence[Any]) -> Sequence[Any]:
-        """Do the step: at first as it is, so that libraries are set up, then from a recording."""
+    def holds_for(self, data: Data) -> bool:
+        """Whether the graph does what the step as it is written would do now."""
+        parts = self.parts
+        return self.read.matches(data) and parts.are_current() and parts.lie_apart_from(data)
+
+    def run(self, data: Data) -> Tensor:
+        """Do the step, and give the loss."""
+        self.parts.set_rates()
+        self.parts.drop_gradients()
+        (loss,) = self._results(data.values)
+        return loss
+
+    def _results(self, data: Sequence[Any]) -> Sequence[Any]:
+        """At first as it is, so that libraries are set up, then from a recording."""
         if self.why_not_replayed is None and self._has_run:
             if self._replay is None:
-                self._replay = Replay(self._run, self._fixed, data)
+                self._replay = Replay(self._run, self.parts.tensors, data)
             return self._replay(data)
         self._has_run = True
         with torch.no_grad():
-            return self._run(*self._fixed, *data)
+            return self._run(*self.parts.tensors, *data)
+
+
+@contextmanager
+def _leaving_python(read: Fingerprint) -> Iterator[None]:
+    """Trace, and leave all that Python holds as it was; refuse a step that changes it.
+
+    It is traced on fake tensors, which nobody must find afterwards.
+    """
+    try:
+        yield
+    except BaseException as error:
+        read.reads.restore()
+        told = _torch.why_not_traced(error)
+        if told is None:
+            raise
+        raise NotImplementedError(
+            f"shoal: compile_step cannot capture this step: {told}"
+        ) from error
+    change = read.reads.change()
+    if change is not None:
+        read.reads.restore()
+        raise NotImplementedError(
+            f"shoal: compile_step cannot capture a step that changes Python's state: {change} "
+            "after it ran. A captured step would not repeat that. Keep it in a buffer that is "
+            "written in place, or do it outside of the step."
+        )
+
+
+def _together(model: nn.Module, loss_fn: Loss) -> nn.Module:
+    """The model, with the loss if that is a module too."""
+    if not isinstance(loss_fn, nn.Module):
+        return model
+    return nn.ModuleDict({"model": model, "loss_fn": loss_fn})
 
 
 def _lower_all(model: nn.Module) -> None:
@@ -224,9 +324,3 @@ def _cut(data: Any, num_parts: int) -> Iterator[Any]:
             return one[number * size : (number + 1) * size]
 
         yield _torch.tree_map(part, data)
-
-
-def _described(one: Any) -> Any:
-    if isinstance(one, Tensor):
-        return tuple(one.shape), one.stride(), one.dtype, one.device
-    return one

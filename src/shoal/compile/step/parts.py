@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import chain
+from operator import is_
+from types import CellType
 from typing import Any
 
 import torch
@@ -17,32 +20,30 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal import _torch
+from shoal.compile.step.data import Data
 from shoal.errors import UsageError
 from shoal.runtime.in_graph import InGraph
-from shoal.runtime.module_state import state_of
+from shoal.runtime.module_state import units_of
 from shoal.runtime.unit import Unit
 from shoal.tensor.sharded import ShardedTensor
 
-ELEMENTWISE = frozenset(
-    {
-        *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta"),
-        *("RMSprop", "Rprop", "ASGD"),
-    }
-)
-"""Optimizers that treat each element by itself, so that a part of a parameter will do."""
+Loose = Sequence[tuple[str, Any, Any, Tensor]]
+"""Tensors that are neither parameters nor buffers: path, holder, key in it, the tensor."""
 
 
 class Parts:
     """What a step reads and writes, as a list of tensors that are the inputs of its graph."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loose: Loose, data: Data
+    ) -> None:
         self._model = model
         self.optimizer = optimizer
         self.tensors: list[Tensor] = []
         """The inputs, but for the data of a step."""
         self._originals: list[Tensor] = []
         self._numbers: dict[int, int] = {}
-        self.units = _units_of(model)
+        self.units = units_of(model)
         self._leaves = [self._add(_lowered(unit).leaf) for unit in self.units]
         self._homes: dict[nn.Parameter, tuple[int, int]] = {
             sharded: (number, index)
@@ -55,34 +56,39 @@ class Parts:
             for name, tensor in names(remove_duplicate=False)
             if tensor not in self._homes
         }
-        self._updated = {p for group in optimizer.param_groups for p in group["params"]}
-        self._check()
+        self._check_known()
         self.trained = tuple(
             number
             for number in dict.fromkeys(self._named.values())
-            if any(self._numbers.get(id(p)) == number for p in self._updated)
+            if self._originals[number].requires_grad
         )
-        """The plain parameters that the optimizer updates, by their numbers."""
+        """The plain parameters that a backward comes to, by their numbers."""
+        self._loose = [
+            (place, key, one, self._add(one))
+            for _, place, key, one in loose
+            if id(one) in self._numbers or _can_be_input(one, data)
+        ]
         self.rates = [_rate_of(group, self.device) for group in optimizer.param_groups]
+        self._rates_before: list[float | None] = [None for _ in self.rates]
         self._rate_numbers = [self._add(rate) for rate in self.rates]
         self._state = {
             parameter: {
                 key: self._add(_local(one)) if isinstance(one, Tensor) else None
-                for key, one in optimizer.state[parameter].items()
+                for key, one in held.items()
             }
-            for parameter in self._updated
+            for parameter, held in optimizer.state.items()
         }
-        self._held = {parameter: optimizer.state[parameter] for parameter in self._updated}
-        self._slots: list[tuple[Mapping[str, Any], str, Any]] = [
-            (holder, key, one)
-            for holder in (
-                *(module._parameters for module in model.modules()),
-                *(module._buffers for module in model.modules()),
-                *self._held.values(),
-            )
-            for key, one in holder.items()
+        modules = list(model.modules())
+        self._holders: list[Mapping[str, Any]] = [
+            *(module._parameters for module in modules),
+            *(module._buffers for module in modules),
+            *(states := list(optimizer.state.values())),
         ]
-        self._at = [one.data_ptr() for one in self._originals]
+        self._states = states
+        self._num_held = list(map(len, self._holders))
+        self._held = list(self._held_now())
+        self._parameters = list(model.parameters())
+        self._storages = frozenset(map(_torch.storage_key, self.tensors))
 
     @property
     def device(self) -> torch.device:
@@ -98,16 +104,9 @@ class Parts:
             self._originals.append(tensor)  # alive, so that nothing else gets its id
         return number
 
-    def _check(self) -> None:
-        kind = type(self.optimizer).__name__
-        if self.units and kind not in ELEMENTWISE:
-            raise NotImplementedError(
-                f"shoal: compile_step cannot update sharded parameters with {kind}, which looks at "
-                f"whole tensors; there are {', '.join(sorted(ELEMENTWISE))}"
-            )
-        strangers = [
-            p for p in self._updated if p not in self._homes and id(p) not in self._numbers
-        ]
+    def _check_known(self) -> None:
+        updated = {p for group in self.optimizer.param_groups for p in group["params"]}
+        strangers = [p for p in updated if p not in self._homes and id(p) not in self._numbers]
         if strangers:
             raise UsageError(
                 f"{len(strangers)} of the optimizer's parameters, the first of shape "
@@ -115,40 +114,70 @@ class Parts:
                 "fully_shard or replicate, from model.parameters()."
             )
 
-    def is_current(self) -> bool:
+    def _held_now(self) -> Iterator[Any]:
+        return chain.from_iterable(map(dict.values, self._holders))
+
+    def are_current(self) -> bool:
         """Whether everything is still where it was: nobody put other tensors or memory there."""
         states = self.optimizer.state
         return (
-            all(holder.get(key) is tensor for holder, key, tensor in self._slots)
-            and all(states.get(parameter) is held for parameter, held in self._held.items())
-            and all(one.data_ptr() == at for one, at in zip(self._originals, self._at, strict=True))
+            len(states) == len(self._states)
+            and all(map(is_, states.values(), self._states))
+            and list(map(len, self._holders)) == self._num_held
+            and all(map(is_, self._held_now(), self._held))
+            and all(map(_torch.is_set_to, self._originals, self.tensors))
             and not any(unit.shards.have_moved for unit in self.units)
         )
 
+    def lie_apart_from(self, data: Data) -> bool:
+        """Whether no tensor of the data shares memory with one of these."""
+        return self._storages.isdisjoint(data.storages)
+
     def set_rates(self) -> None:
         """Take over what schedulers have made of the learning rates."""
-        for rate, group in zip(self.rates, self.optimizer.param_groups, strict=True):
-            if rate is not group["lr"]:
-                rate.fill_(float(group["lr"]))
+        for number, group in enumerate(self.optimizer.param_groups):
+            rate = group["lr"]
+            if not isinstance(rate, Tensor) and rate != self._rates_before[number]:
+                self.rates[number].fill_(rate)
+                self._rates_before[number] = rate
+
+    def drop_gradients(self) -> None:
+        """Forget gradients of before, as a step does that begins with `zero_grad()`."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     @contextmanager
     def in_place(self, given: Sequence[Tensor]) -> Iterator[list[Tensor]]:
         """Let the model run on what stands for its tensors; give what to differentiate by."""
         leaves = [given[number].detach().requires_grad_() for number in self._leaves]
         own = {number: given[number].detach().requires_grad_() for number in self.trained}
-        named = {name: own.get(number, given[number]) for name, number in self._named.items()}
+        stand_ins = {number: own.get(number, given[number]) for number in self._numbers.values()}
+        named = {name: stand_ins[number] for name, number in self._named.items()}
         lowered = [_lowered(unit) for unit in self.units]
         before = [one.leaf for one in lowered]
         with ExitStack() as stack:
+            for place, key, one, number in self._loose:
+                _put(place, key, stand_ins[number])
+                stack.callback(_put, place, key, one)
             stack.enter_context(_torch.parameters_replaced(self._model, named))
             for one, leaf in zip(lowered, leaves, strict=True):
                 one.leaf = leaf
                 one.reached.clear()
             try:
                 yield [*leaves, *own.values()]
+                self._write_back(given, named)
             finally:
                 for one, leaf in zip(lowered, before, strict=True):
                     one.leaf = leaf
+
+    def _write_back(self, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
+        """Write what a forward put in the place of a buffer into the buffer."""
+        buffers = dict(self._model.named_buffers(remove_duplicate=False))
+        for name, number in self._named.items():
+            new = buffers.get(name, named[name])
+            if new is not named[name]:
+                with torch.no_grad():
+                    given[number].copy_(new)
 
     def stand_ins(
         self, given: Sequence[Tensor], grads: Sequence[Tensor | None]
@@ -161,16 +190,19 @@ class Parts:
             members: list[Tensor] = []
             for parameter in group["params"]:
                 stand_in, grad = self._stand_in(parameter, given, grads, by_number)
-                if grad is None or not stand_in.numel():
+                held = self.optimizer.state.get(parameter, {})
+                # A rank that has nothing of a parameter still learns whether there is state for
+                # it, as the others do.
+                if grad is None or (held and not stand_in.numel()):
                     continue
                 stand_in.grad = grad
                 members.append(stand_in)
-                numbers = self._state[parameter]
-                held = self.optimizer.state[parameter]
-                state[stand_in] = {
-                    key: held[key] if number is None else given[number]
-                    for key, number in numbers.items()
-                }
+                if held:
+                    numbers = self._state[parameter]
+                    state[stand_in] = {
+                        key: held[key] if number is None else given[number]
+                        for key, number in numbers.items()
+                    }
             groups.append({**group, "params": members, "lr": given[rate]})
         return groups, state
 
@@ -184,7 +216,7 @@ class Parts:
         home = self._homes.get(parameter)
         if home is None:
             number = self._numbers[id(parameter)]
-            return given[number], by_number[number]
+            return given[number], by_number.get(number)
         unit, index = home
         in_graph, grad = _lowered(self.units[unit]), grads[unit]
         view = in_graph.piece_of(given[self._leaves[unit]], index)
@@ -193,25 +225,36 @@ class Parts:
         return view, in_graph.piece_of(grad, index)
 
 
-def _units_of(model: nn.Module) -> list[Unit]:
-    found: dict[Unit, None] = {}
-    for module in model.modules():
-        state = state_of(module)
-        if state is not None:
-            found.update(dict.fromkeys(state.units))
-    return list(found)
-
-
 def _lowered(unit: Unit) -> InGraph:
     in_graph = unit.in_graph
     assert in_graph is not None
     return in_graph
 
 
+def _can_be_input(tensor: Tensor, data: Data) -> bool:
+    """Whether a tensor that is no parameter may be an input of a graph.
+
+    Not if a gradient would have to go on from it, nor if it is data: the next step has others.
+    """
+    is_data = _torch.storage_key(tensor) in data.storages
+    return not (tensor.requires_grad or is_data or type(tensor) is not Tensor)
+
+
+def _put(place: Any, key: Any, one: Tensor) -> None:
+    if isinstance(place, CellType):
+        place.cell_contents = one
+    else:
+        place[key] = one
+
+
 def _rate_of(group: dict[str, Any], device: torch.device) -> Tensor:
     """A learning rate in memory, so that another one needs no other graph."""
     rate = group["lr"]
-    return rate if isinstance(rate, Tensor) else torch.tensor(float(rate), device=device)
+    if isinstance(rate, Tensor):
+        return rate
+    wide = any(parameter.dtype is torch.float64 for parameter in group["params"])
+    dtype = torch.float64 if wide else torch.float32
+    return torch.full((), float(rate), dtype=dtype, device=device)
 
 
 def _local(tensor: Tensor) -> Tensor:

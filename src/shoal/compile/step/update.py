@@ -5,16 +5,20 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from shoal import _torch
 from shoal.compile.step.parts import Parts
-from shoal.errors import UsageError
 
 _EPSILON = 1e-6
 """As `clip_grad_norm_` of torch has it."""
+
+
+class MissingStateError(Exception):
+    """A parameter has a gradient, but no state yet: the optimizer has to make it first."""
 
 
 def clip(parts: Parts, grads: Sequence[Tensor | None], max_norm: float) -> list[Tensor | None]:
@@ -26,7 +30,7 @@ def clip(parts: Parts, grads: Sequence[Tensor | None], max_norm: float) -> list[
         if grad is not None and unit.in_graph is not None
     ]
     squares += [
-        torch.linalg.vector_norm(grad, dtype=torch.float32).square()
+        torch.linalg.vector_norm(grad, dtype=_torch.wide_dtype(grad)).square()
         for grad in grads[num_units:]
         if grad is not None
     ]
@@ -41,7 +45,7 @@ def count_on_device(optimizer: torch.optim.Optimizer) -> None:
     """Keep an optimizer's count of steps where its parameters are, if that is CUDA."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            state = optimizer.state[parameter]
+            state = optimizer.state.get(parameter, {})
             step = state.get("step")
             if isinstance(step, Tensor) and parameter.is_cuda and not step.is_cuda:
                 state["step"] = step.to(parameter.device)
@@ -59,15 +63,36 @@ def update(parts: Parts, given: Sequence[Tensor], grads: Sequence[Tensor | None]
         group.update({key: True for key in ("capturable", "foreach") if key in group})
         group.update({key: None for key in ("fused",) if key in group})
     twin.param_groups = groups
-    twin.state = defaultdict(dict, state)
-    known = {stand_in: set(held) for stand_in, held in state.items()}
+    twin.state = defaultdict(dict, {stand_in: dict(held) for stand_in, held in state.items()})
+    numbers = [_constants(group) for group in groups]
     # Past what schedulers have put around the step of the optimizer itself.
     _torch.bare_step(optimizer)(twin)
+    for group, before in zip(groups, numbers, strict=True):
+        _check_constant("a group", _constants(group), before, optimizer)
+    _check_constant("itself", _constants(vars(twin)), _constants(vars(optimizer)), optimizer)
     for stand_in, held in twin.state.items():
-        new = set(held) - known.get(stand_in, set())
-        if new:
-            raise UsageError(
-                f"the optimizer made new state ({', '.join(sorted(new))}) for a parameter that had "
-                "no gradient in the first step. Let the first step come to all parameters, or "
-                "leave those out of the optimizer that it does not come to."
-            )
+        known = state.get(stand_in, {})
+        if held.keys() != known.keys():
+            raise MissingStateError
+        _check_constant("its state", _constants(held), _constants(known), optimizer)
+        for key, one in held.items():
+            if isinstance(one, Tensor) and one is not known[key]:
+                known[key].copy_(one)  # state that is replaced, where a graph would lose it
+
+
+def _constants(held: dict[str, Any]) -> dict[str, Any]:
+    """What is no tensor, and so a constant of the graph."""
+    tensors = ("params", "state", "param_groups")
+    return {k: one for k, one in held.items() if k not in tensors and not isinstance(one, Tensor)}
+
+
+def _check_constant(
+    where: str, now: dict[str, Any], before: dict[str, Any], optimizer: torch.optim.Optimizer
+) -> None:
+    changed = [key for key, one in now.items() if key not in before or before[key] != one]
+    if changed:
+        raise NotImplementedError(
+            f"shoal: compile_step cannot capture {type(optimizer).__name__}: its step changes "
+            f"{changed[0]!r} of {where}, which is no tensor, so a graph would not repeat it. Keep "
+            "it as a tensor, or write the step out."
+        )

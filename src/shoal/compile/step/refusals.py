@@ -1,0 +1,73 @@
+"""What a captured step cannot do, refused by name before anything has changed.
+
+Whatever is looked at here is the same on all ranks, so that all of them refuse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from shoal import _torch
+from shoal.ddp.listeners import hooks_of
+from shoal.errors import UsageError
+from shoal.runtime.module_state import units_of
+
+ELEMENTWISE = frozenset(
+    {
+        *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adagrad", "Adadelta"),
+        *("RMSprop", "Rprop", "ASGD"),
+    }
+)
+"""Optimizers that treat each element by itself, so that a part of a parameter will do."""
+
+_WRITTEN_OUT = "Write the step out: loss.backward(), optimizer.step()."
+_ON_HOST = {
+    "Adafactor": "reads tensors on the host to choose its step size",
+    "LBFGS": "calls the model several times in a step",
+    "SparseAdam": "takes sparse gradients alone",
+}
+
+
+def check_can_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raise if a captured step would not do what the written one does."""
+    if not torch.is_grad_enabled():
+        raise UsageError("compile_step trains: call it with gradients enabled, not in no_grad()")
+    _check_optimizer(optimizer)
+    kind = type(optimizer).__name__
+    if units_of(model) and kind not in ELEMENTWISE:
+        raise NotImplementedError(
+            f"shoal: compile_step cannot update sharded parameters with {kind}, which looks at "
+            f"whole tensors; there are {', '.join(sorted(ELEMENTWISE))}"
+        )
+    for name, hook in _parameter_hooks(model):
+        raise NotImplementedError(
+            f"shoal: compile_step does not call hooks on parameters; {name!r} has "
+            f"{getattr(hook, '__qualname__', hook)!r}. Remove it (handle.remove()); max_norm= "
+            f"clips gradients. {_WRITTEN_OUT}"
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if kind in _ON_HOST and type(optimizer).__module__.startswith("torch."):
+        raise NotImplementedError(
+            f"shoal: compile_step cannot capture {kind}, which {_ON_HOST[kind]}. {_WRITTEN_OUT}"
+        )
+    obstacle = _torch.around_step(optimizer)
+    if obstacle is not None:
+        raise NotImplementedError(
+            f"shoal: a captured step would not call {obstacle}. Call it around the step instead."
+        )
+
+
+def _parameter_hooks(model: nn.Module) -> Iterator[tuple[str, object]]:
+    """The hooks on parameters that a user put there, with the names of the parameters."""
+    for name, parameter in model.named_parameters():
+        for hook in (
+            *(_torch.tensor_hooks(parameter) or {}).values(),
+            *hooks_of(parameter).values(),
+        ):
+            yield name, hook
