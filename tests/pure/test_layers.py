@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = ("errors", "version", "_torch")
+GROUND = ("errors", "version", "files", "_torch")
 """Under every layer, in this order."""
 LAYERS = (
     "mesh",

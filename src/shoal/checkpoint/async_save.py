@@ -32,12 +32,14 @@ def async_save(
     *,
     group: dist.ProcessGroup | None = None,
     timeout_s: float = TIMEOUT_S,
+    parents: bool = True,
 ) -> PendingSave:
     """Copy what `save` would write to host memory, and write it in the background.
 
     Collective up to the copy, which is of this rank's part and into memory that the next save
     uses again. At most one save is in flight: this waits for the one before, and raises its error
-    if it failed. Call `check` on the result in every step, and `wait` at the end.
+    if it failed. Call `check` on the result in every step, and `wait` at the end. Without `parents`
+    the folder that holds checkpoints is not made: it has to be there.
     """
     folder = Path(folder)
     ranks = Ranks(group)
@@ -50,7 +52,7 @@ def async_save(
 
     shares, blocks, memory = ranks.together(copy)
     check_same(ranks, folder.name, shares)
-    staging = folder.parent / ranks.first(lambda: open_staging(folder))
+    staging = folder.parent / ranks.first(lambda: open_staging(folder, parents=parents))
     work = _background(staging, folder, ranks, shares, blocks, dict(extra), timeout_s)
     pending = PendingSave(folder, ranks, work, memory)
     remember(ranks, pending)

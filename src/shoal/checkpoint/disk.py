@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from shoal.errors import CheckpointError
+from shoal.files import open_regular
+
+__all__ = ["disk_errors", "open_regular", "sync_folder", "write_synced"]
 
 _HINTS = {
     errno.ENOSPC: "Free some space, or save elsewhere",
@@ -48,19 +49,6 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: in
         size = os.fstat(file.fileno()).st_size
     if size != num_bytes:
         raise CheckpointError(f"{path} has {size:,} bytes where {num_bytes:,} were written to it")
-
-
-def open_regular(path: Path) -> BinaryIO:
-    """Open a file to read it, unless it is a link, a pipe or a device.
-
-    A link in a checkpoint that came from elsewhere could name any file of this machine, and a
-    pipe could hold its reader for ever.
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a regular file")
-    return os.fdopen(descriptor, "rb", buffering=0)
 
 
 def sync_folder(folder: Path) -> None:

@@ -12,16 +12,17 @@ from shoal.checkpoint.disk import disk_errors, sync_folder
 from shoal.errors import CheckpointError
 
 
-def open_staging(folder: Path) -> str:
+def open_staging(folder: Path, *, parents: bool = True) -> str:
     """Make an empty hidden folder beside the checkpoint to be, and return its name.
 
     The name is new each time: a save that died leaves its folder behind, and another must never
-    be published together with what is in there.
+    be published together with what is in there. Without `parents` the folder that holds
+    checkpoints has to be there.
     """
     check_absent(folder)
     staging = folder.parent / f".{folder.name}.saving-{secrets.token_hex(6)}"
     with disk_errors("make", staging):
-        staging.mkdir(parents=True)
+        staging.mkdir(parents=parents)
     return staging.name
 
 

@@ -101,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(to_json(job.config), indent=2))
         return 0
     if place is None:
-        with job.folder.locked():
+        with job.folder.locked() as lock:
             job.create(num_ranks=num_ranks)
-            return launch(job)
+            return launch(job, lock)
     leave(run_rank(place, job, create=True, signals=STOP_SIGNALS))
 
 

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
+from reprlib import repr as short
+from typing import cast
+
+from shoal.files import open_regular
 
 NAN = math.nan
+MOST_STEPS = 2**53
+"""Steps are drawn by their number as a float, which counts so far."""
+_MOST_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,21 +103,20 @@ def read_metrics(path: Path) -> Metrics:
     validations: dict[int, ValidationRecord] = {}
     resumes: dict[int, ResumeRecord] = {}
     problems: list[str] = []
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                record = _parse(line)
-            except (ValueError, RecursionError) as error:
-                problems.append(f"{path.name}, line {number}: {error}; the line was left out")
-                continue
-            if isinstance(record, StepRecord):
-                steps[record.step] = record
-            elif isinstance(record, ResumeRecord):
-                resumes[record.step] = record
-            else:
-                validations[record.step] = record
+    for number, line in enumerate(read_lines(path), start=1):
+        if not line.strip():
+            continue
+        try:
+            record = _parse(line.decode(errors="replace"))
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{path.name}, line {number}: {error}; the line was left out")
+            continue
+        if isinstance(record, StepRecord):
+            steps[record.step] = record
+        elif isinstance(record, ResumeRecord):
+            resumes[record.step] = record
+        else:
+            validations[record.step] = record
     last = max(steps, default=0)
     return Metrics(
         steps=tuple(steps[step] for step in sorted(steps)),
@@ -116,6 +124,15 @@ def read_metrics(path: Path) -> Metrics:
         resumes=tuple(resumes[step] for step in sorted(resumes) if step < last),
         problems=tuple(problems),
     )
+
+
+def read_lines(path: Path) -> Iterator[bytes]:
+    """Yield the lines of a file that may hold anything; of one that is too long, the beginning."""
+    with open_regular(path) as raw, io.BufferedReader(cast(io.RawIOBase, raw)) as file:
+        while line := file.readline(_MOST_LINE_BYTES):
+            yield line
+            while not line.endswith(b"\n") and line:
+                line = file.readline(_MOST_LINE_BYTES)
 
 
 def _parse(line: str) -> StepRecord | ValidationRecord | ResumeRecord:
@@ -127,10 +144,10 @@ def _parse(line: str) -> StepRecord | ValidationRecord | ResumeRecord:
         raise ValueError(f"expected an object, got {type(fields).__name__}")
     kind = fields.get("kind")
     if kind not in ("step", "validation", "resume"):
-        raise ValueError(f"expected kind 'step', 'validation' or 'resume', got {kind!r}")
+        raise ValueError(f"expected kind 'step', 'validation' or 'resume', got {short(kind)}")
     step = fields.get("step")
-    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-        raise ValueError(f"expected a step number, got {step!r}")
+    if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MOST_STEPS:
+        raise ValueError(f"expected a step number, got {short(step)}")
     if kind == "resume":
         return ResumeRecord(step=step, num_ranks=_num_ranks(fields))
     if "loss" not in fields:
@@ -159,8 +176,8 @@ def _num_ranks(fields: dict[str, object]) -> int:
     value = fields.get("num_ranks")
     if value is None:
         return 0
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ValueError(f"num_ranks should be a whole number above 0, got {value!r}")
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**32:
+        raise ValueError(f"num_ranks should be a whole number above 0, got {short(value)}")
     return value
 
 
@@ -169,13 +186,13 @@ def _per_rank(fields: dict[str, object], name: str) -> tuple[float, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
-        raise ValueError(f"{name} should be a list with a number per rank, got {value!r}")
+        raise ValueError(f"{name} should be a list with a number per rank, got {short(value)}")
     return tuple(NAN if item is None else _float(item, name) for item in value)
 
 
 def _float(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{name} should be a number, got {value!r}")
+        raise ValueError(f"{name} should be a number, got {short(value)}")
     try:
         return float(value)
     except OverflowError as error:

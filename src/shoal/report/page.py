@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from importlib.resources import files
 from pathlib import Path
 
 from shoal.errors import UsageError
+from shoal.files import replace
 from shoal.report.headline import headline
 from shoal.report.run import Run, read_run
 from shoal.report.sections import sections
@@ -22,13 +22,10 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     html = render(read_run(run_dir))
     path = run_dir / "report.html"
-    unfinished = run_dir / f".report.html.{os.getpid()}"
     try:
-        unfinished.write_text(html, encoding="utf-8")
         # A reader who reloads meanwhile sees the old page or the new one, never half of one.
-        unfinished.replace(path)
+        replace(path, html.encode()).close()
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
         raise UsageError(
             f"cannot write {path}: {error.strerror}. Make the folder writable, "
             "or copy the run to one that is"

@@ -7,8 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import UsageError
+from shoal.files import read_regular
 from shoal.report.metrics import Metrics, read_metrics
 from shoal.report.timeline import Timeline, read_timeline
+
+_MOST_BYTES = 1 << 23
+"""Of a config or a sample."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,7 +76,7 @@ class _Reader:
         if path is None:
             return None
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = json.loads(read_regular(path, _MOST_BYTES))
         except (OSError, ValueError, RecursionError) as error:
             return self._unreadable(path, error)
         if not isinstance(content, dict):
@@ -106,7 +110,7 @@ class _Reader:
         if path is None:
             return None
         try:
-            return path.read_text(encoding="utf-8", errors="replace")
+            return read_regular(path, _MOST_BYTES).decode(errors="replace")
         except OSError as error:
             return self._unreadable(path, error)
 
@@ -115,4 +119,5 @@ class _Reader:
         return path if path.exists() else None
 
     def _unreadable(self, path: Path, error: Exception) -> None:
-        self.problems.append(f"{path.name} cannot be read: {error}")
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        self.problems.append(f"{path.name} cannot be read: {reason}")

@@ -17,8 +17,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as short
 
+from shoal.files import read_regular
 from shoal.runtime.events import Event, EventKind
+
+_MOST_BYTES = 1 << 26
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +104,7 @@ def read_timeline(path: Path) -> tuple[Timeline, list[str]]:
 
     Raises ValueError when the file as a whole is not a timeline.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
+    content = json.loads(read_regular(path, _MOST_BYTES))
     if not isinstance(content, dict) or not isinstance(content.get("events"), list):
         raise ValueError("expected an object with a list 'events'")
     events: list[Event] = []
@@ -112,16 +116,18 @@ def read_timeline(path: Path) -> tuple[Timeline, list[str]]:
             problems.append(f"{path.name}, span {number}: {error}; the span was left out")
     step, rank = content.get("step"), content.get("rank")
     if not isinstance(step, int) or not isinstance(rank, int):
-        raise ValueError(f"expected whole numbers 'step' and 'rank', got {step!r} and {rank!r}")
+        raise ValueError(
+            f"expected whole numbers 'step' and 'rank', got {short(step)} and {short(rank)}"
+        )
     return Timeline(step=step, rank=rank, events=tuple(events)), problems
 
 
 def _event(fields: object) -> Event:
     if not isinstance(fields, dict):
-        raise ValueError(f"expected an object, got {fields!r}")
+        raise ValueError(f"expected an object, got {short(fields)}")
     unit = fields.get("unit")
     if not isinstance(unit, str):
-        raise ValueError(f"unit should be a name, got {unit!r}")
+        raise ValueError(f"unit should be a name, got {short(unit)}")
     return Event(
         kind=EventKind(fields.get("kind")),
         unit=unit,
@@ -134,5 +140,5 @@ def _time(fields: dict[str, object], name: str) -> float:
     value = fields.get(name)
     # 1e18 µs is longer than the universe is old; an infinite or NaN time fails here as well.
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e18:
-        raise ValueError(f"{name} should be a number of µs, got {value!r}")
+        raise ValueError(f"{name} should be a number of µs, got {short(value)}")
     return float(value)

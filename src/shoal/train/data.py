@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shoal.errors import UsageError
+from shoal.files import kind_of, open_regular
 from shoal.train.config import DataConfig
 
 VOCABULARY = 256
@@ -100,7 +101,9 @@ def _text_files(folder: Path) -> Iterator[Path]:
     if not os.path.exists(folder):
         raise UsageError(f"--data: there is no folder {folder}")
     if not os.path.isdir(folder):
-        raise UsageError(f"--data: expected a folder of text files, but {folder} is a file")
+        raise UsageError(
+            f"--data: expected a folder of text files, but {folder} is {kind_of(folder)}"
+        )
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UsageError(f"--data: no permission to read {folder}")
     return _walk(folder, suffix="", skip=frozenset())
@@ -120,8 +123,8 @@ def _walk(root: Path, *, suffix: str, skip: frozenset[str]) -> Iterator[Path]:
 def _read_text(path: Path, max_bytes: int) -> bytes | None:
     """Return the beginning of a file, or None if it is unreadable or no UTF-8 text."""
     try:
-        with path.open("rb") as file:
-            data = file.read(max_bytes)
+        with open_regular(path, follow=True) as file:
+            data = file.read(min(max_bytes, os.fstat(file.fileno()).st_size))
         # Incremental, because `max_bytes` may cut a character in two.
         text = codecs.getincrementaldecoder("utf-8")().decode(data)
     except (OSError, UnicodeDecodeError):

@@ -50,22 +50,49 @@ def place() -> Place | None:
     )
 
 
+def of_rank(
+    rank: int, num_ranks: int, *, store: Path, reply: Path, restarts: Restarts
+) -> dict[str, str]:
+    """Return the environment of a rank that shoal launches on this machine.
+
+    It finds its place, its reply file and its restarts as it would under torchrun; `store` is
+    where the ranks meet.
+    """
+    return {
+        **os.environ,
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(num_ranks),
+        "LOCAL_WORLD_SIZE": str(num_ranks),
+        "TORCHELASTIC_ERROR_FILE": str(reply),
+        "TORCHELASTIC_RESTART_COUNT": str(restarts.count),
+        "TORCHELASTIC_MAX_RESTARTS": str(restarts.limit),
+        "SHOAL_STORE": str(store),
+    }
+
+
+def store_file() -> Path | None:
+    """Return the file through which the ranks of shoal's launcher meet; None under torchrun."""
+    name = os.environ.get("SHOAL_STORE")
+    return Path(name) if name else None
+
+
 def reply_file() -> Path | None:
-    """Return the file in which torch's elastic agent looks for a rank's error, if there is one."""
+    """Return the file in which a launcher looks for a rank's error, if there is one."""
     name = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(name) if name else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restarts:
-    """How often torch's elastic agent has started the ranks again, and how often it would."""
+    """How often the launcher has started the ranks again, and how often it would."""
 
     count: int
     limit: int
 
 
 def restarts() -> Restarts:
-    """Return what the agent that started this process tells; none where there is no agent."""
+    """Return what the launcher of this process tells; none where there is no launcher."""
     count, limit = (
         os.environ.get(f"TORCHELASTIC_{name}", "0") for name in ("RESTART_COUNT", "MAX_RESTARTS")
     )
@@ -94,9 +121,10 @@ def traceback_wanted() -> bool:
 
 
 def stay_on_loopback(interface: str) -> None:
-    """Make gloo connect over `interface` unless the user chose one.
+    """Make gloo and NCCL listen and connect on `interface` unless the user chose one.
 
-    Ranks of one machine need no other; without this gloo follows the host name, which leads
-    into a VPN on some machines and nowhere on others.
+    Ranks of one machine need no other, and others could connect to it. Without this gloo follows
+    the host name, which leads into a VPN on some machines and nowhere on others.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)

@@ -1,8 +1,9 @@
 """How a rank's failure travels: written by the rank, read by the launcher, told as one error.
 
-A rank that raises writes a reply file in the form that torch's elastic agent reads, with two
-fields of our own. A rank that is killed writes nothing; its exit status says it. When one rank
-fails the others soon fail of its absence, so the launcher looks for the one that came first.
+A rank that raises writes a reply file in the form that torch's elastic agent reads, with fields
+of our own. A rank that is killed writes nothing; its exit status says it. When one rank fails the
+others soon fail of its absence, so the launcher looks for the one that came first; a rank that the
+launcher ended itself is never the one.
 """
 
 from __future__ import annotations
@@ -11,23 +12,15 @@ import json
 import signal
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
 from shoal import errors
 from shoal.checkpoint import latest
-from shoal.errors import (
-    EXIT_INTERRUPTED,
-    CheckpointError,
-    DivergedError,
-    RankError,
-    ShoalError,
-    UsageError,
-)
+from shoal.errors import CheckpointError, DivergedError, RankError, ShoalError, UsageError
 from shoal.train import environment
 from shoal.train.checkpoints import step_of
 from shoal.train.folder import RunFolder
@@ -41,6 +34,25 @@ _HINTS: dict[int, str] = {
     signal.SIGSEGV: "A library crashed in native code.",
     signal.SIGBUS: "A library crashed in native code, or shared memory (/dev/shm) is full.",
 }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How the process of a rank ended."""
+
+    rank: int
+    pid: int
+    status: int
+    """As `subprocess` tells it: a signal's number is negative."""
+    reply: Mapping[str, Any] = field(default_factory=dict)
+    """What the rank left word of; empty if it could not."""
+    is_lost: bool = True
+    """Whether it ended by itself and too early; else it had finished, or the launcher ended it."""
+    was_stopped: bool = False
+    """Whether it stood still when the launcher ended it."""
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (local rank {self.rank}, pid {self.pid})"
 
 
 @contextmanager
@@ -75,46 +87,49 @@ def write_failure(path: Path, error: BaseException) -> None:
     path.write_text(json.dumps(reply), encoding="utf-8")
 
 
-def was_interrupted(failures: Mapping[int, ProcessFailure]) -> bool:
-    """Tell whether the ranks only did as they were asked.
+def read_reply(path: Path) -> Mapping[str, Any]:
+    """Read what a rank left word of; nothing if it left none, or died while it wrote."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["message"]
+    except (OSError, ValueError, KeyError):
+        return {}
 
-    The agent ends the others when the first rank exits; those did not fail either.
-    """
-    statuses = {failure.exitcode for failure in failures.values()}
-    return EXIT_INTERRUPTED in statuses and statuses <= {EXIT_INTERRUPTED, -signal.SIGTERM}
 
-
-def as_error(
-    failures: Mapping[int, ProcessFailure], folder: RunFolder, *, restart: int = 0
-) -> ShoalError:
-    """Turn what the agent saw, by rank, into the one error to show; after so many restarts."""
-    logs = {rank: log_of(rank, folder.logs, restart=restart) for rank in failures}
-    rank, failure = min(failures.items(), key=lambda item: _precedence(*item, logs[item[0]]))
-    reply = _reply(failure)
-    kind = getattr(errors, reply.get("shoal_error") or "", ShoalError)
+def as_error(ends: Sequence[Ended], folder: RunFolder, *, restart: int = 0) -> ShoalError:
+    """Turn how the ranks ended into the one error to show; after so many restarts."""
+    first = min((ended for ended in ends if ended.is_lost), key=_precedence)
+    kind = getattr(errors, first.reply.get("shoal_error") or "", ShoalError)
     if issubclass(kind, SHARED):
-        return kind(reply["text"])
-    who = f"rank {rank} (local rank {failure.local_rank}, pid {failure.pid})"
-    if failure.exitcode < 0:
-        hint = _HINTS.get(-failure.exitcode, "")
-        what = f"died with {failure.signal_name()}. {hint}".rstrip()
-        if failure.exitcode == -signal.SIGABRT:  # which gloo does when sizes do not match
-            what = f"{what}\n{post_mortem(folder.logs, failures)}".rstrip()
-    elif reply:
-        what = f"failed with {reply['message']}"
-    else:
-        what = f"exited with status {failure.exitcode}"
-    return RankError(f"{who} {what}\nWhat it last wrote is in {logs[rank]}. {last_words(folder)}")
+        return kind(first.reply["text"])
+    log = log_of(first.rank, folder.logs, restart=restart)
+    stopped = "".join(
+        f"{ended} was stopped by a signal (SIGSTOP or SIGTSTP), so the others waited in vain\n"
+        for ended in ends
+        if ended.was_stopped
+    )
+    return RankError(
+        f"{stopped}{first} {_manner(first, ends, folder)}\n"
+        f"What it last wrote is in {log}. {last_words(folder)}"
+    )
 
 
-def shared_error(replies: Path) -> ShoalError | None:
-    """Find the error that all ranks met alike, if they left word of one in a folder."""
-    for path in sorted(replies.glob("rank-*.json")):
-        message = json.loads(path.read_text(encoding="utf-8"))["message"]
-        kind = getattr(errors, message.get("shoal_error") or "", None)
-        if kind is not None and issubclass(kind, SHARED):
-            return kind(message["text"])
-    return None
+def _manner(first: Ended, ends: Sequence[Ended], folder: RunFolder) -> str:
+    """In which way a rank was lost."""
+    if first.status < 0:
+        what = f"died with {_signal_name(-first.status)}. {_HINTS.get(-first.status, '')}".rstrip()
+        if first.status == -signal.SIGABRT:  # which gloo does when sizes do not match
+            what = f"{what}\n{post_mortem(folder.logs, [own.rank for own in ends])}".rstrip()
+        return what
+    if first.reply:
+        return f"failed with {first.reply['message']}"
+    return f"exited with status {first.status}"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
 
 
 def last_words(folder: RunFolder) -> str:
@@ -130,23 +145,13 @@ def log_of(rank: int, logs: Path, *, restart: int = 0) -> Path:
     return logs / (f"rank-{rank}.restart-{restart}.err" if restart else f"rank-{rank}.err")
 
 
-def _precedence(rank: int, failure: ProcessFailure, log: Path) -> tuple[int, int, int]:
-    """Sort failures by how likely they are the first one."""
-    number = -failure.exitcode
-    if number == signal.SIGABRT:
-        return (2, 0, rank)  # NCCL's watchdog aborts when another rank is gone
-    if number == signal.SIGTERM:
-        # From someone, or from the agent because another had failed: the time tells. A rank
-        # dumps its stacks when it gets the signal.
-        return (1, log.stat().st_mtime_ns if log.exists() else time.time_ns(), rank)
-    if number > 0:
-        return (0, 0, rank)  # no rank kills another
-    return (1, _reply(failure).get("time_ns", time.time_ns()), rank)
-
-
-def _reply(failure: ProcessFailure) -> dict[str, Any]:
-    message = failure.error_file_data.get("message")
-    return message if isinstance(message, dict) else {}
+def _precedence(ended: Ended) -> tuple[int, int, int]:
+    """Sort lost ranks by how likely they are the first one."""
+    if ended.status == -signal.SIGABRT:
+        return (2, 0, ended.rank)  # NCCL's watchdog aborts when another rank is gone
+    if ended.status < 0:
+        return (0, 0, ended.rank)  # no rank kills another
+    return (1, ended.reply.get("time_ns", time.time_ns()), ended.rank)
 
 
 def _shoal_class(error: BaseException) -> str | None:

@@ -10,6 +10,7 @@ from rich.console import Console
 from torch import nn
 
 from shoal.checkpoint.disk import disk_errors
+from shoal.files import replace
 from shoal.report import write_report
 from shoal.train.data import Corpus
 from shoal.train.folder import RunFolder
@@ -42,7 +43,7 @@ def write_sample(job: Job, world: World, model: nn.Module, corpus: Corpus) -> No
     if world.leads:
         sample = (prompt + continuation).decode("utf-8", errors="replace")
         with disk_errors("write", job.folder.sample):
-            job.folder.sample.write_text(sample, encoding="utf-8")
+            replace(job.folder.sample, sample.encode()).close()
 
 
 def draw_report(folder: RunFolder) -> str:

@@ -22,13 +22,16 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shoal.checkpoint import drop_unfinished
-from shoal.errors import UsageError
+from shoal.errors import CheckpointError, UsageError
+from shoal.files import check_folder, is_named, read_regular, replace
 from shoal.train.config import RunConfig, TrainConfig
 from shoal.train.lock import check_unlocked, hold_lock
 from shoal.train.options import from_json, to_json
+
+_MOST_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +98,6 @@ class RunFolder:
         return self.logs / "stop"
 
     @property
-    def stopped(self) -> Path:
-        """Left by ranks that stopped as they were asked, for the launcher."""
-        return self.logs / "stopped"
-
-    @property
     def proposed_config(self) -> Path:
         """What a resume would have as its config, once the ranks have its checkpoint."""
         return self.logs / "config.json"
@@ -110,13 +108,32 @@ class RunFolder:
         return self.path / ".lock"
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
+    def locked(self) -> Iterator[BinaryIO]:
         """Keep other runs out, from before the folder is made until the run is over."""
         with ExitStack() as held:
             with _writing_into(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(hold_lock(self.lock))
-            yield
+                lock = held.enter_context(hold_lock(self.lock))
+            yield lock
+
+    def is_lost(self, lock: BinaryIO) -> bool:
+        """Tell whether the folder was removed or replaced since its `lock` was taken."""
+        return not is_named(lock, self.lock)
+
+    def lost_error(self) -> CheckpointError:
+        """What to raise then."""
+        return CheckpointError(
+            f"{self.path} was removed, or replaced, while a run wrote into it. The run has ended "
+            f"and writes nothing more there; what it had learned since its last checkpoint is lost"
+        )
+
+    def drop_remains(self) -> None:
+        """Remove what ranks still made in a folder that was removed under them: nothing else."""
+        if not os.path.lexists(self.config):
+            drop_unfinished(self.checkpoints)
+            for path in (self.checkpoints, self.logs, self.path):
+                with suppress(OSError):
+                    path.rmdir()  # if it is empty
 
     def check_unused(self) -> None:
         """Raise a `UsageError` if a run writes here now."""
@@ -148,18 +165,24 @@ class RunFolder:
         with _writing_into(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             for path in (self.checkpoints, self.logs, self.tensorboard):
-                if path.exists():
+                if path.is_symlink():
+                    path.unlink()
+                elif path.exists():
                     shutil.rmtree(path)
             for path in (self.config, self.metrics, self.timeline, self.sample, self.report):
                 path.unlink(missing_ok=True)
             self.logs.mkdir()
+            self.checkpoints.mkdir()
 
     def take_over(self) -> None:
         """Make ready the folder of a run that goes on."""
         with _writing_into(self.path):
+            # The folder may come from somebody else: what is written into it stays in it.
+            for path in (self.checkpoints, self.logs, self.tensorboard):
+                check_folder(path)
             self.logs.mkdir(exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
             self.stop_request.unlink(missing_ok=True)
-            self.stopped.unlink(missing_ok=True)
             drop_unfinished(self.checkpoints)
 
     def write_config(
@@ -169,15 +192,13 @@ class RunFolder:
         path = self.proposed_config if proposed else self.config
         text = json.dumps({**to_json(config), "facts": facts}, indent=2)
         with _writing_into(self.path):
-            part = path.with_suffix(".json.part")
-            part.write_text(text + "\n", encoding="utf-8")
-            os.replace(part, path)
+            replace(path, f"{text}\n".encode()).close()
 
     def belongs_to(self, job_id: str) -> bool:
         """Tell whether a start of the job of this name has made the folder, or taken it over."""
         for path in (self.proposed_config, self.config):
             with suppress(OSError, ValueError, AttributeError):
-                facts = json.loads(path.read_text(encoding="utf-8")).get("facts", {})
+                facts = _read_json(path).get("facts", {})
                 if job_id and facts.get("job") == job_id:
                     return True
         return False
@@ -186,7 +207,7 @@ class RunFolder:
         """Read the config that a run was made with, or the one it is about to go on with."""
         path = self.proposed_config if proposed else self.config
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
+            tree = _read_json(path)
         except OSError as error:
             raise UsageError(
                 f"{self.path} is not a run folder: cannot read {path.name}: {error.strerror}"
@@ -196,6 +217,14 @@ class RunFolder:
         if isinstance(tree, dict):
             tree.pop("facts", None)
         return from_json(TrainConfig, tree, where=path)
+
+
+def _read_json(path: Path) -> Any:
+    """Parse a small file that may come from anywhere; raises `OSError` or `ValueError`."""
+    try:
+        return json.loads(read_regular(path, _MOST_CONFIG_BYTES))
+    except RecursionError:
+        raise ValueError("it nests too deeply") from None
 
 
 @contextmanager

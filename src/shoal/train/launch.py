@@ -1,126 +1,258 @@
-"""Launching the ranks of a job on this machine, through torch's elastic launcher."""
+"""The launcher of one machine: starts the ranks of a job, waits for them, decides what follows.
+
+    start ──┬── all ranks finished         the run is over
+      ▲     ├── all ranks stopped          as they were asked to: exit code 130
+      │     ├── a second Ctrl-C            the ranks are ended at once
+      │     ├── the run folder is gone     the ranks are ended, nothing more is written
+      └─────┴── a rank was lost            the others are ended; all start again, or one error
+
+Ranks meet through a file in a folder that only this user can open, and talk over loopback: nothing
+listens where another machine could connect, and the launcher reads nothing but exit statuses and
+JSON.
+"""
 
 from __future__ import annotations
 
-import logging
+import itertools
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
-import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from enum import Enum, auto
 from pathlib import Path
-from typing import NoReturn
-
-from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs, SignalException
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from typing import BinaryIO, Self
 
 from shoal.checkpoint.disk import disk_errors
-from shoal.errors import EXIT_INTERRUPTED
-from shoal.train.failure import as_error, last_words, log_of, shared_error, was_interrupted
+from shoal.errors import EXIT_INTERRUPTED, ShoalError
+from shoal.files import create
+from shoal.train import environment
+from shoal.train.failure import SHARED, Ended, as_error, last_words, log_of, read_reply
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
 from shoal.train.outlet import say
 from shoal.train.signals import STOP_SIGNALS, stop_signals
 
-_LOOPBACK = "127.0.0.1"
-_MONITOR_S = 0.1
+_POLL_S = 0.05
+_FOLDER_CHECK_S = 0.5
+_GRACE_S = 1.0
+"""How long a rank may take to end after SIGTERM; it only writes its stacks into its log."""
+_KILLED_S = 10.0
+"""How long after SIGKILL a process is waited for: one in the kernel's hands may stay longer."""
+
+# Ranks import from where the launcher does: `python -m` would look into the working folder first.
+_RANK = "import sys; sys.path[:] = {path!r}; from shoal.train.rank import main; main(sys.argv[1:])"
 
 
-class RankLogs(LogsSpecs):
-    """Where ranks write: rank 0's stdout stays the terminal's, all else goes into files.
+class _Event(Enum):
+    """What makes the launcher act."""
 
-    Native code of torch warns on stderr at length when a rank dies; the launcher tells the
-    same in one message. Ranks that are started again have files of their own.
+    FINISHED = auto()
+    RANK_LOST = auto()
+    FOLDER_LOST = auto()
+    INSISTED = auto()
+
+
+def launch(job: Job, lock: BinaryIO) -> int:
+    """Run a created job on its own ranks; return the exit status or raise what a rank raised.
+
+    `lock` is the held lock of the run folder.
     """
-
-    def __init__(self, folder: Path, replies: Path) -> None:
-        super().__init__(log_dir=str(folder))
-        self._folder = folder
-        self._replies = replies
-        self.restart = 0
-
-    @property
-    def root_log_dir(self) -> str:
-        """The folder of the files."""
-        return str(self._folder)
-
-    @property
-    def replies(self) -> Path:
-        """Where the ranks of the last start say why they failed."""
-        return self._replies / str(self.restart)
-
-    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Name the files of each local rank; the agent asks at each start."""
-        self.restart = int(envs[0]["TORCHELASTIC_RESTART_COUNT"])
-        self.replies.mkdir()
-        error_files = {rank: str(self.replies / f"rank-{rank}.json") for rank in envs}
-        for rank, env in envs.items():
-            env["TORCHELASTIC_ERROR_FILE"] = error_files[rank]
-        return LogsDest(
-            stdouts={rank: str(self._folder / f"rank-{rank}.out") if rank else "" for rank in envs},
-            stderrs={rank: str(log_of(rank, self._folder, restart=self.restart)) for rank in envs},
-            error_files=error_files,
-        )
-
-
-def launch(job: Job) -> int:
-    """Run a created job on its own ranks; return the exit status or raise what a rank raised."""
     plural = "s" if job.num_ranks != 1 else ""
     say(f"launching {job.num_ranks} rank{plural}; Ctrl-C saves and stops", stream=sys.stdout)
-    folder = job.folder
-    with (
-        _reply_folder() as replies,
-        _elastic_logs_in(folder.logs / "launcher.log"),
-        _stop_requests(folder),
-    ):
-        logs = RankLogs(folder.logs, replies)
-        try:
-            elastic_launch(_launch_config(job, logs), sys.executable)(*_arguments(job))
-        except ChildFailedError as error:
-            if was_interrupted(error.failures):
+    folder, limit = job.folder, job.config.faults.max_restarts
+    with _private_folder() as private, _StopRequests(folder) as requests:
+        for restart in itertools.count():
+            with Ranks(job, private, restart=restart) as ranks:
+                event = _wait(ranks, folder, lock, requests)
+                ranks.end()
+            if event is _Event.FINISHED:
+                return EXIT_INTERRUPTED if ranks.were_interrupted else 0
+            if event is _Event.INSISTED:
+                say(f"stopped at once. {last_words(folder)}", stream=sys.stderr)
                 return EXIT_INTERRUPTED
-            raise as_error(error.failures, folder, restart=logs.restart) from None
-        except SignalException:
-            say(f"stopped at once. {last_words(folder)}", stream=sys.stderr)
-            return EXIT_INTERRUPTED
-        finally:
-            folder.stop_request.unlink(missing_ok=True)
-        error = shared_error(logs.replies)
-        if error is not None:
-            raise error
-    return EXIT_INTERRUPTED if folder.stopped.exists() else 0
+            if folder.is_lost(lock):  # which a rank may have been lost of
+                folder.drop_remains()
+                raise folder.lost_error()
+            error = as_error(ranks.ends, folder, restart=restart)
+            if restart == limit or isinstance(error, SHARED):
+                raise error
+            _say_restart(error, restart + 1, limit)
+    raise AssertionError("unreachable")
 
 
-def _launch_config(job: Job, logs: RankLogs) -> LaunchConfig:
-    return LaunchConfig(
-        min_nodes=1,
-        max_nodes=1,
-        nproc_per_node=job.num_ranks,
-        logs_specs=logs,
-        run_id=uuid.uuid4().hex,
-        rdzv_backend="c10d",
-        rdzv_endpoint=f"{_LOOPBACK}:0",
-        local_addr=_LOOPBACK,
-        max_restarts=job.config.faults.max_restarts,
-        monitor_interval=_MONITOR_S,
-        # The signals that ask a run to stop are ours: the agent would end the ranks on them.
-        signals_to_handle="SIGQUIT",
-    )
+def _wait(ranks: Ranks, folder: RunFolder, lock: BinaryIO, requests: _StopRequests) -> _Event:
+    """Wait until something happens that ends this start of the ranks.
+
+    Here it is decided what the death of a rank means: today it ends the start for all.
+    """
+    look_at = 0.0
+    while True:
+        if requests.insisted:
+            return _Event.INSISTED
+        if ranks.poll():
+            return _Event.RANK_LOST
+        if not ranks.running:
+            return _Event.FINISHED
+        if time.monotonic() > look_at:
+            look_at = time.monotonic() + _FOLDER_CHECK_S
+            if folder.is_lost(lock):
+                return _Event.FOLDER_LOST
+        time.sleep(_POLL_S)
+
+
+def _say_restart(error: ShoalError, number: int, limit: int) -> None:
+    what = str(error).partition("\n")[0]
+    say(f"{what}; starting all ranks again, {number} of at most {limit} times", stream=sys.stdout)
+
+
+class Ranks:
+    """The processes of one start of a job; ended for sure when the `with` block is left.
+
+    Rank 0's stdout stays the terminal's, all else goes into files: native code of torch warns at
+    length on stderr when a rank dies, and the launcher tells the same in one message.
+    """
+
+    def __init__(self, job: Job, private: Path, *, restart: int) -> None:
+        self._job = job
+        self._restart = restart
+        self._meeting = private / str(restart)
+        self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._held = ExitStack()
+        self._lost: set[int] = set()
+        self._stopped: set[int] = set()
+        self._is_ending = False
+
+    def __enter__(self) -> Self:
+        self._held.callback(self.end)
+        with self._held:
+            with disk_errors("make", self._meeting):
+                self._meeting.mkdir(mode=0o700)
+                os.close(os.open(self._store, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            for rank in range(self._job.num_ranks):
+                self._processes[rank] = self._start(rank)
+            self._held = self._held.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    @property
+    def running(self) -> Mapping[int, subprocess.Popen[bytes]]:
+        """The processes that have not ended, by rank."""
+        return {rank: own for rank, own in self._processes.items() if own.poll() is None}
+
+    @property
+    def were_interrupted(self) -> bool:
+        """Whether the ranks stopped before the last step, as they were asked to."""
+        return any(own.returncode == EXIT_INTERRUPTED for own in self._processes.values())
+
+    @property
+    def ends(self) -> list[Ended]:
+        """How each rank ended."""
+        return [
+            Ended(
+                rank=rank,
+                pid=own.pid,
+                status=own.returncode if own.returncode is not None else -signal.SIGKILL,
+                reply=read_reply(self._reply(rank)),
+                is_lost=rank in self._lost,
+                was_stopped=rank in self._stopped,
+            )
+            for rank, own in self._processes.items()
+        ]
+
+    def poll(self) -> bool:
+        """Tell whether a rank was lost: it ended without having finished, or having been asked."""
+        if self._newly_lost():
+            # Another may have died before it, and just after it was looked at.
+            self._newly_lost()
+        return bool(self._lost)
+
+    def end(self) -> None:
+        """End the processes that still run; those are nobody's cause, whatever they die of."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._stopped |= {rank for rank, own in self.running.items() if _is_stopped(own.pid)}
+        for numbers, patience_s in (
+            # A stopped process takes no signal but SIGKILL before it is let go on.
+            ((signal.SIGTERM, signal.SIGCONT), _GRACE_S),
+            ((signal.SIGKILL,), _KILLED_S),
+        ):
+            running = self.running
+            for own in running.values():
+                for number in numbers:
+                    with suppress(ProcessLookupError, PermissionError):
+                        os.killpg(own.pid, number)
+            deadline = time.monotonic() + patience_s
+            for own in running.values():
+                with suppress(subprocess.TimeoutExpired):
+                    own.wait(max(0.0, deadline - time.monotonic()))
+
+    def _newly_lost(self) -> bool:
+        before = len(self._lost)
+        self._lost |= {
+            rank
+            for rank, own in self._processes.items()
+            if own.poll() not in (None, 0, EXIT_INTERRUPTED)
+        }
+        return len(self._lost) > before
+
+    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+        logs = self._job.folder.logs
+        with disk_errors(f"start rank {rank} with its log in", logs), ExitStack() as files:
+            out = files.enter_context(create(logs / f"rank-{rank}.out")) if rank else None
+            log = log_of(rank, logs, restart=self._restart)
+            return subprocess.Popen(
+                [sys.executable, "-u", "-c", _RANK.format(path=sys.path), *_arguments(self._job)],
+                env=environment.of_rank(
+                    rank,
+                    self._job.num_ranks,
+                    store=self._store,
+                    reply=self._reply(rank),
+                    restarts=environment.Restarts(
+                        count=self._restart, limit=self._job.config.faults.max_restarts
+                    ),
+                ),
+                stdout=out,
+                stderr=files.enter_context(create(log)),
+                # A session of its own: the terminal's Ctrl-C is for the launcher, and what the
+                # rank starts (compilers) can be ended with it.
+                start_new_session=True,
+            )
+
+    @property
+    def _store(self) -> Path:
+        return self._meeting / "store"
+
+    def _reply(self, rank: int) -> Path:
+        return self._meeting / f"rank-{rank}.json"
 
 
 def _arguments(job: Job) -> list[str]:
-    """How Python is told to be a rank of the job."""
+    """What a process is told to be a rank of the job."""
     checkpoint = [] if job.checkpoint is None else [str(job.checkpoint)]
-    return ["-u", "-m", "shoal.train.rank", str(job.folder.path), str(os.getpid()), *checkpoint]
+    return [str(job.folder.path), str(os.getpid()), *checkpoint]
+
+
+def _is_stopped(pid: int) -> bool:
+    """Tell whether a child stands still: SIGSTOP, or SIGTSTP from a terminal."""
+    if not hasattr(os, "waitid"):
+        return False
+    try:
+        found = os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
+    except OSError:
+        return False
+    return found is not None
 
 
 @contextmanager
-def _reply_folder() -> Iterator[Path]:
-    """Make a folder for why ranks failed: not in the run's, whose disk may be full."""
+def _private_folder() -> Iterator[Path]:
+    """Make a folder that only this user can open: not in the run's, whose disk may be full."""
     parent = Path(tempfile.gettempdir())
     with disk_errors("make a folder in", parent):
         folder = Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
@@ -130,51 +262,38 @@ def _reply_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def _stop_requests(folder: RunFolder) -> Iterator[None]:
-    """Turn the first signal into a request that the ranks see, a later one into the end."""
+class _StopRequests:
+    """Turns the first signal into a request that the ranks see, a later one into the end."""
 
-    def ask() -> None:
+    def __init__(self, folder: RunFolder) -> None:
+        self.insisted = False
+        self._folder = folder
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._held.callback(self._withdraw)
+        self._held.enter_context(stop_signals(STOP_SIGNALS, ask=self._ask, insist=self._insist))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    def _ask(self) -> None:
+        path = self._folder.stop_request
         try:
-            folder.stop_request.touch()
+            create(path).close()
         except OSError as error:
             say(
-                f"cannot ask the ranks to stop through {folder.stop_request}: {error.strerror}; "
+                f"cannot ask the ranks to stop through {path}: {error.strerror}; "
                 f"Ctrl-C again quits at once",
                 stream=sys.stderr,
             )
             return
         say("stopping after this step, then saving; Ctrl-C again quits at once", stream=sys.stderr)
 
-    def insist(number: signal.Signals) -> NoReturn:
-        # The agent takes this for its own handler's, and passes the signal on: SIGTERM, because
-        # SIGINT would only ask the ranks once more.
-        raise SignalException(f"got {number.name} again", signal.SIGTERM)
+    def _insist(self, number: signal.Signals) -> None:
+        self.insisted = True
 
-    with stop_signals(STOP_SIGNALS, ask=ask, insist=insist):
-        yield
-
-
-class _LogFile(logging.FileHandler):
-    """A log that can do without what the disk does not take."""
-
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Say nothing: what fills the disk will be told by whoever needs it."""
-
-
-@contextmanager
-def _elastic_logs_in(path: Path) -> Iterator[None]:
-    """Send what torch's launcher logs to a file instead of the terminal."""
-    logger = logging.getLogger("torch.distributed")
-    with disk_errors("write", path):
-        handler = _LogFile(path, mode="w")
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s %(message)s"))
-    # Torch gives this logger a handler of its own, which writes to stderr.
-    handlers, propagate = logger.handlers, logger.propagate
-    logger.handlers, logger.propagate = [handler], False
-    try:
-        yield
-    finally:
-        logger.handlers, logger.propagate = handlers, propagate
+    def _withdraw(self) -> None:
         with suppress(OSError):
-            handler.close()
+            self._folder.stop_request.unlink()

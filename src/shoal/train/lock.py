@@ -9,39 +9,49 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from shoal.errors import UsageError
+from shoal.files import open_own, open_regular, read_regular, write_all
+
+_MOST_BYTES = 256
+"""Of the holder's name; a file that came from elsewhere may hold anything."""
 
 
 @contextmanager
-def hold_lock(path: Path) -> Iterator[None]:
+def hold_lock(path: Path) -> Iterator[BinaryIO]:
     """Hold the lock at `path`, which lies in the folder it guards; raise if another holds it."""
-    with path.open("a+", encoding="utf-8") as file:
-        _acquire(file.fileno(), path, fcntl.LOCK_EX)
+    with open_own(path) as file:
+        _acquire(file, path, fcntl.LOCK_EX)
         file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        yield
+        write_all(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield file
 
 
 def check_unlocked(path: Path) -> None:
     """Raise a `UsageError` if someone holds the lock now; any number may look at once."""
-    if path.exists():
-        with path.open(encoding="utf-8") as file:
-            _acquire(file.fileno(), path, fcntl.LOCK_SH)
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        _acquire(file, path, fcntl.LOCK_SH)
 
 
-def _acquire(descriptor: int, path: Path, kind: int) -> None:
+def _acquire(file: BinaryIO, path: Path, kind: int) -> None:
     try:
-        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
-        holder = path.read_text(encoding="utf-8").strip() or "another process"
         raise UsageError(
-            f"{path.parent} is in use by {holder}; wait for it to end, stop it with Ctrl-C or "
-            f"SIGTERM, or choose another --name"
+            f"{path.parent} is in use by {_holder(path)}; wait for it to end, stop it with Ctrl-C "
+            f"or SIGTERM, or choose another --name"
         ) from None
     except OSError:
         # Some network file systems have no locks: better to train unguarded than not at all.
         return
+
+
+def _holder(path: Path) -> str:
+    with suppress(OSError):
+        text = read_regular(path, _MOST_BYTES).decode(errors="replace").strip()
+        if text.isprintable() and text:
+            return text
+    return "another process"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from shoal.checkpoint.disk import disk_errors
-from shoal.report.metrics import ResumeRecord, StepRecord, ValidationRecord
+from shoal.files import is_named, replace, write_all
+from shoal.report.metrics import ResumeRecord, StepRecord, ValidationRecord, read_lines
 from shoal.runtime.events import Event
+from shoal.train.folder import RunFolder
 
 
 class MetricsFile:
@@ -20,13 +21,14 @@ class MetricsFile:
     def __init__(self, path: Path, *, start_step: int, num_ranks: int) -> None:
         self._path = path
         with disk_errors("write", path):
-            _drop_after(path, start_step)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = replace(path, b"".join(_lines_up_to(start_step, path)))
         if start_step:  # only a run that goes on starts after step 0
             self._write("resume", ResumeRecord(step=start_step, num_ranks=num_ranks))
 
     def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
-        """Write a step."""
+        """Write a step; raise if the run folder is gone, so that nobody trains for nothing."""
+        if not is_named(self._file, self._path):
+            raise RunFolder(self._path.parent).lost_error()
         self._write("step", record)
 
     def on_validation(self, record: ValidationRecord) -> None:
@@ -45,8 +47,7 @@ class MetricsFile:
         fields = {name: _strict(value) for name, value in asdict(record).items()}
         line = json.dumps({"kind": kind, **fields}, allow_nan=False)
         with disk_errors("write", self._path):
-            self._file.write(line + "\n")
-            self._file.flush()
+            write_all(self._file, f"{line}\n".encode())
 
 
 def _strict(value: object) -> object:
@@ -54,17 +55,15 @@ def _strict(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _drop_after(path: Path, step: int) -> None:
-    """Keep the lines up to a step; a line that was cut off in a crash goes too."""
+def _lines_up_to(last: int, path: Path) -> Iterator[bytes]:
+    """Yield the lines up to a step; one that was cut off in a crash, or holds no step, goes."""
     if not path.exists():
         return
-    kept = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in read_lines(path):
         try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line + "\n")
-        except (ValueError, KeyError, TypeError):
+            step = json.loads(line)["step"]
+            is_kept = isinstance(step, int) and step <= last
+        except (ValueError, KeyError, TypeError, RecursionError):
             continue
-    part = path.with_suffix(".part")
-    part.write_text("".join(kept), encoding="utf-8")
-    os.replace(part, path)
+        if is_kept:
+            yield line.rstrip(b"\r\n") + b"\n"

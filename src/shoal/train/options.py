@@ -20,6 +20,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from types import UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -28,6 +29,7 @@ from shoal.errors import UsageError
 ConfigT = TypeVar("ConfigT")
 
 _FACTS = "option"
+_LARGEST_INT = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +68,12 @@ class Option:
         if not self._has_kind(value):
             raise UsageError(
                 f"{self.flag}: expected {self.kind.__name__}, "
-                f"got {value!r} ({type(value).__name__})"
+                f"got {short(value)} ({type(value).__name__})"
             )
         if self.choices and value not in self.choices:
-            raise UsageError(f"{self.flag}: expected one of {', '.join(self.choices)}; got {value}")
+            raise UsageError(
+                f"{self.flag}: expected one of {', '.join(self.choices)}; got {short(value)}"
+            )
         if isinstance(value, float) and not math.isfinite(value):
             raise UsageError(f"{self.flag}: expected a finite number, got {value}")
         for word, bound, holds in (
@@ -78,7 +82,9 @@ class Option:
             ("at most", self.at_most, lambda bound: value <= bound),
         ):
             if bound is not None and not holds(bound):
-                raise UsageError(f"{self.flag}: expected {word} {bound}, got {value}")
+                raise UsageError(f"{self.flag}: expected {word} {bound}, got {short(value)}")
+        if isinstance(value, int) and abs(value) > _LARGEST_INT:
+            raise UsageError(f"{self.flag}: expected at most {_LARGEST_INT}, got {short(value)}")
 
     def from_json(self, value: object) -> object:
         """Turn what a JSON file holds into what the config holds."""
@@ -165,11 +171,12 @@ def from_json(config_type: type[ConfigT], tree: object, *, where: Path) -> Confi
     """Build a config from `to_json`'s dictionaries; `where` names the file in messages."""
     known = {found.path: found for found in options_of(config_type)}
     changes: dict[tuple[str, ...], object] = {}
-    for path, value in _leaves(tree, (), where):
+    deepest = max(map(len, known))
+    for path, value in _leaves(tree, (), deepest, where):
         if path not in known:
             raise UsageError(
-                f"{where}: unknown option {'.'.join(path)!r}; it was written by another version "
-                f"of shoal, or edited by hand. Remove it to go on."
+                f"{where}: unknown option {short('.'.join(path))}; it was written by another "
+                f"version of shoal, or edited by hand. Remove it to go on."
             )
         changes[path] = known[path].from_json(value)
     try:
@@ -179,11 +186,14 @@ def from_json(config_type: type[ConfigT], tree: object, *, where: Path) -> Confi
 
 
 def _leaves(
-    tree: object, path: tuple[str, ...], where: Path
+    tree: object, path: tuple[str, ...], deepest: int, where: Path
 ) -> list[tuple[tuple[str, ...], object]]:
-    if isinstance(tree, dict):
+    """List what stands at each path, down to where options can stand."""
+    if isinstance(tree, dict) and len(path) < deepest:
         return [
-            leaf for name, inner in tree.items() for leaf in _leaves(inner, (*path, name), where)
+            leaf
+            for name, inner in tree.items()
+            for leaf in _leaves(inner, (*path, name), deepest, where)
         ]
     if not path:
         raise UsageError(f"{where}: expected a JSON object, got {type(tree).__name__}")

@@ -1,9 +1,7 @@
 """One rank of a run, from its place in the environment to its exit status.
 
 `run_rank` is what both ways into a rank share: torchrun starts `shoal train` once per rank,
-and shoal's own launcher starts this module, as
-
-    python -m shoal.train.rank FOLDER LAUNCHER_PID [CHECKPOINT]
+and shoal's own launcher calls `main` in a new process.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from shoal.errors import EXIT_INTERRUPTED, InvariantError
 from shoal.train import environment
 from shoal.train.config import ParallelConfig
 from shoal.train.environment import Place
-from shoal.train.failure import SHARED, reporting_failure
+from shoal.train.failure import reporting_failure
 from shoal.train.folder import RunFolder
 from shoal.train.job import Job
 from shoal.train.loop import train
@@ -70,7 +68,10 @@ def run_rank(place: Place, job: Job, *, create: bool, signals: Sequence[signal.S
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Run as a rank of shoal's own launcher; errors go to the log and to the launcher."""
+    """Run as a rank of shoal's own launcher; errors go to the log and to the launcher.
+
+    `argv` is the run folder, the launcher's process id, and the checkpoint to start from, if any.
+    """
     # Where this rank was when it crashed, or was ended because another had failed.
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)
@@ -83,15 +84,10 @@ def main(argv: Sequence[str]) -> NoReturn:
         job = Job.reopen(folder, Path(argv[2]) if argv[2:] else None)
         # Not SIGTERM: with it the launcher ends ranks that may hang in a collective for good.
         status = run_rank(place, job, create=False, signals=[signal.SIGINT, signal.SIGHUP])
-        is_final = True
-        if status == EXIT_INTERRUPTED:
-            folder.stopped.touch()
-    except Exception as error:
+    except Exception:
         traceback.print_exc()
-        status, is_final = 1, isinstance(error, SHARED)
-    # The agent would start ranks again that only did as they were asked, or that would meet the
-    # same error again; the launcher learns how they ended from what they left behind.
-    leave(0 if is_final and environment.restarts().limit else status)
+        status = 1
+    leave(status)
 
 
 def leave(status: int) -> NoReturn:
@@ -143,7 +139,3 @@ def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

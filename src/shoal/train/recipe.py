@@ -9,6 +9,7 @@ from pathlib import Path
 from types import FunctionType
 
 from shoal.errors import UsageError
+from shoal.files import open_regular
 from shoal.train.config import TrainConfig
 
 DEFAULT_FUNCTION = "recipe"
@@ -33,8 +34,12 @@ def load_recipe(reference: str) -> TrainConfig:
 def _parse(reference: str) -> tuple[Path, str]:
     file, colon, name = reference.rpartition(":")
     path, name = (Path(file), name) if colon else (Path(reference), DEFAULT_FUNCTION)
-    if not os.path.isfile(path):
+    if not os.path.exists(path):
         raise UsageError(f"--recipe: there is no file {path}")
+    try:
+        open_regular(path, follow=True).close()
+    except OSError as error:
+        raise UsageError(f"--recipe: cannot read {path}: {error.strerror}") from None
     if not name.isidentifier():
         raise UsageError(f"--recipe: expected FILE:function, got {reference!r}")
     return path, name

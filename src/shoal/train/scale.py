@@ -22,6 +22,13 @@ class LossScale:
     good_steps: int = 0
     is_dynamic: bool = False
 
+    def __post_init__(self) -> None:
+        # A checkpoint brings it back, and may hold anything.
+        if not isinstance(self.factor, int | float) or not 1 <= self.factor <= _LARGEST:
+            raise ValueError(f"expected a factor from 1 to {_LARGEST:g}")
+        if not isinstance(self.good_steps, int) or self.good_steps < 0:
+            raise ValueError("expected a number of good steps")
+
     @classmethod
     def for_precision(cls, precision: Literal["auto", "bf16", "fp16", "fp32"]) -> LossScale:
         """What a run begins with."""

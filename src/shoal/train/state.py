@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from torch import nn
@@ -66,7 +67,8 @@ def start_saving(
     """Copy the state of a step, and write its checkpoint while training goes on; collective."""
     extra = {**asdict(progress), "config": to_json(config)}
     tensors, values = training_state(model, optimizer, extra)
-    return async_save(step_folder(checkpoints, progress.step), tensors, values)
+    # A run folder that was removed meanwhile is not made anew.
+    return async_save(step_folder(checkpoints, progress.step), tensors, values, parents=False)
 
 
 def restore_state(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
@@ -75,12 +77,19 @@ def restore_state(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> P
         return _progress(checkpoint, load_training(checkpoint, model, optimizer))
 
 
+def _count(value: object) -> int:
+    """Check a number that a manifest holds, which may come from anywhere."""
+    if not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"expected a count, got {short(value)}")
+    return value
+
+
 def _progress(checkpoint: Path, values: Mapping[str, Any]) -> Progress:
     try:
         return Progress(
-            step=int(values["step"]),
-            samples=int(values["samples"]),
-            tokens=int(values["tokens"]),
+            step=_count(values["step"]),
+            samples=_count(values["samples"]),
+            tokens=_count(values["tokens"]),
             data_digest=str(values["data_digest"]),
             scale=LossScale(**values["scale"]),
         )

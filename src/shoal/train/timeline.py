@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.checkpoint.disk import disk_errors
+from shoal.files import replace
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.runtime.events import Event
 
@@ -44,4 +45,4 @@ class TimelineFile:
             "events": [asdict(event) for event in events],
         }
         with disk_errors("write", self._path):
-            self._path.write_text(json.dumps(timeline), encoding="utf-8")
+            replace(self._path, json.dumps(timeline).encode()).close()

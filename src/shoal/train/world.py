@@ -110,31 +110,38 @@ def join_world(place: Place, device_type: str, *, replicas: int = 1) -> Iterator
 
     More than one replica makes a mesh of two axes: weights are sharded along the second.
     """
+    if place.local_world_size == place.world_size:
+        _stay_local()
     if device_type == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
-        _init("cpu:gloo,cuda:nccl", device)
+        _init("cpu:gloo,cuda:nccl", place, device)
     else:
         device = torch.device("cpu")
-        if place.local_world_size == place.world_size:
-            _stay_local()
-        _init("gloo", None)
+        _init("gloo", place, None)
     mesh = make_mesh(device_type, place.world_size, replicas)
     yield World(place=place, device=device, mesh=mesh)
     # Not in a `finally`: after an error the other ranks may be gone, and waiting for them hangs.
     dist.destroy_process_group()
 
 
-def _init(backend: str, device: torch.device | None) -> None:
+def _init(backend: str, place: Place, device: torch.device | None) -> None:
     _torch.run_gloo_in_one_thread()
-    store, rank, world_size = next(rendezvous("env://"))
     dist.init_process_group(
         backend,
-        store=fresh_store(store, rank, world_size),
-        rank=rank,
-        world_size=world_size,
+        store=fresh_store(_store(), place.rank, place.world_size),
+        rank=place.rank,
+        world_size=place.world_size,
         device_id=device,
     )
+
+
+def _store() -> dist.Store:
+    """Where the ranks meet: a private file of our launcher, which opens no port, or torchrun's."""
+    path = environment.store_file()
+    if path is None:
+        return next(rendezvous("env://"))[0]
+    return dist.FileStore(str(path), -1)  # -1: whose folder it is removes it, not the last rank
 
 
 def make_mesh(device_type: str, num_ranks: int, replicas: int) -> DeviceMesh:

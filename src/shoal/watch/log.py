@@ -18,6 +18,8 @@ from typing import TypeAlias
 
 import torch
 
+from shoal.files import create, read_regular
+
 _LINE_BYTES = 256
 _NUM_LINES = 128
 IN_STREAM, ENDED = "in stream", "ended"
@@ -53,7 +55,7 @@ class CollectiveLog:
         if path is None:
             self._memory = mmap.mmap(-1, num_bytes)
         else:
-            with path.open("w+b") as file:
+            with create(path) as file:
                 file.truncate(num_bytes)
                 self._memory = mmap.mmap(file.fileno(), num_bytes)
         self._count = 0
@@ -132,7 +134,7 @@ def log_path(folder: Path, rank: int) -> Path:
 def read_log(path: Path) -> list[Entry]:
     """Read the log of another rank, be it alive or not; nothing if there is none."""
     try:
-        return _parsed(path.read_bytes())
+        return _parsed(read_regular(path, _LINE_BYTES * _NUM_LINES))
     except OSError:
         return []
 

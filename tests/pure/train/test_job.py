@@ -82,7 +82,7 @@ def test_an_existing_run_is_not_replaced_by_accident(finished, config):
     (finished.path / "notes.txt").write_text("mine")
     job.create(num_ranks=2)
     assert not finished.sample.exists()
-    assert not finished.checkpoints.exists()
+    assert not any(finished.checkpoints.iterdir())
     assert (finished.path / "notes.txt").read_text() == "mine"
 
 

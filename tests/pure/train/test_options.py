@@ -70,7 +70,7 @@ def test_options_are_listed_with_their_flags_and_groups():
         ({"number": True}, "--number: expected int"),
         ({"rate": 0}, "--rate: expected more than 0, got 0"),
         ({"rate": float("nan")}, "--rate: expected a finite number, got nan"),
-        ({"color": "green"}, "--color: expected one of red, blue; got green"),
+        ({"color": "green"}, "--color: expected one of red, blue; got 'green'"),
         ({"place": "x"}, "--where: expected Path, got 'x'"),
     ],
 )
