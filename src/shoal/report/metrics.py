@@ -18,6 +18,8 @@ NAN = math.nan
 MOST_STEPS = 2**53
 """Steps are drawn by their number as a float, which counts so far."""
 _MOST_LINE_BYTES = 1 << 20
+_LARGEST = 1e100
+"""Beyond it a number counts as infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,6 +196,8 @@ def _float(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} should be a number, got {short(value)}")
     try:
-        return float(value)
+        number = float(value)
     except OverflowError as error:
         raise ValueError(f"{name} is too large for a number") from error
+    # Nothing that a run measures is so large, and sums of such numbers would overflow.
+    return math.copysign(math.inf, number) if abs(number) > _LARGEST else number

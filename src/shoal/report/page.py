@@ -24,7 +24,7 @@ def write_report(run_dir: Path) -> Path:
     path = run_dir / "report.html"
     try:
         # A reader who reloads meanwhile sees the old page or the new one, never half of one.
-        replace(path, html.encode()).close()
+        replace(path, html.encode(errors="replace")).close()
     except OSError as error:
         raise UsageError(
             f"cannot write {path}: {error.strerror}. Make the folder writable, "

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.report.units import duration, size
 from shoal.runtime.events import Event
-from shoal.train.outlet import stdout
+from shoal.train.outlet import printable, stdout
 
 _LINE_EVERY_S = 5.0
 _BAR_WIDTH = 8
@@ -68,7 +68,7 @@ class ProgressBar:
 
     def on_note(self, text: str) -> None:
         """Print above the bar."""
-        self._console.print(text, markup=False, highlight=False)
+        self._console.print(printable(text), markup=False, highlight=False)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -101,7 +101,7 @@ class PlainLines:
 
     def on_note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Nothing is open."""

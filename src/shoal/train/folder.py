@@ -232,4 +232,6 @@ def _writing_into(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UsageError(f"cannot write into {path}: {error.strerror or error}") from None
+        where = Path(error.filename) if isinstance(error.filename, str) else path
+        within = f" ({where.name})" if where.parent == path else ""
+        raise UsageError(f"cannot write into {path}{within}: {error.strerror or error}") from None

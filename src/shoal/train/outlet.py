@@ -57,4 +57,12 @@ def stdout() -> TextIO:
 
 def say(text: str, *, stream: TextIO) -> None:
     """Print a line if there is someone to read it."""
-    print(text, file=Outlet(stream), flush=True)  # pyright: ignore[reportArgumentType]
+    print(printable(text), file=Outlet(stream), flush=True)  # pyright: ignore[reportArgumentType]
+
+
+def printable(text: str) -> str:
+    """Show what a terminal would obey, or could not print: names and values may be anybody's."""
+    return "".join(
+        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
+        for char in text
+    )

@@ -131,6 +131,13 @@ def log_path(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.collectives"
 
 
+def logged_ranks(folder: Path) -> list[int]:
+    """List the ranks that have left a log in a folder."""
+    names = [path.name.removeprefix("rank-") for path in folder.glob("rank-*.collectives")]
+    numbers = [name.removesuffix(".collectives") for name in names]
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
 def read_log(path: Path) -> list[Entry]:
     """Read the log of another rank, be it alive or not; nothing if there is none."""
     try:

@@ -34,7 +34,9 @@ from shoal import _torch
 from shoal.comm import observer
 from shoal.errors import RankError, UsageError
 from shoal.watch.diagnosis import diagnose
+from shoal.watch.last_words import speaking_on_sigterm
 from shoal.watch.log import CollectiveLog, log_path, read_log
+from shoal.watch.post_mortem import post_mortem
 from shoal.watch.witness import Witness, stack_of_main_thread
 
 _ACCOUNTS_S = 1.0
@@ -53,15 +55,16 @@ class Watchdog:
     A rank that waits longer than `limit_s` ends the job: `end` is called on every rank with the
     text that names who did not come, in a thread, and should end the process, whose main thread
     may never come back. Unless given, it prints the text and exits with status 1. `folder`, best
-    shared by all ranks, holds their logs. An exception that leaves the block ends the other ranks
-    too, unless it is one of `alike`, which all ranks raise.
+    shared by all ranks, holds their logs: with them a rank that SIGTERM or an exception ends says
+    which rank launched another collective, also of ranks that are gone. An exception that leaves
+    the block ends the other ranks too, unless it is one of `alike`, which all ranks raise.
     """
 
     def __init__(
         self,
         *,
         limit_s: float,
-        folder: Path | None = None,
+        folder: Path | str | None = None,
         end: Callable[[str], None] | None = None,
         alike: tuple[type[Exception], ...] = (),
     ) -> None:
@@ -69,7 +72,7 @@ class Watchdog:
             raise UsageError(f"expected a limit of more than 0 seconds, got {limit_s}")
         self._limit_s = limit_s
         self._poll_s = min(_SLOWEST_S, max(_FASTEST_S, limit_s / 8))
-        self._folder = folder
+        self._folder = None if folder is None else Path(folder)
         self._end = end or _end_process
         self._alike = alike
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
@@ -91,6 +94,8 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self._held.enter_context(observer.observing(self))
+        if self._folder is not None:
+            self._held.enter_context(speaking_on_sigterm(self._last_words))
         for task in (self._listen, self._mind_the_clock):
             threading.Thread(target=task, name=f"watchdog {task.__name__}", daemon=True).start()
         return self
@@ -103,6 +108,7 @@ class Watchdog:
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, self._alike):
             self.announce_failure(error)
+            self._add_differences(error)
         self._stopping.set()
         self._held.close()
 
@@ -133,7 +139,7 @@ class Watchdog:
         self._is_heard = True
         self._asked = failure
         self._concluded.wait(_VERDICT_S)
-        return f"{failure}\n{self._verdict}" if self._verdict else failure
+        return f"{failure}\n{self._verdict or self._differences() or self._advice}"
 
     # What a training loop calls.
 
@@ -276,6 +282,33 @@ class Watchdog:
             waits_for=waits[0] if waits else "",
             waited_s=time.monotonic() - waits[1] if waits else 0.0,
             stack=stack_of_main_thread(),
+        )
+
+    # What the logs tell.
+
+    def _differences(self) -> str:
+        """Say which rank launched another collective, by the logs; nothing without a folder."""
+        return "" if self._folder is None else post_mortem(self._folder, range(self._size))
+
+    def _last_words(self) -> str:
+        """What to print when SIGTERM ends this rank: because another has died, most often."""
+        found = "" if self._concluded.is_set() else self._differences()
+        return f"shoal: rank {self._rank} was ended by SIGTERM. {found}" if found else ""
+
+    def _add_differences(self, error: Exception) -> None:
+        """Let the error of a collective that shoal did not launch tell who differs, too."""
+        found = "" if isinstance(error, RankError) else self._differences()
+        if found:
+            error.add_note(found)
+
+    @property
+    def _advice(self) -> str:
+        """What a person can do if the ranks could not find out why a collective failed."""
+        if self._folder is None:
+            return "Give the Watchdog a folder that all ranks share, to learn which rank differs."
+        return (
+            f"When all ranks have ended, shoal.watch.post_mortem({str(self._folder)!r}) tells "
+            f"whether one launched another collective than the others."
         )
 
     def _account_of_silent(self, rank: int) -> Witness:

@@ -228,7 +228,7 @@ def test_links_pipes_and_holes_instead_of_files(folder: Path, tmp_path: Path) ->
         outside = tmp_path / "outside"
         outside.write_bytes(content)
         path.symlink_to(outside)
-        with pytest.raises(CheckpointError, match="Too many levels of symbolic links"):
+        with pytest.raises(CheckpointError, match="it is a link, not a regular file"):
             load(folder, {"x": torch.zeros(4, 3)})
         path.unlink()
         path.write_bytes(content)

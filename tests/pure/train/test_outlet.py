@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.train.outlet import Outlet, say
+from shoal.train.outlet import Outlet, printable, say
 
 
 def test_a_closed_pipe_is_written_to_in_vain():
@@ -25,3 +25,7 @@ def test_a_full_disk_is_no_reason_to_stop():
         outlet = Outlet(stream)
         outlet.write("x" * 100_000)
         outlet.flush()
+
+
+def test_what_a_terminal_would_obey_is_shown():
+    assert printable("a\x1b]0;x\a \ud800\n\tä") == "a\\x1b]0;x\\x07 \\ud800\n\tä"

@@ -1,0 +1,91 @@
+"""A last word before SIGTERM ends a rank: launchers end the others as soon as one has died.
+
+gloo ends a process on the spot when the sizes of a collective differ, and the launcher then sends
+SIGTERM to the ranks that could tell why. Python runs a signal's handler in the main thread, which
+may wait in a collective for good; but the signal's number goes into a pipe at once, and a thread
+reads it there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+_armed = False
+"""Whether this process has something to say: its forks have not."""
+
+
+@contextmanager
+def speaking_on_sigterm(speak: Callable[[], str]) -> Iterator[None]:
+    """Print what `speak` returns, if anything, when SIGTERM comes; then die of it as ever.
+
+    Only where SIGTERM would end the process: a program that handles it has its own way to end. Nor
+    where another part of the program reads signals from a pipe, as asyncio does.
+    """
+    global _armed
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield
+        return
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    if before != -1:
+        signal.set_wakeup_fd(before)
+    else:
+        signal.signal(signal.SIGTERM, _ignore)
+        thread = threading.Thread(
+            target=_listen, args=(reader, speak), name="watchdog last words", daemon=True
+        )
+        thread.start()
+        _armed = True
+    try:
+        yield
+    finally:
+        if _armed:
+            _disarm()
+            os.write(writer, b"\0")  # ends the thread, so that nobody reads a closed pipe
+            thread.join()
+        os.close(reader)
+        os.close(writer)
+
+
+def _listen(reader: int, speak: Callable[[], str]) -> None:
+    """Wait for SIGTERM's number in the pipe; other signals write theirs too."""
+    while True:
+        numbers = os.read(reader, 64)
+        if signal.SIGTERM in numbers:
+            _die_speaking(speak)
+        if not numbers or 0 in numbers:
+            return
+
+
+def _die_speaking(speak: Callable[[], str]) -> None:
+    with suppress(Exception):  # whatever happens, SIGTERM ends the process
+        text = speak()
+        if text:
+            print(text, file=sys.stderr, flush=True)
+    # Python changes handlers in the main thread only, which may never come back.
+    ctypes.CDLL(None).signal(int(signal.SIGTERM), None)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _ignore(number: int, frame: object) -> None:
+    """Let the thread do it."""
+
+
+def _disarm() -> None:
+    global _armed
+    if _armed:
+        _armed = False
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+# A fork shares the pipe: its SIGTERM would end this process, and not the fork.
+os.register_at_fork(after_in_child=_disarm)
