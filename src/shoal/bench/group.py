@@ -18,6 +18,7 @@ from shoal import _torch
 from shoal.bench.figures import Collectives
 from shoal.bench.run import Run
 from shoal.comm.modelled import ModelledGroup, init_modelled
+from shoal.train import environment
 
 Step = Callable[[], None]
 
@@ -29,6 +30,7 @@ def join(run: Run, rank: int, store_path: Path) -> ModelledGroup | None:
     """Make the default group of this process; returned is the modelled one, where it is one."""
     world_size, network = run.case.world_size, run.case.network
     if network is None:
+        environment.stay_on_loopback()
         store = dist.FileStore(str(store_path), world_size)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=GLOO_TIMEOUT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,11 +121,15 @@ def traceback_wanted() -> bool:
     return os.environ.get("SHOAL_TRACEBACK", "0") not in ("", "0")
 
 
-def stay_on_loopback(interface: str) -> None:
-    """Make gloo and NCCL listen and connect on `interface` unless the user chose one.
+def stay_on_loopback() -> None:
+    """Make gloo and NCCL listen and connect on loopback unless the user chose an interface.
 
     Ranks of one machine need no other, and others could connect to it. Without this gloo follows
     the host name, which leads into a VPN on some machines and nowhere on others.
     """
-    for library in ("GLOO", "NCCL"):
-        os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+    names = {name for _, name in socket.if_nameindex()}
+    for loopback in ("lo", "lo0"):
+        if loopback in names:
+            for library in ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", loopback)
+            return

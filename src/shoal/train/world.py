@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -111,7 +110,7 @@ def join_world(place: Place, device_type: str, *, replicas: int = 1) -> Iterator
     More than one replica makes a mesh of two axes: weights are sharded along the second.
     """
     if place.local_world_size == place.world_size:
-        _stay_local()
+        environment.stay_on_loopback()
     if device_type == "cuda":
         device = torch.device("cuda", place.local_rank)
         torch.cuda.set_device(device)
@@ -150,11 +149,3 @@ def make_mesh(device_type: str, num_ranks: int, replicas: int) -> DeviceMesh:
         return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
     shape = (replicas, num_ranks // replicas)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
-
-
-def _stay_local() -> None:
-    names = {name for _, name in socket.if_nameindex()}
-    for loopback in ("lo", "lo0"):
-        if loopback in names:
-            environment.stay_on_loopback(loopback)
-            return
