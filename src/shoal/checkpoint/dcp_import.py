@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,7 +10,8 @@ from typing import Any, BinaryIO
 
 import torch
 
-from shoal.checkpoint.disk import disk_errors, open_regular
+from shoal.checkpoint import file_names
+from shoal.checkpoint.disk import disk_errors, open_regular, read_whole
 from shoal.checkpoint.foreign import Record, is_record, read_item, unpickle_metadata
 from shoal.checkpoint.metadata import JSON, check_json
 from shoal.checkpoint.offline import Progress, outline, write_offline
@@ -23,7 +23,6 @@ from shoal.layout.region import Region
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 28
 _Key = tuple[str, tuple[int, ...] | None]
-_FILE_NAME = re.compile(r"__\d+_\d+\.distcp")
 
 
 def import_dcp(
@@ -40,10 +39,7 @@ def import_dcp(
     """
     source = Path(source)
     path = source / METADATA
-    with disk_errors("read", path), open_regular(path) as file:
-        data = file.read(_MAX_METADATA_BYTES + 1)
-    if len(data) > _MAX_METADATA_BYTES:
-        raise CheckpointError(f"{path} is larger than {_MAX_METADATA_BYTES:,} bytes")
+    data = read_whole(path, _MAX_METADATA_BYTES)
     try:
         metadata = unpickle_metadata(data)
         with _Items(source, metadata) as items:
@@ -70,9 +66,8 @@ class _Items(ExitStack):
         info = self._where.get((name, offsets))
         if info is None:
             raise CheckpointError(f"{name!r} at {offsets} is not in any file")
-        file_name, start, length = info["relative_path"], info["offset"], info["length"]
-        if not isinstance(file_name, str) or not _FILE_NAME.fullmatch(file_name):
-            raise CheckpointError(f"expected a file name like __0_0.distcp, got {file_name!r:.100}")
+        file_name = file_names.DCP.check(info["relative_path"])
+        start, length = info["offset"], info["length"]
         if info.get("transform_descriptors"):
             raise NotImplementedError(
                 f"{file_name}: DCP checkpoints with transforms are not supported"

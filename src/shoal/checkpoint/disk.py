@@ -12,7 +12,7 @@ from pathlib import Path
 from shoal.errors import CheckpointError
 from shoal.files import open_regular
 
-__all__ = ["disk_errors", "open_regular", "sync_folder", "write_synced"]
+__all__ = ["disk_errors", "open_regular", "read_whole", "sync_folder", "write_synced"]
 
 _HINTS = {
     errno.ENOSPC: "Free some space, or save elsewhere",
@@ -49,6 +49,17 @@ def write_synced(path: Path, chunks: Iterable[bytes | memoryview], num_bytes: in
         size = os.fstat(file.fileno()).st_size
     if size != num_bytes:
         raise CheckpointError(f"{path} has {size:,} bytes where {num_bytes:,} were written to it")
+
+
+def read_whole(path: Path, max_bytes: int) -> bytes:
+    """Read a regular file, unless it is longer than a real one of its kind."""
+    with disk_errors("read", path), open_regular(path) as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        if num_bytes > max_bytes:
+            raise CheckpointError(
+                f"{path} has {num_bytes:,} bytes, and {max_bytes:,} is the most that is read"
+            )
+        return file.read(num_bytes)
 
 
 def sync_folder(folder: Path) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.checkpoint.disk import disk_errors, open_regular, write_synced
+from shoal.checkpoint import file_names
+from shoal.checkpoint.disk import disk_errors, open_regular, read_whole, write_synced
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.metadata import Manifest
 from shoal.checkpoint.offline import Progress, outline, read_region, write_offline
@@ -30,7 +31,6 @@ MAX_FILE_BYTES = 5_000_000_000
 """A file of an export is about this long, unless one tensor is longer."""
 
 _MAX_INDEX_BYTES = 1 << 28
-_FILE_NAME = re.compile(r"[\w.-]+\.safetensors")
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
@@ -63,15 +63,17 @@ def export_weights(
 
 
 def import_weights(source: Path, folder: Path, progress: Progress | None = None) -> None:
-    """Make a checkpoint of Hugging Face's files, whose model `load_model` loads on any ranks."""
+    """Make a checkpoint of Hugging Face's files, whose model `load_model` loads on any ranks.
+
+    Each tensor comes from the file that the index names for it. Files that the index does not
+    name are not opened.
+    """
     from safetensors import SafetensorError
 
     source = Path(source)
     with ExitStack() as stack:
         try:
-            opened = {name: _opened(source / name, stack) for name in _file_names(source)}
-            found = {key: file for file in opened.values() for key in file.keys()}  # noqa: SIM118
-            slices = {key: file.get_slice(key) for key, file in found.items()}
+            slices = _slices(source, stack)
             outlines = {
                 MODEL + key: outline(values.get_shape(), _dtype(key, values.get_dtype()), "plain")
                 for key, values in slices.items()
@@ -142,33 +144,76 @@ def _chunks(
             progress(block.num_bytes)
 
 
-def _file_names(source: Path) -> list[str]:
-    """The files that an index names, or the only one; names that could lead elsewhere raise."""
+def _slices(source: Path, stack: ExitStack) -> dict[str, Any]:
+    """Each tensor, as the file gives it that should hold it."""
+    weights = _weight_map(source)
+    names = [SINGLE] if weights is None else sorted(set(weights.values()))
+    files = {name: _opened(source / name, stack) for name in names}
+    held = {name: set(file.keys()) for name, file in files.items()}
+    if weights is None:
+        weights = dict.fromkeys(sorted(held[SINGLE]), SINGLE)
+    try:
+        _check_held(weights, held)
+    except CheckpointError as error:
+        raise CheckpointError(f"{source}: {error}. Download the folder anew") from error
+    return {key: files[name].get_slice(key) for key, name in weights.items()}
+
+
+def _check_held(weights: Mapping[str, str], held: Mapping[str, Set[str]]) -> None:
+    """Raise unless each tensor is in the file that the index names, and no other is in any."""
+    for key, name in weights.items():
+        if key not in held[name]:
+            others = [other for other in held if key in held[other]]
+            where = f"but {others[0]} holds it" if others else "and no file that it names holds it"
+            raise CheckpointError(f"{INDEX} names {name} for {key!r}, {where}")
+    for name, keys in held.items():
+        strays = sorted(keys - weights.keys())
+        if strays:
+            raise CheckpointError(f"{name} holds {strays[0]!r}, which {INDEX} does not name")
+
+
+def _weight_map(source: Path) -> dict[str, str] | None:
+    """Which file holds which tensor, as the index says; None where there is a single file."""
     path = source / INDEX
-    if not path.is_file():
-        if (source / SINGLE).is_file():
-            return [SINGLE]
-        raise CheckpointError(f"{source} holds neither {INDEX} nor {SINGLE}")
-    with disk_errors("read", path), open_regular(path) as file:
-        data = file.read(_MAX_INDEX_BYTES)
+    present = [name for name in (INDEX, SINGLE) if os.path.lexists(source / name)]
+    if INDEX not in present:
+        if not present:
+            raise CheckpointError(_nothing_to_import(source))
+        return None
+    data = read_whole(path, _MAX_INDEX_BYTES)
     try:
         index: Any = strict_json(data)
+        weights = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(weights, dict) or not weights:
+            raise CheckpointError("it has no weight_map that says which file holds which tensor")
+        weights = {key: file_names.HUGGING_FACE.check(name) for key, name in weights.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
-    weights = index.get("weight_map") if isinstance(index, Mapping) else None
-    if not isinstance(weights, Mapping) or not weights:
-        raise CheckpointError(f"{path} has no weight_map that says which file holds which tensor")
-    names = sorted({str(name) for name in weights.values()})
-    for name in names:
-        if not _FILE_NAME.fullmatch(name):
-            raise CheckpointError(f"{path}: expected names of safetensors files, got {name!r}")
-    return names
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    if SINGLE in present and SINGLE not in weights.values():
+        raise CheckpointError(
+            f"{source} holds both {INDEX} and {SINGLE}, which the index does not name: "
+            "move one of them away"
+        )
+    return weights
+
+
+def _nothing_to_import(source: Path) -> str:
+    names = sorted(path.name for path in source.iterdir()) if source.is_dir() else []
+    pickles = [name for name in names if name.startswith("pytorch_model")]
+    if pickles:
+        return f"{source}: {pickles[0]} is a pickle, which is not read: convert it to safetensors"
+    files = [name for name in names if name.endswith(".safetensors")]
+    found = f"; it holds {files[0]}, and no index that says what is where" if files else ""
+    return f"{source} holds neither {INDEX} nor {SINGLE}{found}"
 
 
 def _opened(path: Path, stack: ExitStack) -> Any:
     from safetensors import safe_open
 
-    open_regular(path).close()
+    with disk_errors("read", path):
+        open_regular(path).close()
     return stack.enter_context(safe_open(path, framework="pt"))
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from shoal.checkpoint.checksum import Checksum
-from shoal.checkpoint.disk import disk_errors, open_regular, write_synced
+from shoal.checkpoint.disk import read_whole, write_synced
 from shoal.checkpoint.metadata import Manifest, StoredFile, StoredRegion, TensorEntry
 from shoal.checkpoint.storage import CODES
 from shoal.checkpoint.strict_json import strict_json
@@ -49,10 +49,7 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / NAME
     if not path.is_file():
         raise CheckpointError(_absence(folder))
-    with disk_errors("read", path), open_regular(path) as file:
-        data = file.read(MAX_BYTES + 1)
-    if len(data) > MAX_BYTES:
-        raise CheckpointError(f"{path} is larger than {MAX_BYTES:,} bytes: not a manifest")
+    data = read_whole(path, MAX_BYTES)
     try:
         return _decode(_parse(data))
     except (CheckpointError, UsageError) as error:

@@ -11,13 +11,13 @@ The regions of a tensor cover it. A region is the unit of writing, of checking a
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 
+from shoal.checkpoint import file_names
 from shoal.checkpoint.checksum import Checksum
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
@@ -27,8 +27,6 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 
 MAX_HEADER_BYTES = 100_000_000
 """A longer header is refused unread, by us as by other readers of safetensors."""
-
-_FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def file_name(rank: int) -> str:
@@ -62,9 +60,7 @@ class StoredRegion:
     crc32: int
 
     def __post_init__(self) -> None:
-        # The name becomes part of a path: one that could leave the folder is refused here.
-        if not _FILE_NAME.fullmatch(self.file):
-            raise CheckpointError(f"expected a file name like {file_name(0)}, got {self.file!r}")
+        file_names.OURS.check(self.file)
         _check_crc32(self.crc32)
         if self.region.numel == 0:
             raise CheckpointError(f"a stored region has elements, got {self.region}")
@@ -114,6 +110,9 @@ class Manifest:
     def __post_init__(self) -> None:
         if self.world_size < 1:
             raise CheckpointError(f"expected a world size of 1 or more, got {self.world_size}")
+        # All of them, not only those that regions name: `verify` opens each.
+        for name in self.files:
+            file_names.OURS.check(name)
         for name, entry in self.tensors.items():
             for stored in entry.regions:
                 self._check_inside(name, entry, stored)
