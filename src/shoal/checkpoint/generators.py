@@ -13,11 +13,18 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
+from shoal.checkpoint.metadata import Manifest, TensorEntry
+from shoal.checkpoint.offline import read_region
 from shoal.checkpoint.placement import Part, Share
+from shoal.checkpoint.reader import RegionReader
+from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
 PREFIX = "random/"
@@ -26,16 +33,59 @@ PREFIX = "random/"
 def generator_shares(rank: int, world_size: int) -> dict[str, Share]:
     """This rank's states, as its rows of tensors that all ranks have together."""
     return {
-        f"{PREFIX}{name}": _row(read(), rank, world_size) for name, (read, _) in _kinds().items()
+        f"{PREFIX}{name}": _row(kind.read(), rank, world_size) for name, kind in _kinds().items()
     }
 
 
-def restore_generators(shares: Mapping[str, Share]) -> None:
-    """Set this rank's generators to states that were loaded into its rows."""
-    for name, (_, write) in _kinds().items():
-        share = shares.get(f"{PREFIX}{name}")
-        if share is not None:
-            write(share.parts[0].local[0])
+def read_generators(
+    folder: Path, manifest: Manifest, rank: int, world_size: int
+) -> dict[str, torch.Tensor]:
+    """This rank's saved states, which its generators will take; none for other numbers of ranks."""
+    states: dict[str, torch.Tensor] = {}
+    with RegionReader(folder, manifest) as reader:
+        for name, share in generator_shares(rank, world_size).items():
+            entry = manifest.tensors.get(name)
+            if entry is None:
+                _check_unsaved(name, manifest.world_size == world_size)
+            elif entry.shape[:1] == (world_size,):
+                _check_alike(name, entry, share)
+                states[name] = read_region(reader, name, entry, share.parts[0].region)[0]
+    for name, state in states.items():
+        _try(name, state)
+    return states
+
+
+def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
+    """Set this rank's generators to states that `read_generators` gave."""
+    for name, kind in _kinds().items():
+        state = states.get(f"{PREFIX}{name}")
+        if state is not None:
+            kind.write(state)
+
+
+def _check_unsaved(name: str, is_same_world: bool) -> None:
+    # Those of CUDA are saved by runs that use it.
+    if is_same_world and name != f"{PREFIX}cuda":
+        raise CheckpointError(
+            f"the checkpoint lacks {name!r}: it is damaged, or was made otherwise"
+        )
+
+
+def _check_alike(name: str, entry: TensorEntry, share: Share) -> None:
+    if (entry.shape, entry.dtype) != (share.shape, share.dtype):
+        raise CheckpointError(
+            f"{name!r} is {entry.dtype} of shape {entry.shape} there, {share.dtype} of shape "
+            f"{share.shape} here"
+        )
+
+
+def _try(name: str, state: torch.Tensor) -> None:
+    """Set a generator that nobody uses, which refuses what is no state."""
+    try:
+        _kinds()[name.removeprefix(PREFIX)].attempt(state)
+    except Exception as error:
+        # Each library raises what it likes.
+        raise CheckpointError(f"{name!r} is not a generator's state: {error}") from error
 
 
 def _row(state: torch.Tensor, rank: int, world_size: int) -> Share:
@@ -49,18 +99,40 @@ def _row(state: torch.Tensor, rank: int, world_size: int) -> Share:
     )
 
 
-Kind = tuple[Callable[[], torch.Tensor], Callable[[torch.Tensor], object]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """How a generator's state is read and written, and tried on a generator of its own."""
+
+    read: Callable[[], torch.Tensor]
+    write: Callable[[torch.Tensor], object]
+    attempt: Callable[[torch.Tensor], object]
 
 
-def _kinds() -> dict[str, Kind]:
-    kinds: dict[str, Kind] = {
-        "torch": (torch.get_rng_state, torch.set_rng_state),
-        "python": (_read_python, _write_python),
-        "numpy": (_read_numpy, _write_numpy),
+def _kinds() -> dict[str, _Kind]:
+    kinds = {
+        "torch": _Kind(
+            read=torch.get_rng_state,
+            write=torch.set_rng_state,
+            attempt=lambda state: torch.Generator().set_state(state),
+        ),
+        "python": _Kind(
+            read=_read_python,
+            write=lambda state: random.setstate(_python_state(state)),
+            attempt=lambda state: random.Random().setstate(_python_state(state)),
+        ),
+        "numpy": _Kind(
+            read=_read_numpy,
+            write=lambda state: np.random.set_state(_numpy_state(state)),
+            attempt=lambda state: np.random.RandomState().set_state(_numpy_state(state)),
+        ),
     }
     # A process that has not used CUDA must not begin to because of a checkpoint.
     if torch.cuda.is_initialized():
-        kinds["cuda"] = (torch.cuda.get_rng_state, torch.cuda.set_rng_state)
+        kinds["cuda"] = _Kind(
+            read=torch.cuda.get_rng_state,
+            write=torch.cuda.set_rng_state,
+            attempt=lambda state: torch.Generator("cuda").set_state(state),
+        )
     return kinds
 
 
@@ -69,9 +141,9 @@ def _read_python() -> torch.Tensor:
     return torch.tensor([*words, *_packed(gauss)])
 
 
-def _write_python(state: torch.Tensor) -> None:
+def _python_state(state: torch.Tensor) -> tuple[int, tuple[int, ...], float | None]:
     *words, has_gauss, bits = state.tolist()
-    random.setstate((3, tuple(words), _unpacked(has_gauss, bits)))
+    return 3, tuple(words), _unpacked(has_gauss, bits)
 
 
 def _read_numpy() -> torch.Tensor:
@@ -81,11 +153,13 @@ def _read_numpy() -> torch.Tensor:
     return torch.tensor([*inner["key"].tolist(), inner["pos"], *_packed(gauss)])
 
 
-def _write_numpy(state: torch.Tensor) -> None:
+def _numpy_state(state: torch.Tensor) -> tuple[str, Any, int, int, float]:
     *key, position, has_gauss, bits = state.tolist()
+    if not 0 <= position <= len(key):
+        # numpy would read beyond its memory.
+        raise ValueError(f"position {position} of {len(key)}")
     gauss = _unpacked(has_gauss, bits)
-    words = np.array(key, dtype=np.uint32)
-    np.random.set_state(("MT19937", words, position, int(has_gauss), gauss or 0.0))
+    return "MT19937", np.array(key, dtype=np.uint32), position, int(has_gauss), gauss or 0.0
 
 
 def _packed(gauss: float | None) -> tuple[int, int]:

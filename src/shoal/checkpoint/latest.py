@@ -7,6 +7,7 @@ from pathlib import Path
 
 from shoal.checkpoint.disk import disk_errors
 from shoal.checkpoint.manifest import NAME
+from shoal.errors import UsageError
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
@@ -14,6 +15,16 @@ _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 def step_folder(checkpoints: Path, step: int) -> Path:
     """Name the checkpoint of a step."""
     return Path(checkpoints) / f"step-{step:08d}"
+
+
+def existing(folder: Path | None) -> Path:
+    """The folder to load; raises UsageError for what `latest` gives where there is none."""
+    if folder is None:
+        raise UsageError(
+            "there is no checkpoint to load: `latest` gives None before the first one is saved. "
+            "Load only if it gives a folder"
+        )
+    return Path(folder)
 
 
 def latest(checkpoints: Path) -> Path | None:

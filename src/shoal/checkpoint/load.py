@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.agreement import Agreement, Ranks
 from shoal.checkpoint.batches import Batch, agreed_batches
+from shoal.checkpoint.latest import existing
 from shoal.checkpoint.manifest import fingerprint, read_manifest
 from shoal.checkpoint.metadata import JSON, Manifest, StoredRegion, TensorEntry
 from shoal.checkpoint.placement import Part, Share, share_of
@@ -64,11 +65,14 @@ class LoadPlan:
         """How much of a `Staging` each tensor takes."""
         return [sum(move.num_bytes for move in moves) for moves in self.moves.values()]
 
-    def verify(self, reader: RegionReader) -> None:
-        """Check everything that this rank will read, and write nothing."""
+    def check(self, reader: RegionReader, verify: bool) -> None:
+        """Open every file that this rank will read; with `verify`, compare all checksums, too."""
         for moves in self.moves.values():
             for move in moves:
-                reader.verify(move.name, move.entry, move.stored)
+                if verify:
+                    reader.verify(move.name, move.entry, move.stored)
+                else:
+                    reader.check_file(move.stored.file, move.name)
 
     def batched(self, batches: Sequence[Batch]) -> Iterator[tuple[Batch, list[Move]]]:
         """What is to be moved in each batch."""
@@ -99,10 +103,26 @@ def load(
     Whatever is wrong on any rank, every rank raises `CheckpointError`. `before_write` is called
     when the first tensor is about to be written: from there on an error leaves a mixture.
     """
-    folder = Path(folder)
+    folder = existing(folder)
     ranks = Ranks(group)
+    manifest = ranks.together(lambda: read_manifest(folder))
     choice = Selection(include=include, exclude=exclude)
-    plan = ranks.together(lambda: _plan(folder, tensors, choice, cast))
+    fill(ranks, folder, manifest, tensors, choice, cast, verify_first, before_write)
+    return dict(manifest.extra)
+
+
+def fill(
+    ranks: Ranks,
+    folder: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor | Share],
+    choice: Selection,
+    cast: bool,
+    verify_first: bool,
+    before_write: Callable[[], object] | None,
+) -> None:
+    """Fill tensors from a checkpoint whose manifest this rank has read. Collective; see `load`."""
+    plan = ranks.together(lambda: _plan(folder, manifest, tensors, choice, cast))
     if len(set(ranks.exchange(fingerprint(plan.manifest)))) > 1:
         raise CheckpointError(
             f"the ranks read different checkpoints at {folder}: every rank must see the same "
@@ -110,10 +130,8 @@ def load(
         )
     batches = [*plan.batched(agreed_batches(ranks, plan.sizes))]
     with RegionReader(folder, plan.manifest) as reader, torch.no_grad():
-        if verify_first:
-            ranks.together(lambda: plan.verify(reader))
+        ranks.together(lambda: plan.check(reader, verify_first))
         _stream(ranks, reader, batches, before_write)
-    return dict(plan.manifest.extra)
 
 
 def _stream(
@@ -164,10 +182,13 @@ def _staged_bytes(batches: Sequence[tuple[Batch, Sequence[Move]]]) -> int:
 
 
 def _plan(
-    folder: Path, tensors: Mapping[str, torch.Tensor | Share], choice: Selection, cast: bool
+    folder: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, torch.Tensor | Share],
+    choice: Selection,
+    cast: bool,
 ) -> LoadPlan:
-    """Read the manifest, and find out what goes where, before any data is touched."""
-    manifest = read_manifest(folder)
+    """Find out what goes where, before any data is touched."""
     choice.check_used({*manifest.tensors, *tensors})
     shares = {name: share_of(name, tensors[name], is_first=True) for name in choice.of(tensors)}
     check_match(folder, manifest, choice.of(manifest.tensors), shares, cast)

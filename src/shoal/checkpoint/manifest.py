@@ -13,7 +13,7 @@ from shoal.checkpoint.checksum import Checksum
 from shoal.checkpoint.disk import read_whole, write_synced
 from shoal.checkpoint.metadata import Manifest, StoredFile, StoredRegion, TensorEntry
 from shoal.checkpoint.storage import CODES
-from shoal.checkpoint.strict_json import strict_json
+from shoal.checkpoint.strict_json import check_size, strict_json
 from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
 
@@ -26,6 +26,14 @@ _PLAIN_VERSION = 2
 
 MAX_BYTES = 1 << 28
 """A longer manifest is refused unread: no checkpoint of ours comes near it."""
+
+_MAX_DIMS = 64
+
+_KEYS = (
+    *("shape", "dtype", "layout", "regions", "file", "start", "offsets", "sizes", "crc32"),
+    *("bytes", "header_bytes", "header_crc32"),
+)
+"""Of the objects that a manifest has many of."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
 
@@ -40,6 +48,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
             f"the manifest of {folder} would have {len(data):,} bytes, and {MAX_BYTES:,} is the "
             "most that is read back: save fewer tensors in one checkpoint"
         )
+    try:
+        check_size(data, _KEYS)
+    except ValueError as error:
+        raise CheckpointError(
+            f"the manifest of {folder} would not be read back: {error}. "
+            "Save large tables as tensors, not in `extra`"
+        ) from error
     write_synced(folder / NAME, [data], len(data))
 
 
@@ -130,7 +145,7 @@ _SEAL_BYTES = len(_seal(b""))
 def _parse(data: bytes) -> dict[str, object]:
     """Read JSON that says nothing twice, is ours, of this version, and undamaged."""
     try:
-        content = strict_json(data)
+        content = strict_json(data, _KEYS)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"not readable as JSON ({error}). {_DAMAGED}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -214,9 +229,13 @@ def _dtype(name: str) -> torch.dtype:
 
 def _sizes(fields: object, key: str) -> tuple[int, ...]:
     values = _take(fields, key, list)
+    if len(values) > _MAX_DIMS:
+        raise CheckpointError(f"{key} has {len(values):,} numbers, and a tensor {_MAX_DIMS} dims")
     for value in values:
         if type(value) is not int or not 0 <= value < 2**63:
-            raise CheckpointError(f"{key} should be whole numbers of 0 or more, got {values!r}")
+            raise CheckpointError(
+                f"{key} should be whole numbers of 0 or more, got {values!r:.200}"
+            )
     return tuple(values)
 
 
@@ -226,5 +245,5 @@ def _take(fields: object, key: str, kind: type[T]) -> T:
     value = fields.get(key)
     # `type is`, because True is an int to isinstance.
     if type(value) is not kind:
-        raise CheckpointError(f"expected {key!r} of type {kind.__name__}, got {value!r}")
+        raise CheckpointError(f"expected {key!r} of type {kind.__name__}, got {value!r:.200}")
     return value

@@ -18,13 +18,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoal.checkpoint.hyper_parameters import PREFIX, check_groups, check_values
 from shoal.checkpoint.metadata import JSON, check_json
 from shoal.errors import CheckpointError, UsageError
 from shoal.tensor.sharded import ShardedTensor
 from shoal.wrapper.base import wrappers_below
 from shoal.wrapper.optim_keys import entries_of
-
-PREFIX = "optimizer/"
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how a step is computed, not what: they stay as the new run chose them."""
@@ -59,9 +58,7 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer, names: Iterable[st
     parameters that lack it make one with zero gradients at learning rate zero, which changes no
     weight. State that the checkpoint does not have, because no gradient had come yet, is dropped.
     """
-    saved = {
-        name.removeprefix(PREFIX).rpartition("/")[0] for name in names if name.startswith(PREFIX)
-    }
+    saved = {parsed(name)[0] for name in names if name.startswith(PREFIX)}
     missing: set[torch.Tensor] = set()
     for name, parameter in _named(model, optimizer):
         if name not in saved:
@@ -75,8 +72,11 @@ def prepare_optimizer(model: nn.Module, optimizer: Optimizer, names: Iterable[st
 def restore_hyper_parameters(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
 ) -> None:
-    """Set each group's hyper-parameters, and plain numbers of the state, to what was saved."""
-    check_groups(model, optimizer, saved)
+    """Set each group's hyper-parameters, and plain numbers of the state, to what was saved.
+
+    Raises CheckpointError, and sets nothing, unless all of them are of the kinds they were.
+    """
+    check_hyper_parameters(model, optimizer, saved)
     for group, fields in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in fields.items():
             present = group.get(key)
@@ -90,29 +90,71 @@ def restore_hyper_parameters(
         return  # plain numbers came with the rest of its state
     parameters = dict(_named(model, optimizer))
     for key, value in saved["values"].items():
-        name, _, state = key.removeprefix(PREFIX).rpartition("/")
+        name, state = parsed(key)
         optimizer.state[parameters[name]][state] = value
 
 
-def check_groups(model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError unless the saved groups have the parameters of the present ones."""
-    there = [list(group["params"]) for group in saved["groups"]]
-    here = [group["params"] for group in groups_of(model, optimizer)]
-    if len(there) != len(here):
+def check_hyper_parameters(model: nn.Module, optimizer: Optimizer, saved: object) -> None:
+    """Raise CheckpointError unless the optimizer can take over all that was saved beside tensors.
+
+    Numbers of the state are compared with those that the optimizer has: see `prepare_optimizer`.
+    """
+    check_saved_groups(model, optimizer, saved)
+    assert isinstance(saved, Mapping)
+    known = {name for group in saved["groups"] for name in group["params"]}
+    values = {} if wrappers_below(model) else _plain_values(model, optimizer)
+    check_values(saved["values"], values, known)
+
+
+def check_saved_groups(model: nn.Module, optimizer: Optimizer, saved: object) -> None:
+    """Raise CheckpointError unless the optimizer can take over the saved groups."""
+    check_groups(saved, groups_of(model, optimizer), optimizer.defaults.keys() - _HOW)
+    assert isinstance(saved, Mapping)
+    for index, (group, fields) in enumerate(
+        zip(optimizer.param_groups, saved["groups"], strict=True)
+    ):
+        for key, value in fields.items():
+            if isinstance(group.get(key), torch.Tensor):
+                _check_holds(f"{key!r} of parameter group {index}", group[key], value)
+
+
+def _check_holds(what: str, present: torch.Tensor, value: float) -> None:
+    """Raise CheckpointError unless a tensor of one element can take a number."""
+    try:
+        torch.full_like(present, value)
+    except RuntimeError as error:
         raise CheckpointError(
-            f"the checkpoint's optimizer has {len(there)} parameter groups, this one {len(here)}: "
-            "build the optimizer with the groups it had when it was saved"
-        )
-    for index, (saved_names, names) in enumerate(zip(there, here, strict=True)):
-        # Their order within a group is no matter: an engine may have one of its own.
-        if sorted(saved_names) != sorted(names):
-            pairs = zip([*sorted(saved_names), None], [*sorted(names), None], strict=False)
-            differing = next(pair for pair in pairs if pair[0] != pair[1])
-            raise CheckpointError(
-                f"parameter group {index} of the optimizer has {differing[0]!r} in the checkpoint "
-                f"where this one has {differing[1]!r}: build the optimizer with the groups that it "
-                "had when it was saved"
-            )
+            f"{what} is {value!r:.100} in the checkpoint, and a tensor of {present.dtype} here: "
+            f"{error}"
+        ) from error
+
+
+def check_states(model: nn.Module, optimizer: Optimizer, names: Set[str]) -> None:
+    """Raise CheckpointError if a checkpoint lacks state that the optimizer makes."""
+    owners = _names(model)
+    for parameter, state in optimizer.state.items():
+        for name in owners[parameter]:
+            missing = [kind for kind in state if f"{PREFIX}{name}/{kind}" not in names]
+            if missing:
+                raise CheckpointError(
+                    f"the checkpoint lacks {PREFIX}{name}/{missing[0]}: build the optimizer as it "
+                    "was when the checkpoint was saved, or load another one"
+                )
+
+
+def parsed(key: str) -> tuple[str, str]:
+    """The parameter, and the kind of its state, that a name in a checkpoint stands for."""
+    name, _, kind = key.removeprefix(PREFIX).rpartition("/")
+    return name, kind
+
+
+def _plain_values(model: nn.Module, optimizer: Optimizer) -> dict[str, object]:
+    return {
+        f"{PREFIX}{name}/{state}": value
+        for name, parameter in _named(model, optimizer)
+        for state, value in optimizer.state.get(parameter, {}).items()
+        if not isinstance(value, torch.Tensor)
+    }
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:

@@ -113,16 +113,16 @@ class RegionReader:
                 kept[begin - first : end - first] = chunk[begin - start : end - start]
         self._compare(name, stored, found)
 
-    def check_file(self, name: str) -> None:
+    def check_file(self, name: str, tensor: str | None = None) -> None:
         """See that a file is there, as long as it should be, with the header it should have."""
+        if name in self._files:
+            return
         try:
             self._file(name)
         except (OSError, CheckpointError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            raise CheckpointError(f"{self._folder / name}: {reason}. {_MEND}") from error
+            raise self._unreadable(name, tensor, error) from error
 
     def _fill(self, name: str, stored: StoredRegion, data: memoryview, start: int) -> None:
-        path = self._folder / stored.file
         try:
             file = self._file(stored.file)
             filled = 0
@@ -132,10 +132,12 @@ class RegionReader:
                     raise CheckpointError(f"the file ends at byte {start + filled:,}")
                 filled += count
         except (OSError, CheckpointError) as error:
-            reason = (error.strerror if isinstance(error, OSError) else None) or error
-            raise CheckpointError(
-                f"{path}: tensor {name!r} cannot be read: {reason}. {_MEND}"
-            ) from error
+            raise self._unreadable(stored.file, name, error) from error
+
+    def _unreadable(self, file: str, tensor: str | None, error: Exception) -> CheckpointError:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        what = "" if tensor is None else f"tensor {tensor!r} cannot be read: "
+        return CheckpointError(f"{self._folder / file}: {what}{reason}. {_MEND}")
 
     def _compare(self, name: str, stored: StoredRegion, found: int) -> None:
         if found != stored.crc32:

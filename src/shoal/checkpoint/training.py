@@ -15,18 +15,22 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint.agreement import Ranks
 from shoal.checkpoint.generators import PREFIX as GENERATORS
-from shoal.checkpoint.generators import generator_shares, restore_generators
-from shoal.checkpoint.load import load
+from shoal.checkpoint.generators import generator_shares, read_generators, restore_generators
+from shoal.checkpoint.latest import existing
+from shoal.checkpoint.load import fill, load
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.metadata import JSON, Manifest
 from shoal.checkpoint.optimizer import (
-    check_groups,
+    check_hyper_parameters,
+    check_saved_groups,
+    check_states,
     optimizer_tensors,
     prepare_optimizer,
     restore_hyper_parameters,
 )
-from shoal.checkpoint.placement import Share
+from shoal.checkpoint.placement import Share, share_of
 from shoal.checkpoint.save import save
+from shoal.checkpoint.selection import Selection, check_match
 from shoal.checkpoint.unusable import check_usable, clear_mark, mark_unusable
 from shoal.checkpoint.wrapped import (
     empty_states,
@@ -86,23 +90,20 @@ def load_training(
     Random generators are restored on the number of ranks that saved them. An error before the
     first write leaves everything as it was; after it, the model raises when it is used.
     """
-    folder = Path(folder)
+    folder = existing(folder)
     model = bare(model)
     ranks = Ranks(group)
-    manifest = ranks.together(lambda: _checked(folder, model, optimizer))
-    generators = _generators(ranks, manifest)
-    source = _Source(
-        folder=folder,
-        manifest=manifest,
-        generators=generators,
-        group=group,
-        verify_first=verify_first,
-    )
+    manifest = ranks.together(lambda: _training_manifest(folder))
+    weights = ranks.together(lambda: weights_of(model))
+    ranks.together(lambda: _check_fits(folder, manifest, model, optimizer, weights))
+    generators = ranks.together(lambda: read_generators(folder, manifest, ranks.rank, ranks.size))
+    source = _Source(folder=folder, manifest=manifest, ranks=ranks, verify_first=verify_first)
     load_into = _load_wrapped if wrappers_below(model) else _load_bare
-    extra = load_into(source, model, optimizer)
-    restore_hyper_parameters(model, optimizer, extra["optimizer"])
+    load_into(source, model, optimizer, weights)
+    restore_hyper_parameters(model, optimizer, source.hyper)
     restore_generators(generators)
-    return extra["training"]
+    clear_mark(model)
+    return dict(source.extra["training"])
 
 
 def load_model(
@@ -121,7 +122,7 @@ def load_model(
     weights = Ranks(group).together(lambda: weights_of(model))
     load(
         folder,
-        {f"{MODEL}{name}": value for name, value in weights.items()},
+        _named(weights),
         group=group,
         include=[MODEL + pattern for pattern in include],
         exclude=[MODEL + pattern for pattern in exclude],
@@ -130,6 +131,7 @@ def load_model(
         before_write=None if is_wrapped else lambda: mark_unusable(model, _mixture(folder)),
     )
     if is_wrapped:
+        mark_unusable(model, _mixture(folder))
         take_weights(model, weights)
     clear_mark(model)
 
@@ -167,7 +169,7 @@ def _state(
 def _tensors(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
-    tensors = {f"{MODEL}{name}": value for name, value in weights_of(model).items()}
+    tensors = _named(weights_of(model))
     states = wrapped_state if wrappers_below(model) else optimizer_tensors
     moments, hyper = states(model, optimizer)
     return tensors | moments, hyper
@@ -175,70 +177,91 @@ def _tensors(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """A checkpoint, and how it is to be read."""
+    """A checkpoint that `save_training` wrote, and how it is to be read."""
 
     folder: Path
     manifest: Manifest
-    generators: Mapping[str, Share]
-    """What the saved states of generators are loaded into."""
-    group: dist.ProcessGroup | None
+    ranks: Ranks
     verify_first: bool
 
-    def load(
+    @property
+    def extra(self) -> Mapping[str, Any]:
+        """What was saved beside the tensors."""
+        return self.manifest.extra
+
+    @property
+    def hyper(self) -> Mapping[str, Any]:
+        """What was saved of the optimizer beside its tensors."""
+        return self.extra["optimizer"]
+
+    @property
+    def states(self) -> set[str]:
+        """The names of all the optimizer's state, tensors or not."""
+        return {*self.manifest.tensors, *self.hyper["values"]}
+
+    def fill(
         self,
         tensors: Mapping[str, torch.Tensor],
         before_write: Callable[[], None] | None = None,
-    ) -> dict[str, Any]:
-        """Fill tensors, and generators' states with them; return what was saved beside."""
-        stored = self.manifest.tensors
-        unused = [n for n in stored if n.startswith(GENERATORS) and n not in self.generators]
-        return load(
-            self.folder,
-            {**tensors, **self.generators},
-            group=self.group,
-            exclude=unused,
+    ) -> None:
+        """Fill the tensors of model and optimizer; those of generators were read before."""
+        has_generators = any(name.startswith(GENERATORS) for name in self.manifest.tensors)
+        choice = Selection(exclude=[f"{GENERATORS}*"] if has_generators else [])
+        fill(
+            *(self.ranks, self.folder, self.manifest, tensors, choice),
+            cast=False,
             verify_first=self.verify_first,
             before_write=before_write,
         )
 
 
-def _load_bare(source: _Source, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _load_bare(
+    source: _Source, model: nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
+) -> None:
     """Load into the tensors themselves, which make an unusable mixture until all are there."""
-    ranks = Ranks(source.group)
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+
+    def state() -> dict[str, torch.Tensor]:
+        prepare_optimizer(model, optimizer, source.states)
+        check_hyper_parameters(model, optimizer, source.hyper)
+        return optimizer_tensors(model, optimizer)[0]
+
     try:
-        ranks.together(lambda: prepare_optimizer(model, optimizer, source.manifest.tensors))
-        tensors, _ = ranks.together(lambda: _tensors(model, optimizer))
-        extra = source.load(tensors, lambda: mark_unusable(model, _mixture(source.folder)))
+        moments = source.ranks.together(state)
+        tensors = _named(weights) | moments
+        source.fill(tensors, lambda: mark_unusable(model, _mixture(source.folder)))
     except BaseException:
         # A checkpoint that is refused leaves the optimizer as it was, like everything else.
         optimizer.state.clear()
         optimizer.state.update(before)
         raise
-    clear_mark(model)
-    return extra
 
 
-def _load_wrapped(source: _Source, model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+def _load_wrapped(
+    source: _Source, model: nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
+) -> None:
     """Load into copies, and let the model have them when all are there."""
-    ranks = Ranks(source.group)
-    weights = ranks.together(lambda: wrapped_weights(model))
+    ranks = source.ranks
+    ranks.together(lambda: _try_state(source, model, optimizer))
     states = ranks.together(lambda: empty_states(model, source.manifest))
-    named = {f"{MODEL}{name}": value for name, value in weights.items()}
-    extra = source.load({**named, **states})
-    take_over(model, optimizer, weights, states, extra["optimizer"])
-    return extra
+    source.fill({**_named(weights), **states})
+    mark_unusable(model, _mixture(source.folder))
+    take_over(model, optimizer, weights, states, source.hyper)
 
 
-def _generators(ranks: Ranks, manifest: Manifest) -> dict[str, Share]:
-    """What the saved states of generators are loaded into; nothing on another number of ranks."""
-    own = generator_shares(ranks.rank, ranks.size)
-    stored = manifest.tensors
-    return {
-        name: share
-        for name, share in own.items()
-        if name in stored and stored[name].shape == share.shape
-    }
+def _try_state(source: _Source, model: nn.Module, optimizer: Optimizer) -> None:
+    """See that all state is there that the optimizer makes, and leave it as it was."""
+    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    try:
+        prepare_optimizer(model, optimizer, source.states)
+        check_states(model, optimizer, source.states)
+    finally:
+        optimizer.state.clear()
+        optimizer.state.update(before)
+
+
+def _named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {f"{MODEL}{name}": value for name, value in weights.items()}
 
 
 def _mixture(folder: Path) -> str:
@@ -249,13 +272,24 @@ def _mixture(folder: Path) -> str:
     )
 
 
-def _checked(folder: Path, model: nn.Module, optimizer: Optimizer) -> Manifest:
-    """Read the manifest, and compare what `load` does not know about."""
+def _training_manifest(folder: Path) -> Manifest:
     manifest = read_manifest(folder)
-    extra: Mapping[str, Any] = manifest.extra
-    if not extra.keys() >= {"optimizer", "training"}:
+    if not isinstance(manifest.extra.get("training"), dict) or "optimizer" not in manifest.extra:
         raise CheckpointError(
             f"{folder} was not written by save_training: load it with shoal.checkpoint.load"
         )
-    check_groups(model, optimizer, extra["optimizer"])
     return manifest
+
+
+def _check_fits(
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
+) -> None:
+    """Raise unless this is a checkpoint of such a model, first of all, and of such an optimizer."""
+    shares = {name: share_of(name, v, is_first=True) for name, v in _named(weights).items()}
+    stored = [name for name in manifest.tensors if name.startswith(MODEL)]
+    check_match(folder, manifest, stored, shares, cast=False)
+    check_saved_groups(model, optimizer, manifest.extra["optimizer"])

@@ -7,6 +7,7 @@ are copies in rows, by clean names, which the wrapper takes over when all of the
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -21,10 +22,12 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
+from shoal.checkpoint.hyper_parameters import PREFIX
 from shoal.checkpoint.metadata import JSON, Manifest, TensorEntry
-from shoal.checkpoint.optimizer import PREFIX, groups_of
+from shoal.checkpoint.optimizer import groups_of, parsed
+from shoal.errors import CheckpointError
 from shoal.wrapper.fully_sharded import FullyShardedDataParallel
-from shoal.wrapper.names import NamedMember, named_members
+from shoal.wrapper.names import NamedMember, clean, named_members
 from shoal.wrapper.sharded_values import empty_rows
 
 
@@ -52,9 +55,14 @@ def wrapped_weights(model: nn.Module) -> dict[str, Any]:
 def empty_states(model: nn.Module, manifest: Manifest) -> dict[str, torch.Tensor]:
     """What the optimizer's tensors of a checkpoint can be loaded into."""
     members = {name: member for member in named_members(model) for name in member.names}
+    sizes = {clean(name): value.numel() for name, value in model.named_parameters()}
+    sizes |= {name: math.prod(member.shape) for name, member in members.items()}
+    for key, entry in manifest.tensors.items():
+        if key.startswith(PREFIX):
+            _check_size(key, entry, sizes)
     device = FullyShardedDataParallel.fsdp_modules(model)[0].compute_device
     return {
-        key: _empty(key, entry, members.get(_parsed(key)[0]), device)
+        key: _empty(key, entry, members.get(parsed(key)[0]), device)
         for key, entry in manifest.tensors.items()
         if key.startswith(PREFIX)
     }
@@ -70,7 +78,7 @@ def take_over(
     """Let model and optimizer have what was loaded. Collective."""
     named: dict[str, dict[str, Any]] = defaultdict(dict)
     for key, value in (*states.items(), *hyper["values"].items()):
-        name, kind = _parsed(key)
+        name, kind = parsed(key)
         named[name][kind] = value
     # The hyper-parameters of now: the saved ones come later, for all kinds of models alike.
     groups = [
@@ -99,9 +107,16 @@ def _in_rows(model: nn.Module) -> AbstractContextManager[None]:
     )
 
 
-def _parsed(key: str) -> tuple[str, str]:
-    name, _, kind = key.removeprefix(PREFIX).rpartition("/")
-    return name, kind
+def _check_size(key: str, entry: TensorEntry, sizes: Mapping[str, int]) -> None:
+    """Refuse state of no parameter, and state beyond its parameter's size, before it is made."""
+    name, _ = parsed(key)
+    if name not in sizes:
+        raise CheckpointError(f"{key!r} is not state of a parameter of this model")
+    if math.prod(entry.shape) > max(1, sizes[name]):
+        raise CheckpointError(
+            f"{key!r} has shape {entry.shape} in the checkpoint, and its parameter "
+            f"{sizes[name]:,} elements: it is a checkpoint of another model"
+        )
 
 
 def _empty(
