@@ -317,7 +317,11 @@ class Context:
                 self._free(unit)
             elif unit.phase is Phase.FORWARD and self._is_running:
                 pass  # it asked for gradients inside of its forward, which goes on
-            elif unit.phase is not Phase.HELD or unit.options.reshards_after_backward:
+            elif unit.options.reshards_after_backward:
+                unit.reshard()
+            elif unit.phase is Phase.GATHERING and self.is_in_turn:
+                unit.finish_gather()  # held, as on ranks whose backward came to it
+            elif unit.phase is not Phase.HELD:
                 unit.reshard()
         self._turns.clear()
         for unit in self.units:

@@ -158,6 +158,14 @@ def test_part_of_the_forward_on_fewer_ranks() -> None:
     check(seeded(Parallel), shard(seeded(Parallel), reshard_after_forward=1))
 
 
+@ranks(2, 4)
+def test_units_that_stay_full_after_backward(world_size: int) -> None:
+    """They do on all ranks: one that has to gather would meet another's collective."""
+    sharded = shard(seeded(Parallel))
+    sharded.set_reshard_after_backward(False)
+    check(seeded(Parallel), sharded)
+
+
 @ranks(2)
 def test_gradients_kept_from_backwards_without_a_reduction() -> None:
     plain, sharded = seeded(Parallel), shard(seeded(Parallel))
