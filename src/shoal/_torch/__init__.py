@@ -27,6 +27,7 @@ from shoal._torch.autograd import (
     keeps_graph,
     leave_undifferentiated,
     leaves_after,
+    raise_versions,
     run_grad_hooks,
     set_backward,
     set_grad_hooks,

@@ -179,6 +179,15 @@ def set_versions(
                 _SET_VERSIONS((tensor,), (version,))
 
 
+def raise_versions(
+    tensors: tuple[Tensor, ...], versions: tuple[int, ...], more: tuple[int, ...]
+) -> None:
+    """Let tensors look as if they were written to at least so many times since these versions."""
+    for tensor, version, least in zip(tensors, versions, more, strict=True):
+        if not tensor.is_inference() and tensor._version < version + least:
+            _SET_VERSIONS((tensor,), (version + least,))
+
+
 _SET_VERSIONS: Callable[..., None] = _AUTOGRAD._unsafe_set_version_counter
 
 

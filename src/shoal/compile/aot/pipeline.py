@@ -33,6 +33,7 @@ from shoal.compile.observe.text import graph_text, saved_text, signature_text
 from shoal.compile.observe.topics import Topic
 from shoal.compile.partition.phases import infer_phases
 from shoal.compile.partition.prepare import copy_graph
+from shoal.compile.passes.operator_writes import write_by_operators
 from shoal.compile.passes.parts import call_parts
 from shoal.compile.passes.tidy import drop_idle_views
 from shoal.compile.passes.updates import update_in_place
@@ -135,10 +136,15 @@ class Pipeline:
                 forward, backward = self._cut(captured)
             saved = outputs_of(forward)[captured.num_forward_outputs :]
             num_saved, saved_bytes = count_saved(saved)
-        signature = analysis.signature
+        inner = places(captured.wrappings.inputs)
+        # Inductor calls operators on inputs by itself, where that keeps old values.
+        by_operators = write_by_operators(
+            copy_graph(forward.graph) if self.donates else forward.graph
+        )
+        forward.recompile()
+        signature = analysis.signature.counted_by_operators(by_operators, inner)
         if self.tidies:
             _tidy(forward, backward)
-            inner = places(captured.wrappings.inputs)
             signature = signature.counted(writes_uncounted(forward.graph), inner)
         return Lowered(
             signature=signature,

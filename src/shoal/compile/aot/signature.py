@@ -71,6 +71,8 @@ class Input:
     """Whether it wraps other tensors: graphs see those, and write to them."""
     is_counted: bool | None = None
     """Whether the graph raises its version when it writes to it; None where nobody knows."""
+    is_counted_by_operators: bool = False
+    """Whether custom operators alone write to it, and raise its version as they do in eager."""
     mutation: Mutation = Mutation()
 
     @property
@@ -82,6 +84,8 @@ class Input:
     @property
     def num_missing_versions(self) -> int | None:
         """How many versions the graph does not count, of what it writes; -1 for one too many."""
+        if self.is_counted_by_operators:
+            return 0
         # A wrapper has a version of its own, apart from those of the tensors that are written to.
         is_counted = False if self.is_wrapper else self.is_counted
         return None if is_counted is None else self.mutation.num_versions - is_counted
@@ -192,6 +196,14 @@ class Signature:
             for one, place in zip(self.inputs, places, strict=True)
         )
         return replace(self, inputs=tuple(inputs))
+
+    def counted_by_operators(self, written: Set[int], places: Sequence[Sequence[int]]) -> Signature:
+        """The same, for a graph in which custom operators alone write to some of its inputs."""
+        inputs = (
+            replace(one, is_counted_by_operators=not written.isdisjoint(place))
+            for one, place in zip(self.inputs, places, strict=True)
+        )
+        return replace(self, inputs=tuple(inputs)) if written else self
 
     @property
     def fresh(self) -> tuple[int, ...]:

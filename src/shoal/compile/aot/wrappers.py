@@ -82,6 +82,9 @@ class Mutations(Wrapper):
         if known := self._versioned(frame):
             versions = source.name("versions", _torch.versions_of)
             source.line(f"versions = {versions}(({self._names(frame, known)}))")
+        if open_ended := self._open_ended(frame):
+            versions = source.name("versions", _torch.versions_of)
+            source.line(f"lowest = {versions}(({self._names(frame, open_ended)}))")
 
     def after(self, source: Source, frame: Frame) -> None:
         """Write what the graph returned for it; count what it wrote itself."""
@@ -111,6 +114,15 @@ class Mutations(Wrapper):
             put = source.name("set_versions", _torch.set_versions)
             more = tuple(signature.inputs[at].mutation.num_versions for at in known)
             source.line(f"{put}(({self._names(frame, known)}), versions, {more!r})")
+        if open_ended := self._open_ended(frame):
+            put = source.name("raise_versions", _torch.raise_versions)
+            more = tuple(signature.inputs[at].mutation.num_versions for at in open_ended)
+            source.line(f"{put}(({self._names(frame, open_ended)}), lowest, {more!r})")
+
+    def _open_ended(self, frame: Frame) -> list[int]:
+        """The inputs whose versions custom operators raise, by as much as they like."""
+        inputs = frame.signature.inputs
+        return [i for i in frame.signature.graph_mutations if inputs[i].is_counted_by_operators]
 
     def _versioned(self, frame: Frame) -> list[int]:
         """The inputs that the graph writes to, whose versions may be too high afterwards."""
