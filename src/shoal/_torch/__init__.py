@@ -109,6 +109,7 @@ from shoal._torch.dynamo import (
     mark_unmoving,
     overlapping,
     recompiles,
+    report_compiled,
     report_ddp_buckets,
     skip_in_dynamo,
     sources_of,

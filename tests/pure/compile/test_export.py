@@ -1,4 +1,4 @@
-"""`aot_export_joint_simple`: the graph of a function, called as the function is."""
+"""Graphs that are read by others: `aot_export_joint_simple`, and what nodes say of themselves."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
-from shoal.aot import aot_export_joint_simple, default_partition
+from shoal.aot import (
+    aot_export_joint_simple,
+    aot_function,
+    default_partition,
+    min_cut_rematerialization_partition,
+    nop,
+)
 
 
 def program(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,3 +123,21 @@ def test_arguments_that_are_refused() -> None:
         aot_export_joint_simple(program, [x, 3], trace_joint=False)
     with patch("torch._functorch.config.functionalize_rng_ops", True):
         check_refused([x, x], "Functionalized RNG")
+
+
+@pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
+def test_what_readers_of_torchs_graphs_look_for(partition: Any) -> None:
+    """Nodes of backward say so, and the function is counted among those compiled."""
+    graphs: list[Any] = []
+
+    def keep(module: Any, _: Any) -> Any:
+        graphs.append(module)
+        return module
+
+    counters["aot_autograd"].clear()
+    x = torch.ones(3, requires_grad=True)
+    aot_function(lambda x: x.sin().cos().sum(), nop, keep, partition)(x).backward()
+    calls = [node for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert calls
+    assert all(node.meta["autograd_backward"] for node in calls)
+    assert counters["aot_autograd"] == {"total": 1, "ok": 1}

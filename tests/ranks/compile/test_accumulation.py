@@ -18,7 +18,7 @@ from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
 
 LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Block(5), Whole()]
-HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
 Set = Callable[[Any, int], None]
 """Calls setters of a model before one of the micro-batches."""
 
@@ -65,14 +65,12 @@ def test_gradients_wait_for_the_last_micro_batch(layout: Layout) -> None:
 @pytest.mark.parametrize("reduce_dtype", [torch.float32, None])
 def test_in_mixed_precision(layout: Layout, reduce_dtype: torch.dtype | None) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
-    losses: list[Any] = []
 
     def run(*, compiles: bool) -> list[Any]:
         model: Any = shard(build(), layout=layout, mp_policy=policy)
         return trained(model, syncs_last, compiles=compiles, every=3)
 
-    losses = [run(compiles=True), run(compiles=False)]
-    for a, b in zip(*losses, strict=True):
+    for a, b in zip(run(compiles=True), run(compiles=False), strict=True):
         torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-3)
 
 

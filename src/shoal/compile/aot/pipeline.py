@@ -164,6 +164,7 @@ class Pipeline:
     def build(self, lowered: Lowered) -> Callable[..., Any]:
         """The function that runs the graphs."""
         _torch.skip_in_dynamo("shoal.compile.aot")
+        _torch.report_compiled()
         signature, arrangement = lowered.signature, lowered.arrangement
         tell_lowered(lowered)
         say(Topic.SIGNATURE, lambda: signature_text(signature, arrangement))

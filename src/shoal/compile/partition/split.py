@@ -110,6 +110,8 @@ def _backward_graph(joint: Joint, kept: list[fx.Node], wanted: set[fx.Node]) -> 
     for one in joint.backward_outputs:
         if isinstance(one, fx.Node):
             copy(one)
+    for node in graph.nodes:
+        node.meta["autograd_backward"] = True  # as passes that read torch's graphs expect
     _give(graph, joint.backward_outputs, copies)
     return graph
 
