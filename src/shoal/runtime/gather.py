@@ -122,4 +122,5 @@ class Gather:
         pending = Pending(output, work, self._reason, lambda: output.copy_(given))
         if self.streams.gathering is not None:
             pending.wait()
+            observer.in_stream()
         return pending

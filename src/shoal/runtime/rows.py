@@ -285,6 +285,7 @@ class Rows:
                 return (), used
             reason = f"the all-reduce of unit {unit.name!r}"
             unit.replicas.all_reduce(output, division.all_reduce_op, reason=reason).wait()
+            self._note_in_stream()
         if options.all_reduce_hook is not None:
             unit.streams.run_hook(options.all_reduce_hook, output, options.all_reduce_hook_stream)
         if division.after is not None and division.after != 1:
@@ -301,8 +302,14 @@ class Rows:
             output.copy_(rows)
         elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
             self._scatter(output, rows, division).wait()
+            self._note_in_stream()
         elif self._scatters is not None:
             self._scatters(output, rows)
+
+    def _note_in_stream(self) -> None:
+        """On CUDA the lane waits for the collective just launched, and the host does not."""
+        if self._unit.streams.reducing is not None:
+            observer.in_stream()
 
     def _output(self, rows: torch.Tensor) -> torch.Tensor:
         custom = self._unit.options.reduce_scatter
