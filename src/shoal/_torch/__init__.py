@@ -208,7 +208,9 @@ from shoal._torch.optimizers import (
     count_update,
     group_for_optimizers,
     offer_foreach,
+    replaced_methods,
     step_hooks,
+    twin_of,
 )
 from shoal._torch.settings import (
     GlobalSettings,

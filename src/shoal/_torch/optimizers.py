@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -33,13 +34,28 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Callable[...,
     ]
 
 
+def replaced_methods(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The methods that one optimizer has in the place of its class's."""
+    kind = type(optimizer)
+    held = vars(optimizer).items()
+    return {name: one for name, one in held if callable(one) and hasattr(kind, name)}
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Another optimizer with the same attributes, and its class's own methods."""
+    twin = object.__new__(type(optimizer))  # `copy.copy` leaves out attributes of subclasses
+    replaced = replaced_methods(optimizer)
+    vars(twin).update((k, one) for k, one in vars(optimizer).items() if k not in replaced)
+    return twin
+
+
 def around_step(optimizer: torch.optim.Optimizer) -> str | None:
-    """What somebody put around an optimizer's step, but for schedulers; None if nobody did."""
-    if any(step_hooks(optimizer)):
-        return "hooks on the optimizer's step"
-    own = vars(optimizer).get("step")
-    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
-        return f"{getattr(own, '__qualname__', own)!r}, put in the place of optimizer.step"
+    """What a user put around an optimizer's step, beside schedulers; None if nothing."""
+    hooks = chain.from_iterable(hooks.values() for hooks in step_hooks(optimizer))
+    methods = replaced_methods(optimizer).values()
+    for one in chain(hooks, (m for m in methods if not hasattr(m, "_wrapped_by_lr_sched"))):
+        if not (getattr(one, "__module__", None) or "").startswith("shoal."):
+            return f"{getattr(one, '__qualname__', one)!r}, put around the optimizer's step"
     return None
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -28,8 +28,12 @@ from shoal.runtime.module_state import state_of
 
 Loss = Callable[[Any, Any], Tensor]
 
-MAX_GRAPHS = 16
-"""How many graphs are made as soon as a step looks different, and how many are kept."""
+MAX_SHAPES = 64
+"""How many graphs are kept; most of them for data of other shapes."""
+MAX_GRAPHS = 8
+"""How many are made for other reasons before a step has to be repeated to be captured."""
+
+_logger = logging.getLogger("shoal.compile.step")
 
 
 def compile_step(
@@ -125,13 +129,20 @@ class CompiledStep:
         self._captured = [one for one in self._captured if one.parts.are_current()]
         count_on_device(self._optimizer)
         read = Fingerprint(self._model, self._loss_fn, self._optimizer, data)
-        if self._num_made >= MAX_GRAPHS and not self._is_repeated(read, data):
+        if not (self._may_make_more() or self._is_repeated(read, data)):
             return None
         captured = self._capture(data, read)
         if captured is not None:
             self._num_made += 1
-            self._captured = [captured, *self._captured[: MAX_GRAPHS - 1]]
+            self._captured = [captured, *self._captured[: MAX_SHAPES - 1]]
         return captured
+
+    def _may_make_more(self) -> bool:
+        """Whether one more graph is likely to be of use: few were made, or data alone differs."""
+        if self._num_made < MAX_GRAPHS:
+            return True
+        is_other_data = any(one.read.matches_but_data() for one in self._captured)
+        return is_other_data and len(self._captured) < MAX_SHAPES
 
     def _obstacle(self) -> str | None:
         if not self._has_run:
@@ -145,17 +156,15 @@ class CompiledStep:
         before, self._read_last = self._read_last, read
         if before is not None and before.matches(data):
             return True
+        changed = self._captured[0].read.difference(data) if self._captured else "memory moved"
+        self.why_not_captured = f"{self._num_made} graphs were made, and none fits: {changed}"
         if before is None:
-            latest = self._captured[0].read if self._captured else read
-            changed = latest.difference(data)
-            warnings.warn(
-                f"compile_step has made {MAX_GRAPHS} graphs, and would make another one: {changed}."
-                " From here on it captures a step only if the one before read the same, and runs "
-                "all others as they are written. Keep what changes from step to step in tensors, "
-                "or do without compile_step.",
-                stacklevel=4,
+            _logger.warning(
+                "compile_step made %d graphs, and none fits this step: %s. From here on it "
+                "captures a step only if the one before read the same, and runs all others as they "
+                "are written. Keep numbers that change from step to step in tensors.",
+                *(self._num_made, changed),
             )
-        self.why_not_captured = f"there are {MAX_GRAPHS} graphs, none of which fits"
         return False
 
     def _run_as_written(self, inputs: Any, targets: Any) -> Tensor:
@@ -246,6 +255,8 @@ class _Captured:
         self.parts.set_rates()
         self.parts.drop_gradients()
         (loss,) = self._results(data.values)
+        for unit in self.parts.units:
+            unit.num_updates += 1  # what was gathered before is not current any more
         return loss
 
     def _results(self, data: Sequence[Any]) -> Sequence[Any]:
@@ -265,19 +276,20 @@ def _leaving_python(read: Fingerprint) -> Iterator[None]:
 
     It is traced on fake tensors, which nobody must find afterwards.
     """
+    change = None
     try:
         yield
-    except BaseException as error:
-        read.reads.restore()
+        change = read.reads.change()
+    except Exception as error:
         told = _torch.why_not_traced(error)
         if told is None:
             raise
         raise NotImplementedError(
             f"shoal: compile_step cannot capture this step: {told}"
         ) from error
-    change = read.reads.change()
-    if change is not None:
+    finally:
         read.reads.restore()
+    if change is not None:
         raise NotImplementedError(
             f"shoal: compile_step cannot capture a step that changes Python's state: {change} "
             "after it ran. A captured step would not repeat that. Keep it in a buffer that is "

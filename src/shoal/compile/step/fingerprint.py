@@ -69,7 +69,13 @@ class Fingerprint:
         return (
             data.described == self._described
             and data.structure == self._structure
-            and self._settings.change() is None
+            and self.matches_but_data()
+        )
+
+    def matches_but_data(self) -> bool:
+        """Whether a step would read the same now but for the data that it is given."""
+        return (
+            self._settings.change() is None
             and list(map(_trains, self._parameters)) == self._trained
             and self._hooks.are_same()
             and self._groups.are_same()
@@ -97,7 +103,7 @@ class Fingerprint:
 
 
 class _Hooks:
-    """Where hooks would be that a captured step cannot call: none, as was checked before."""
+    """Hooks that a captured step does not call: none of the user's, as was checked before."""
 
     def __init__(
         self, parameters: Sequence[nn.Parameter], optimizer: torch.optim.Optimizer
@@ -105,15 +111,18 @@ class _Hooks:
         self._parameters = parameters
         self._optimizer = optimizer
         self._on_grads = list(map(_torch.grad_hooks, parameters))
-        self._empty = [*map(hooks_of, parameters), *_torch.step_hooks(optimizer)]
-        self._step = vars(optimizer).get("step")
+        self._empty = list(map(hooks_of, parameters))
+        self._on_step = _torch.step_hooks(optimizer)
+        self._on_step_before = list(map(dict, self._on_step))
+        self._methods = _torch.replaced_methods(optimizer)
 
     def are_same(self) -> bool:
         return (
             not any(map(_torch.tensor_hooks, self._parameters))
             and all(map(is_, map(_torch.grad_hooks, self._parameters), self._on_grads))
             and not any(self._empty)
-            and vars(self._optimizer).get("step") is self._step
+            and self._on_step == self._on_step_before
+            and _torch.replaced_methods(self._optimizer) == self._methods
         )
 
 

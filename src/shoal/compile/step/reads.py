@@ -41,8 +41,8 @@ _WATCHED_DICTS = (
     *("_forward_hooks_with_kwargs", "_forward_hooks_always_called"),
     *("_forward_pre_hooks_with_kwargs", "_modules"),
 )
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
-"""What torch keeps on every module."""
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights", "_flat_weight_refs"}
+"""What torch keeps on every module, and on recurrent ones, which look after these lists."""
 _NOT_CALLED = frozenset({"__init__", "__new__", "__setstate__", "__getstate__", "__repr__"})
 
 Found = list[tuple[str, Any]]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
@@ -55,7 +54,7 @@ def count_on_device(optimizer: torch.optim.Optimizer) -> None:
 def update(parts: Parts, given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Let the optimizer update what stands for its parameters and state."""
     optimizer = parts.optimizer
-    twin = copy.copy(optimizer)
+    twin = _torch.twin_of(optimizer)
     groups, state = parts.stand_ins(given, grads)
     for group in groups:
         # Steps are counted in tensors, which a graph can count on. One operator for many
