@@ -127,13 +127,17 @@ class RunFolder:
             f"and writes nothing more there; what it had learned since its last checkpoint is lost"
         )
 
-    def drop_remains(self) -> None:
-        """Remove what ranks still made in a folder that was removed under them: nothing else."""
-        if not os.path.lexists(self.config):
+    def drop_remains(self, home: os.stat_result) -> None:
+        """Remove what ranks still made in the folder while somebody removed it.
+
+        `home` is the folder as it was; another that has its name now is left alone.
+        """
+        with suppress(OSError):
+            if not os.path.samestat(home, self.path.lstat()) or os.path.lexists(self.config):
+                return
             drop_unfinished(self.checkpoints)
             for path in (self.checkpoints, self.logs, self.path):
-                with suppress(OSError):
-                    path.rmdir()  # if it is empty
+                path.rmdir()  # if it is empty
 
     def check_unused(self) -> None:
         """Raise a `UsageError` if a run writes here now."""

@@ -65,6 +65,7 @@ def launch(job: Job, lock: BinaryIO) -> int:
     plural = "s" if job.num_ranks != 1 else ""
     say(f"launching {job.num_ranks} rank{plural}; Ctrl-C saves and stops", stream=sys.stdout)
     folder, limit = job.folder, job.config.faults.max_restarts
+    home = folder.path.lstat()
     with _private_folder() as private, _StopRequests(folder) as requests:
         for restart in itertools.count():
             with Ranks(job, private, restart=restart) as ranks:
@@ -76,7 +77,7 @@ def launch(job: Job, lock: BinaryIO) -> int:
                 say(f"stopped at once. {last_words(folder)}", stream=sys.stderr)
                 return EXIT_INTERRUPTED
             if folder.is_lost(lock):  # which a rank may have been lost of
-                folder.drop_remains()
+                folder.drop_remains(home)
                 raise folder.lost_error()
             error = as_error(ranks.ends, folder, restart=restart)
             if restart == limit or isinstance(error, SHARED):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
@@ -69,7 +71,7 @@ class Saver:
         self.finish()
         job = self._job
         checkpoints = job.folder.checkpoints
-        with waiting("all ranks to begin a save"):
+        with self._noticing_loss(), waiting("all ranks to begin a save"):
             self._pending = start_saving(checkpoints, model, optimizer, progress, job.config)
 
     def finish(self) -> Path | None:
@@ -78,9 +80,20 @@ class Saver:
         if pending is not None:
             while not pending.done:  # a slow disk is no rank that stays away
                 time.sleep(_POLL_S)
-            with waiting("all ranks to end a save"):
+            with self._noticing_loss(), waiting("all ranks to end a save"):
                 self.saved = pending.wait()
-            if self._leads:
-                self._retention.apply(self.saved.parent)
-                point_latest(self.saved.parent)
+                if self._leads:
+                    self._retention.apply(self.saved.parent)
+                    point_latest(self.saved.parent)
         return self.saved
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        """Say of a save that failed because the run folder was removed that it was."""
+        try:
+            yield
+        except CheckpointError as error:
+            folder = self._job.folder
+            if folder.config.exists():
+                raise
+            raise folder.lost_error() from error

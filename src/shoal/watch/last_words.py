@@ -87,5 +87,29 @@ def _disarm() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-# A fork shares the pipe: its SIGTERM would end this process, and not the fork.
-os.register_at_fork(after_in_child=_disarm)
+class _Fork(threading.local):
+    """A fork shares the pipe: its SIGTERM would end this process, and not the fork.
+
+    So the fork gets none before it is disarmed.
+    """
+
+    mask: set[int] | None = None
+
+    def begin(self) -> None:
+        if _armed:
+            self.mask = {*signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})}
+
+    def end(self) -> None:
+        mask, self.mask = self.mask, None
+        if mask is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+    def end_in_child(self) -> None:
+        _disarm()
+        self.end()
+
+
+_fork = _Fork()
+os.register_at_fork(
+    before=_fork.begin, after_in_parent=_fork.end, after_in_child=_fork.end_in_child
+)

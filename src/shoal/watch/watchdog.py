@@ -54,10 +54,11 @@ class Watchdog:
 
     A rank that waits longer than `limit_s` ends the job: `end` is called on every rank with the
     text that names who did not come, in a thread, and should end the process, whose main thread
-    may never come back. Unless given, it prints the text and exits with status 1. `folder`, best
-    shared by all ranks, holds their logs: with them a rank that SIGTERM or an exception ends says
-    which rank launched another collective, also of ranks that are gone. An exception that leaves
-    the block ends the other ranks too, unless it is one of `alike`, which all ranks raise.
+    may never come back. Unless given, it prints the text and exits with status 1; then also a rank
+    that SIGTERM ends prints what the logs tell before. `folder`, best shared by all ranks, holds
+    their logs: they tell which rank launched another collective, also of ranks that are gone. An
+    exception that leaves the block ends the other ranks too, unless it is one of `alike`, which
+    all ranks raise.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Watchdog:
 
     def __enter__(self) -> Self:
         self._held.enter_context(observer.observing(self))
-        if self._folder is not None:
+        if self._folder is not None and self._end is _end_process:
             self._held.enter_context(speaking_on_sigterm(self._last_words))
         for task in (self._listen, self._mind_the_clock):
             threading.Thread(target=task, name=f"watchdog {task.__name__}", daemon=True).start()

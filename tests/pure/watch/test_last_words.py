@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-SOURCE = Path(__file__).parents[3] / "src"
+FOLDER = Path(__file__).parents[3] / "src" / "shoal" / "watch"
+# By itself: its package would import torch, which takes seconds.
 PROLOGUE = """
 import ctypes, multiprocessing, os, signal, time
-from shoal.watch.last_words import speaking_on_sigterm
+from last_words import speaking_on_sigterm
 def word(): return "last word"
 def ready(): print("ready", flush=True)
 """
@@ -30,7 +31,7 @@ BODIES = {
 def terminated(body: str) -> tuple[int, str]:
     process = subprocess.Popen(
         [sys.executable, "-c", PROLOGUE + body],
-        env={**os.environ, "PYTHONPATH": str(SOURCE)},
+        env={**os.environ, "PYTHONPATH": str(FOLDER)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
