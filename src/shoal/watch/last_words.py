@@ -27,7 +27,6 @@ def speaking_on_sigterm(speak: Callable[[], str]) -> Iterator[None]:
     Only where SIGTERM would end the process: a program that handles it has its own way to end. Nor
     where another part of the program reads signals from a pipe, as asyncio does.
     """
-    global _armed
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -35,24 +34,33 @@ def speaking_on_sigterm(speak: Callable[[], str]) -> Iterator[None]:
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
     before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    if before != -1:
-        signal.set_wakeup_fd(before)
-    else:
-        signal.signal(signal.SIGTERM, _ignore)
-        thread = threading.Thread(
-            target=_listen, args=(reader, speak), name="watchdog last words", daemon=True
-        )
-        thread.start()
-        _armed = True
+    try:
+        if before != -1:
+            signal.set_wakeup_fd(before)
+            yield
+        else:
+            with _listening(reader, writer, speak):
+                yield
+    finally:
+        os.close(reader)
+        os.close(writer)
+
+
+@contextmanager
+def _listening(reader: int, writer: int, speak: Callable[[], str]) -> Iterator[None]:
+    global _armed
+    thread = threading.Thread(
+        target=_listen, args=(reader, speak), name="watchdog last words", daemon=True
+    )
+    thread.start()
+    signal.signal(signal.SIGTERM, _ignore)
+    _armed = True
     try:
         yield
     finally:
-        if _armed:
-            _disarm()
-            os.write(writer, b"\0")  # ends the thread, so that nobody reads a closed pipe
-            thread.join()
-        os.close(reader)
-        os.close(writer)
+        _disarm()
+        os.write(writer, b"\0")  # ends the thread, so that nobody reads a closed pipe
+        thread.join()
 
 
 def _listen(reader: int, speak: Callable[[], str]) -> None:
