@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -60,14 +60,19 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return result
     if isinstance(value, PackedSequence):
         return value._replace(data=function(value.data))
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(function, item) for item in value))
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        # Past its constructor, which may take something else.
+        return cast(Any, value)._make(map_tensors(function, item) for item in value)
     if isinstance(value, dict):
         items = {key: map_tensors(function, item) for key, item in value.items()}
         if type(value) is dict:
             return items
         result = copy.copy(value)
         result.update(items)
+        return result
+    if isinstance(value, list) and type(value) is not list:
+        result = copy.copy(value)  # with its attributes
+        result[:] = [map_tensors(function, item) for item in value]
         return result
     if isinstance(value, (list, tuple, set)):
         return type(value)(map_tensors(function, item) for item in value)

@@ -63,6 +63,15 @@ def test_the_first_that_is_asked_is_the_root() -> None:
 
 
 @ranks(2)
+@pytest.mark.parametrize("device_id", [torch.device("cpu:0"), torch.device("cpu")], ids=str)
+def test_any_index_is_the_one_host(device_id: torch.device) -> None:
+    model = FSDP(nn.Linear(4, 4), device_id=device_id, sync_module_states=True)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.compute_device == CPU
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@ranks(2)
 def test_wrappers_of_one_model_must_be_alike() -> None:
     for option in ({"use_orig_params": True}, {"limit_all_gathers": False}):
         inner = FSDP(nn.Linear(4, 4), device_id=CPU, **option)

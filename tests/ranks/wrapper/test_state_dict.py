@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 from typing import Any
 
@@ -297,3 +298,20 @@ def test_a_mesh_without_names() -> None:
     for value in model.state_dict().values():
         assert value.placements == (Replicate(), Shard(0))
         assert value.device_mesh == mesh
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
+@pytest.mark.parametrize("kind", [FULL, SHARDED, LOCAL], ids=lambda kind: kind.name)
+def test_saved_and_loaded_as_weights_only(kind: StateDictType, use_orig_params: bool) -> None:
+    """What torch.load trusts by default is enough for every kind of state dict."""
+    options = {"device_id": CPU, "use_orig_params": use_orig_params}
+    model, other = (FullyShardedDataParallel(Block(), **options) for _ in range(2))
+    stream = io.BytesIO()
+    with FullyShardedDataParallel.state_dict_type(model, kind):
+        torch.save(model.state_dict(), stream)
+    stream.seek(0)
+    with FullyShardedDataParallel.state_dict_type(other, kind):
+        other.load_state_dict(torch.load(stream, weights_only=True))
+    for ours, saved in zip(other.parameters(), model.parameters(), strict=True):
+        assert torch.equal(ours, saved)
