@@ -318,7 +318,7 @@ def test_graphs_that_set_no_state_read_none() -> None:
 
     (x,) = leaf()
     aot_function(noisy, keep)(x).sum().backward()
-    assert not any("random_state" in str(node.target) for g in graphs for node in g.graph.nodes)
+    assert not any("shoal_random" in str(node.target) for g in graphs for node in g.graph.nodes)
 
 
 def test_a_checkpoint_that_draws_nothing_is_traced() -> None:

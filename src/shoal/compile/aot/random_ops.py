@@ -1,6 +1,8 @@
 """Operators for graphs of functions that set random states: read a generator's state, set it.
 
 A trace draws nothing, so it cannot know a state's value: it is a tensor of the graph like others.
+Generators are numbered: torch 2.11 takes none as a constant of a graph. Numbers hold for one
+process, so the operators have a namespace of their own, which the cache on disk does not store.
 """
 
 from __future__ import annotations
@@ -12,28 +14,31 @@ from torch import Tensor
 
 from shoal import _torch
 
-_NAMESPACE = "shoal"
-_READ = "random_state(Generator generator) -> Tensor"
-_SET = "set_random_state(Generator generator, Tensor state) -> ()"
+_NAMESPACE = "shoal_random"
+_READ = "state(int generator) -> Tensor"
+_SET = "set_state(int generator, Tensor state) -> ()"
+
+_generators: list[torch.Generator] = []
+"""By number. Held for good, since a graph may draw from them at any time."""
 
 
 def read(generator: torch.Generator) -> Tensor:
     """Trace a generator's state as it is here."""
     define()
-    return _torch.run_as_it_is(torch.ops.shoal.random_state.default, (generator,), {})
+    return _torch.run_as_it_is(torch.ops.shoal_random.state.default, (_number(generator),), {})
 
 
 def write(generator: torch.Generator, state: Tensor) -> None:
     """Trace that a generator is given a state here."""
     define()
-    _torch.run_as_it_is(torch.ops.shoal.set_random_state.default, (generator, state), {})
+    _torch.run_as_it_is(torch.ops.shoal_random.set_state.default, (_number(generator), state), {})
 
 
 def drop_unread(graph: torch.fx.Graph) -> None:
     """Remove the states that were read in case somebody would go back to them."""
     define()
     for node in graph.find_nodes(
-        op="call_function", target=torch.ops.shoal.random_state.default, sort=False
+        op="call_function", target=torch.ops.shoal_random.state.default, sort=False
     ):
         if not node.users:
             graph.erase_node(node)
@@ -42,25 +47,36 @@ def drop_unread(graph: torch.fx.Graph) -> None:
 @functools.cache
 def define() -> torch.library.Library:
     """Make the operators known to torch, once."""
-    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
-    for schema in (_READ, _SET):
+    library = torch.library.Library(_NAMESPACE, "DEF")
+    for schema, real, fake in ((_READ, _state, _fake_state), (_SET, _set, _fake_set)):
         library.define(schema)
-    library.impl("random_state", torch.Generator.get_state, "CompositeExplicitAutograd")
-    library.impl("set_random_state", _set, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{_NAMESPACE}::random_state", _fake_state, lib=library)
-    torch.library.register_fake(f"{_NAMESPACE}::set_random_state", _fake_set, lib=library)
-    for op in (torch.ops.shoal.random_state, torch.ops.shoal.set_random_state):
+        name = schema[: schema.index("(")]
+        library.impl(name, real, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
+    for op in (torch.ops.shoal_random.state, torch.ops.shoal_random.set_state):
         torch.fx.node.has_side_effect(op.default)  # graphs keep it, and its place
     return library
 
 
-def _set(generator: torch.Generator, state: Tensor) -> None:
-    generator.set_state(state)
+def _number(generator: torch.Generator) -> int:
+    for number, one in enumerate(_generators):
+        if one is generator:
+            return number
+    _generators.append(generator)
+    return len(_generators) - 1
 
 
-def _fake_state(generator: torch.Generator) -> Tensor:
-    return torch.empty(generator.get_state().shape, dtype=torch.uint8)
+def _state(generator: int) -> Tensor:
+    return _generators[generator].get_state()
 
 
-def _fake_set(generator: torch.Generator, state: Tensor) -> None:
+def _set(generator: int, state: Tensor) -> None:
+    _generators[generator].set_state(state)
+
+
+def _fake_state(generator: int) -> Tensor:
+    return torch.empty(_state(generator).shape, dtype=torch.uint8)
+
+
+def _fake_set(generator: int, state: Tensor) -> None:
     del generator, state
