@@ -26,7 +26,7 @@ def both(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return y * 2
 
 
-@both.register_fake
+@both.register_fake  # type: ignore[attr-defined]
 def _(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     return torch.empty_like(y)
 

@@ -26,7 +26,9 @@ Set = Callable[[Any, int], None]
 def trained(model: Any, sets: Set, *, compiles: bool, every: int, **options: Any) -> list[Any]:
     """Losses of micro-batches, which gradients there are after each, gradients and parameters."""
     torch._dynamo.reset()
-    run = torch.compile(model, backend="shoal", fullgraph=True, **options) if compiles else model
+    run: Any = (
+        torch.compile(model, backend="shoal", fullgraph=True, **options) if compiles else model
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     seen: list[Any] = []
     data = batches(2 * every, dist.get_rank(), dist.get_world_size())
@@ -140,7 +142,7 @@ def test_switching_compiles_two_graphs() -> None:
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return counter(*args, **kwargs)
 
-    run = torch.compile(model, backend=Counted(), fullgraph=True)
+    run: Any = torch.compile(model, backend=Counted(), fullgraph=True)
     for _, part in batches(4, dist.get_rank(), dist.get_world_size()):
         loss_of(run, part).backward()
         for syncs in (False, False, True):
@@ -173,7 +175,7 @@ def test_setters_between_forward_and_backward(sets: str) -> None:
     torch._dynamo.reset()
     parts = [part for _, part in batches(2, dist.get_rank(), dist.get_world_size())]
     one, other = shard(build()), shard(build())
-    run = torch.compile(one, backend="shoal", fullgraph=True)
+    run: Any = torch.compile(one, backend="shoal", fullgraph=True)
     for _ in range(2):
         ours, theirs = two_losses(one, run, parts, sets), two_losses(other, other, parts, sets)
         for a, b in zip(ours, theirs, strict=True):
@@ -184,7 +186,7 @@ def test_setters_between_forward_and_backward(sets: str) -> None:
 def test_eager_and_compiled_micro_batches_mix() -> None:
     torch._dynamo.reset()
     models: list[Any] = [shard(build()), shard(build())]
-    run = torch.compile(models[0], backend="shoal", fullgraph=True)
+    run: Any = torch.compile(models[0], backend="shoal", fullgraph=True)
     for index, (_, part) in enumerate(batches(4, dist.get_rank(), dist.get_world_size())):
         for model in models:
             model.set_requires_gradient_sync(index == 3)
@@ -198,7 +200,7 @@ def test_eager_and_compiled_micro_batches_mix() -> None:
 def test_frozen_while_gradients_wait() -> None:
     torch._dynamo.reset()
     models: list[Any] = [shard(build()), shard(build())]
-    run = torch.compile(models[0], backend="shoal", fullgraph=True)
+    run: Any = torch.compile(models[0], backend="shoal", fullgraph=True)
     for index, (_, part) in enumerate(batches(2, dist.get_rank(), dist.get_world_size())):
         for model in models:
             model.set_requires_gradient_sync(index == 1)
@@ -220,7 +222,7 @@ def test_an_own_all_gather_is_refused_by_name() -> None:
 
     model: Any = fully_shard(nn.Linear(4, 4))
     torch._dynamo.reset()
-    run = torch.compile(model, backend="shoal", fullgraph=True)
+    run: Any = torch.compile(model, backend="shoal", fullgraph=True)
     run(torch.ones(2, 4)).sum().backward()
     model.set_custom_all_gather(Gather())
     with pytest.raises(Exception, match="set_custom_all_gather"):

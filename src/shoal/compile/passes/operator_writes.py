@@ -30,9 +30,9 @@ def write_by_operators(graph: fx.Graph) -> set[int]:
     rewritten: set[fx.Node] = set()
     while (found := _last_rewritable(graph)) is not None:
         rewritten.update(_rewrite(graph, *found))
-    copied = {node.args[0] for node in _copies(graph)}
+    copied = [node.args[0] for node in _copies(graph)]
     inputs = graph.find_nodes(op="placeholder")
-    return {at for at, node in enumerate(inputs) if node in rewritten - copied}
+    return {at for at, node in enumerate(inputs) if node in rewritten and node not in copied}
 
 
 def _copies(graph: fx.Graph) -> list[fx.Node]:
