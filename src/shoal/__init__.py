@@ -7,7 +7,7 @@ Names are imported when they are first used, so that `import shoal`, and with it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shoal import _register
+from shoal import _register, _requirements
 from shoal.version import __version__
 
 if TYPE_CHECKING:
@@ -67,4 +67,5 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
+_requirements.check_torch()
 _register.register_when_needed()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal import _torch
-from shoal.errors import UsageError
+from shoal.errors import ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout, ParamSpec
 from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo, own_mesh_info
 from shoal.runtime.form import Form, ShardedForm, bytes_of, dtensor_form
@@ -19,8 +20,9 @@ from shoal.runtime.gather_hooks import has_hooks_before_sharding, refusal
 from shoal.runtime.module_state import state_of
 from shoal.runtime.policy import ShardPlacementResult
 from shoal.runtime.shards import Home, Source
-from shoal.runtime.updates import replaced_name
+from shoal.runtime.updates import owners_known, replaced_home
 from shoal.tensor.packed import Packed
+from shoal.tensor.sharded import ShardedTensor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,20 +107,43 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
     torch.utils.swap_tensors(tensor, moved)
 
 
-def without_shared(found: Sequence[Found]) -> tuple[list[Found], str | None]:
-    """The parameters that no other unit has sharded, and what is wrong if there are others."""
-    refusal, own = None, []
+def without_shared(
+    found: Sequence[Found],
+) -> tuple[list[Found], Callable[[nn.Module], str] | None]:
+    """The parameters that no other unit has sharded, and what is wrong if there are others.
+
+    What is wrong is said when the root is known, and with it what parameters are called.
+    """
+    shared = [item for item in found if replaced_home(item.parameter) is not None]
+    own = [item for item in found if replaced_home(item.parameter) is None]
+    return own, partial(_refusal, shared[0]) if shared else None
+
+
+def _refusal(item: Found, root: nn.Module) -> str:
+    paths = {module: name for name, module in root.named_modules()}
+    here, there = item.homes[0], replaced_home(item.parameter)
+    names = [f"{paths.get(home.module, '?')}.{home.name}".lstrip(".") for home in (here, there)]
+    return (
+        f"parameter {names[0]!r} is already managed by another unit, which has sharded it as "
+        f"{names[1]!r}: the two are one parameter (tied weights). Shared parameters must be in one "
+        "unit: give all modules that use it to one call, fully_shard([a, b])"
+    )
+
+
+def check_not_outer(found: Sequence[Found], modules: Sequence[nn.Module]) -> None:
+    """Refuse what a call on an outer module has sharded already: calls go from the inside out."""
+    if not any(isinstance(item.parameter, (DTensor, ShardedTensor)) for item in found):
+        return
+    owners = {id(p): owner for owner in owners_known() for p in owner.sharded_parameters()}
     for item in found:
-        elsewhere = replaced_name(item.parameter)
-        if elsewhere is None:
-            own.append(item)
-        elif refusal is None:
-            refusal = (
-                f"parameter {item.name!r} is already managed by another unit, which has sharded it "
-                f"as {elsewhere!r}. Shared parameters must be in one unit: give all modules that "
-                "use it to one call, fully_shard([a, b])"
+        owner = owners.get(id(item.parameter))
+        if owner is not None:
+            kinds = ", ".join(type(module).__name__ for module in modules)
+            raise ShardedTwiceError(
+                f"parameter {item.name!r} of {kinds} belongs to the unit of a module around it "
+                f"({owner.name}), which was sharded before. Call fully_shard from the inside out: "
+                "on the blocks first, then on the whole model"
             )
-    return own, refusal
 
 
 def check(found: Sequence[Found]) -> None:
@@ -220,6 +245,7 @@ def _group(
         wanted = layout.pack(specs, info.shard_mesh_size).dims
         dims = [_dim(f, Shard(dim), info) for f, dim in zip(found, wanted, strict=True)]
     if isinstance(layout, Even):
+        _check_complex(found, info)
         forms: list[Form] = [
             dtensor_form(f.name, f.parameter, dim, info) for f, dim in zip(found, dims, strict=True)
         ]
@@ -230,6 +256,19 @@ def _group(
         for spec, f, form in zip(specs, found, forms, strict=True)
     )
     return Group(mesh_info=info, layout=layout, sources=sources)
+
+
+def _check_complex(found: Sequence[Found], info: DataParallelMeshInfo) -> None:
+    """Refuse vectors of which torch's `view_as_real` is a copy: optimizers would write into that."""
+    num_ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
+    for item in found:
+        parameter = item.parameter
+        if parameter.is_complex() and parameter.dim() == 1 and len(parameter) % num_ranks:
+            raise NotImplementedError(
+                f"shoal: the complex parameter {item.name!r} has {len(parameter)} elements, which "
+                f"{num_ranks} ranks cannot share evenly: torch's optimizers would lose updates of "
+                "such a DTensor. Pass layout=Flat(), or make it a matrix of one column"
+            )
 
 
 def _sharded_forms(

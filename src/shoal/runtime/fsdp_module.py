@@ -253,7 +253,10 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
         # Past torch's class, which would look for its own state.
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # pyright: ignore
         for unit in own_state(self).units:
-            unit.shards.follow()
+            # Of several modules that form a unit this may be the first to move: the last one, or
+            # the next gather, follows.
+            if unit.shards.is_on_one_device:
+                unit.shards.follow()
         return result
 
 

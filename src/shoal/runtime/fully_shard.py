@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 import torch
 from torch import nn
@@ -17,16 +17,30 @@ from shoal.mesh import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
     FSDPMeshInfo,
-    default_mesh,
     device_of,
     mesh_info_of,
     post_forward_mesh_info,
 )
-from shoal.runtime.collect import check, collect, group, move_to, without_shared
+from shoal.runtime.collect import (
+    check,
+    check_not_outer,
+    collect,
+    group,
+    move_to,
+    without_shared,
+)
 from shoal.runtime.form import DTensorForm
 from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.gather_hooks import refusal
 from shoal.runtime.managed_class import become
+from shoal.runtime.mistakes import (
+    layout_of,
+    mesh_of,
+    offload_of,
+    precision_of,
+    refuse_plain_values,
+    refuse_unknown,
+)
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.post_forward import PostForward
@@ -56,6 +70,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
     layout: Layout | None = None,
+    **unknown: Never,
 ) -> Any:
     """Shard the parameters of a module that no call on a submodule has sharded before.
 
@@ -70,15 +85,18 @@ def fully_shard(
     by default all but the root's are freed. `layout` says how parameters are cut: `Even()` gives
     DTensors, `Flat()`, `Rows()`, `Block(k)` and `Whole()` give `ShardedTensor`s.
     """
+    refuse_unknown("fully_shard", unknown)
+    policy, offload = precision_of(mp_policy), offload_of(offload_policy)
+    layout = layout_of(layout)
     modules = modules_of(module, "fully_shard")
-    mesh = mesh if mesh is not None else default_mesh()
+    mesh = mesh_of(mesh)
     check_device(mesh)
     info = mesh_info_of(mesh, dp_mesh_dims)
     make_units(
         modules,
         info,
-        mp_policy or MixedPrecisionPolicy(),
-        offload_policy or OffloadPolicy(),
+        policy,
+        offload,
         ignored_params or set(),
         reshard_after_forward,
         shard_placement_fn,
@@ -104,6 +122,7 @@ def make_units(
     _post_forward(reshard_after_forward, info)  # refuses a wrong number before anything changes
     device = device_of(info.mesh)
     found, refusal = without_shared(collect(modules, ignored))
+    check_not_outer(found, modules)
     check(found)
     move_to(found, modules, device, ignored)
     units = []
@@ -118,7 +137,22 @@ def make_units(
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward == 1:
         reshards = False
     ModuleState(modules, units, policy, reshards, device, refusal)
+    for unit in units:
+        _check_loads(unit)
     _let_mix(modules)
+
+
+def _check_loads(unit: Unit) -> None:
+    """Have state dicts looked at before they are loaded into DTensors."""
+    if not isinstance(unit.layout, Even):
+        return  # a ShardedTensor takes its elements out of a whole tensor
+
+    def look(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+        if not unit.is_lent:
+            refuse_plain_values(unit, module, state, prefix)
+
+    for module in {home.module for member in unit.shards.members for home in member.homes}:
+        module.register_load_state_dict_pre_hook(look)
 
 
 def modules_of(module: object, function: str) -> list[nn.Module]:

@@ -44,10 +44,10 @@ class ModuleState:
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         device: torch.device,
-        refusal: str | None = None,
+        refusal: Callable[[nn.Module], str] | None = None,
     ) -> None:
         self.refusal = refusal
-        """Why the modules cannot run. It is said at the first forward, as torch does."""
+        """Why the modules cannot run below a root. It is said at the first forward, as in torch."""
         self.modules = tuple(modules)
         self.units = tuple(units)
         self.policy = policy
@@ -333,7 +333,7 @@ def context_of(module: nn.Module, state: ModuleState) -> Context:
                 units.append(unit)
         for below in found:
             if below.refusal is not None:
-                raise UsageError(below.refusal)
+                raise UsageError(below.refusal(module))
         check_ranks_agree(units)
         context = Context(units, state.units, state.streams)
         for below in found:

@@ -41,6 +41,14 @@ class MixedPrecisionPolicy:
             return dtype
         return self.param_dtype
 
+    def sum_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which gradients of a dtype are summed over ranks; complex ones stay so."""
+        if self.reduce_dtype is None:
+            return dtype
+        return (
+            torch.promote_types(self.reduce_dtype, dtype) if dtype.is_complex else self.reduce_dtype
+        )
+
 
 @dataclass(frozen=True)
 class OffloadPolicy:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Never
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,12 +14,12 @@ from shoal.mesh import (
     DataParallelMeshInfo,
     DDPMeshInfo,
     FSDPMeshInfo,
-    default_mesh,
     mesh_info_of,
 )
 from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.fully_shard import COPY_REFUSAL, check_device, make_units, modules_of
 from shoal.runtime.managed_class import become
+from shoal.runtime.mistakes import mesh_of, offload_of, precision_of, refuse_unknown
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.torch_state import torch_state
 
@@ -36,6 +36,7 @@ def replicate(
     offload_policy: OffloadPolicy | None = None,
     ignored_params: set[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    **unknown: Never,
 ) -> Any:
     """Replicate a module over the one axis of a mesh, by default over all ranks.
 
@@ -44,15 +45,17 @@ def replicate(
     are all-reduced. The module is changed in place and returned. `shoal.replicate` is the other
     way to do it, which leaves parameters plain tensors.
     """
+    refuse_unknown("replicate", unknown)
+    policy, offload = precision_of(mp_policy), offload_of(offload_policy)
     _check_not_sharded(module)
     modules = modules_of(module, "replicate")
-    mesh = mesh if mesh is not None else default_mesh(mesh_dim_names=("replicate",))
+    mesh = mesh_of(mesh, ("replicate",))
     check_device(mesh)
     make_units(
         modules,
         _info_of(mesh, dp_mesh_dims),
-        mp_policy or MixedPrecisionPolicy(),
-        offload_policy or OffloadPolicy(),
+        policy,
+        offload,
         ignored_params or set(),
         reshard_after_forward=False,
     )

@@ -51,7 +51,7 @@ class Rows:
     def launch(self, grads: dict[int, torch.Tensor]) -> Reduction:
         """Copy gradients in and start reducing them."""
         unit = self._unit
-        dtype = unit.policy.reduce_dtype or self._common_dtype(grads)
+        dtype = unit.policy.sum_dtype(self._common_dtype(grads))
         trained = unit.trained
         if not unit.trained_set.issuperset(grads):  # frozen since its gradient was kept
             trained = tuple(sorted({*trained, *grads}))
@@ -160,8 +160,10 @@ class Rows:
             ]
             if len({tensor.dtype for tensor in tensors}) > 1:
                 tensors = [tensor.to(rows.dtype) for tensor in tensors]
+            if rows.is_complex():
+                tensors = [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
             if self.shard_numel:
-                _torch.chunk_into_columns(tensors, unit.size, rows.view(unit.size, -1))
+                _torch.chunk_into_columns(tensors, unit.size, _real(rows).view(unit.size, -1))
             return
         everything = self._targets_in(rows)
         if self._is_all_zero_copy and len(grads) == len(everything):
@@ -217,7 +219,7 @@ class Rows:
         kept = self._kept(parts[0]) if len(parts) == 1 else None
         lane = unit.streams.reducing
         if lane is None and scatters and self._is_single(division):
-            pending = self._scatter(output, parts[0], division)
+            pending = self._scatter(_real(output), _real(parts[0]), division)
             return Reduction(unit, indices, kept, output, pending.wait)
         if lane is None:
             indices, _ = self._chain(indices, parts, output, division)
@@ -284,7 +286,7 @@ class Rows:
                 unit.keep_partial(indices, output)
                 return (), used
             reason = f"the all-reduce of unit {unit.name!r}"
-            unit.replicas.all_reduce(output, division.all_reduce_op, reason=reason).wait()
+            unit.replicas.all_reduce(_real(output), division.all_reduce_op, reason=reason).wait()
             self._note_in_stream()
         if options.all_reduce_hook is not None:
             unit.streams.run_hook(options.all_reduce_hook, output, options.all_reduce_hook_stream)
@@ -295,6 +297,7 @@ class Rows:
     def _scatter_now(self, division: Division, output: torch.Tensor, rows: torch.Tensor) -> None:
         """Reduce over the ranks that shard, in order with the current stream."""
         unit, options = self._unit, self._unit.options
+        output, rows = _real(output), _real(rows)
         if division.before is not None and division.before != 1:
             rows.div_(division.before)
         on_host = unit.streams.reducing is None
@@ -341,7 +344,7 @@ class Rows:
         if self._division is None or self._division[0] != key:
             assert self._dtype is not None
             division = Division.of(
-                self._dtype,
+                self._dtype.to_real() if self._dtype.is_complex else self._dtype,
                 unit.size,
                 1 if unit.replicas is None else unit.replicas.size,
                 options.divide_factor,
@@ -381,6 +384,11 @@ class Rows:
         shapes, wanted = cut(pieces, self.shard_numel)
         is_flat = all(len(shape) == 1 for shape in shapes)
         return [prod(shape) for shape in shapes], wanted, None if is_flat else examples_of(shapes)
+
+
+def _real(row: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, which collectives can add; others as they are."""
+    return torch.view_as_real(row).view(-1) if row.is_complex() else row
 
 
 def limit_parts(all_rows: Sequence[Rows]) -> None:

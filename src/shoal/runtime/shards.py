@@ -23,6 +23,7 @@ from shoal.runtime.form import Form, bytes_of
 from shoal.runtime.gather_hooks import cut, has_hooks, without
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
 from shoal.runtime.updates import mark_replaced, note_change
+from shoal.tensor.sharded import ShardedTensor
 
 _version_of = attrgetter("_version")
 
@@ -81,7 +82,6 @@ class Shards:
         rank: int,
         offload: OffloadPolicy,
     ) -> None:
-        self.unit = unit
         self.whole = packing
         """How all parameters are cut, and so their gradients."""
         self._rank = rank
@@ -102,12 +102,27 @@ class Shards:
             Member(source, self._adopt(source, local, index in self.extended))
             for index, (source, local) in enumerate(zip(sources, locals_, strict=True))
         )
+        self.unit = unit
         self.num_changes = 0
         """How often parameters were replaced or moved."""
         self.num_recaptures = 0
         """How often graphs that read the buffer became wrong: for another dtype, or device."""
         self._remember()
         self.register()
+
+    def rename(self, unit: str) -> None:
+        """Call the unit by its name in the model; errors of its tensors name parameters so."""
+        self.unit = unit
+        for member in self.members:
+            if isinstance(member.sharded, ShardedTensor):
+                name = ".".join(part for part in (unit, member.spec.name) if part != "root")
+                vars(member.sharded)["_shoal_name"] = name
+
+    @property
+    def is_on_one_device(self) -> bool:
+        """Whether all parameters are, which they are not while modules are moved one by one."""
+        found = (parameters.get(name) for parameters, name in self._first_places)
+        return len({parameter.device for parameter in found if parameter is not None}) == 1
 
     def _remember(self) -> None:
         """Note what every step asks of every member, as lists that C can walk."""
@@ -153,7 +168,7 @@ class Shards:
             return sharded
         if not is_extended:  # there the attributes are the tensor itself
             vars(sharded).update(vars(original))
-        mark_replaced(original, source.spec.name)
+        mark_replaced(original, source.spec.name, source.homes[0])
         return sharded
 
     def _place(self, buffer: torch.Tensor) -> torch.Tensor:

@@ -157,7 +157,7 @@ class Unit:
         self.streams = streams
         if self._prepared is not None:
             self.use(streams)
-        self.shards.unit = self.name
+        self.shards.rename(self.name)
         if self._phase is Phase.SHARDED:
             self.shards.follow()
             self.shards.follow_hooks()
@@ -500,8 +500,7 @@ class Unit:
             if kept is not None:
                 kept += grad
             else:
-                dtype = self.policy.reduce_dtype or grad.dtype
-                self._kept_grads[index] = grad.to(dtype)
+                self._kept_grads[index] = grad.to(self.policy.sum_dtype(grad.dtype))
         self._note_reductions()
 
     def _note_reductions(self) -> None:
@@ -583,8 +582,10 @@ class Unit:
             if wanted is not None and index not in wanted:
                 continue
             stored = members[index].dtype
+            if dtype.is_complex and not stored.is_complex:
+                grad = grad.real  # of a real parameter beside complex ones
             try:
-                self.put_grad(index, grad if stored is dtype else grad.to(stored))
+                self.put_grad(index, grad if stored is dtype else grad.to(stored).contiguous())
             except BaseException as error:  # a user's hook: the other gradients are there too
                 failure = failure or error
         if failure is not None:

@@ -38,14 +38,19 @@ class Updatable(Protocol):
 _REPLACED = "_shoal_replaced"
 
 
-def mark_replaced(parameter: nn.Parameter, name: str) -> None:
-    """Note on an original parameter that shards have taken its place."""
-    setattr(parameter, _REPLACED, name)
+def mark_replaced(parameter: nn.Parameter, name: str, home: object) -> None:
+    """Note on an original parameter that shards have taken its place, and where that is."""
+    setattr(parameter, _REPLACED, (name, home))
 
 
 def replaced_name(parameter: nn.Parameter) -> str | None:
     """The name under which a parameter was sharded, if it was."""
-    return getattr(parameter, _REPLACED, None)
+    return getattr(parameter, _REPLACED, (None, None))[0]
+
+
+def replaced_home(parameter: nn.Parameter) -> Any:
+    """Where the shards of a parameter are registered, if it was sharded."""
+    return getattr(parameter, _REPLACED, (None, None))[1]
 
 
 _changes = itertools.count(1)
@@ -102,6 +107,11 @@ def count_updates(owner: Updatable) -> None:
     """From now on, increase `owner.num_updates` with each optimizer step on its parameters."""
     _watch_optimizers()
     _owners.add(owner)
+
+
+def owners_known() -> list[Any]:
+    """All units that are alive, of whatever model."""
+    return [*_owners]
 
 
 def _held(optimizer: Optimizer) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal.tensor import copies, draws, elementwise, lists, norms, reductions
+from shoal.tensor import copies, draws, elementwise, lists, norms, paired, reductions
 from shoal.tensor.refusal import refuse
 from shoal.tensor.sharded import Handler, Op
 
@@ -11,6 +11,7 @@ _NAMED: dict[str, Handler] = {
     **draws.HANDLERS,
     **lists.HANDLERS,
     **norms.HANDLERS,
+    **paired.HANDLERS,
     **reductions.HANDLERS,
 }
 """By operation and overload; a name alone means all overloads of it."""

@@ -11,6 +11,13 @@ from shoal import _torch
 from shoal.errors import UsageError
 from shoal.tensor.sharded import Op, ShardedTensor
 
+_OUTSIDE = (
+    "It is the parameter {!r}, which is whole only while its module runs: call the module that was "
+    "given to fully_shard and not a layer inside of it, call "
+    "register_fsdp_forward_method(module, 'name') for another method than forward, or work in "
+    "full_parameters(module). "
+)
+
 
 def refuse(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> NoReturn:
     """Say that there is no handler, and what to do instead."""
@@ -25,8 +32,10 @@ def unsupported(op: Op, reason: str, *operands: Any) -> NotImplementedError:
     """
     sharded = [o for o in _torch.tree_leaves(operands) if isinstance(o, ShardedTensor)]
     layout = f", for a tensor of {sharded[0].placement}" if sharded else ""
+    name = next((n for n in (vars(one).get("_shoal_name") for one in sharded) if n), None)
+    hint = "" if name is None else _OUTSIDE.format(name)
     return NotImplementedError(
-        f"{op}: {reason}{layout}. Use tensor.full_tensor() for a whole copy on every rank, "
+        f"{op}: {reason}{layout}. {hint}Use tensor.full_tensor() for a whole copy on every rank, "
         "tensor.locals for the elements of this rank, or tensor.reshard(spec) for another cut; the "
         "operation itself is not supported for ShardedTensor!"
     )

@@ -70,6 +70,11 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         device_mesh: DeviceMesh | None = None,
     ) -> None:
         super().__init__()
+        _check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
+        _check_kind("cpu_offload", cpu_offload, CPUOffload)
+        _check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
+        _check_kind("mixed_precision", mixed_precision, MixedPrecision)
+        _check_kind("device_mesh", device_mesh, DeviceMesh)
         _torch.serve_wrapper(FullyShardedDataParallel)
         _warn_of_containers(module)
         check_unreplicated(module)
@@ -315,3 +320,12 @@ def _check(found: Sequence[Found], mesh: DeviceMesh | None) -> None:
                 f"FSDP doesn't support scalar parameters. Change {item.name} to a 1D tensor with "
                 "numel equal to 1."
             )
+
+
+def _check_kind(name: str, given: object, kind: type) -> None:
+    """Refuse what is not of a class, such as `fully_shard`'s policies, before anything changes."""
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{name} of FullyShardedDataParallel must be a {kind.__name__}, got {given!r} of type "
+            f"{type(given).__name__}"
+        )
