@@ -213,7 +213,7 @@ def _replace(side: Side, lot: random.Random) -> None:
     side.model.blocks[0].drop = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Dropout(0.0))
 
 
-UNSHARDED: list[Change] = [_swap, _replace]
+UNSHARDED: list[Change] = [_load, _swap, _replace]
 """Those that put other tensors in the place of parameters."""
 
 
@@ -246,6 +246,9 @@ def run_program(seed: int, kind: str, build: Callable[[], Any], changes: list[Ch
             for one, other in zip(ours.model.buffers(), theirs.model.buffers(), strict=True):
                 one.copy_(other)
         _assert_same(ours, theirs, done)
+        if lot.random() < 0.3:
+            outputs = [_output(side, x) for side in sides]  # no weights from before the step
+            torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
     return step.num_graphs
 
 
@@ -267,6 +270,12 @@ def _ran(
             return call(x, y.expand(len(x), 3))
     except Refusal:
         return None
+
+
+@torch.no_grad()
+def _output(side: Side, x: Tensor) -> Tensor:
+    torch.manual_seed(5)
+    return side.model(x)
 
 
 def whole(tensor: Any) -> Tensor:

@@ -19,7 +19,7 @@ from shoal.compile.options import Options
 from shoal.compile.partition.ops import Kind, kind
 from shoal.compile.step.data import Data
 from shoal.compile.step.fingerprint import Fingerprint
-from shoal.compile.step.parts import Parts
+from shoal.compile.step.parts import Parts, Places
 from shoal.compile.step.refusals import check_can_capture
 from shoal.compile.step.replay import Replay, why_not
 from shoal.compile.step.update import MissingStateError, clip, count_on_device, update
@@ -85,7 +85,7 @@ class CompiledStep:
         """The graphs, that which ran last first."""
         self._num_made = 0
         self._has_run = False
-        self._read_last: Fingerprint | None = None
+        self._last: tuple[Fingerprint, Places] | None = None
         self.why_not_captured: str | None = "no step has run yet"
         """Why the last step ran as it is written; None if it was captured."""
         self.why_not_replayed: str | None = "it is not captured yet"
@@ -153,8 +153,9 @@ class CompiledStep:
 
     def _is_repeated(self, read: Fingerprint, data: Data) -> bool:
         """Whether the step before read the same, so that one more graph may be of use."""
-        before, self._read_last = self._read_last, read
-        if before is not None and before.matches(data):
+        before, places = self._last, Places(self._whole, self._optimizer)
+        self._last = read, places
+        if before is not None and before[0].matches(data) and places.are_those_of(before[1]):
             return True
         changed = self._captured[0].read.difference(data) if self._captured else "memory moved"
         self.why_not_captured = f"{self._num_made} graphs were made, and none fits: {changed}"

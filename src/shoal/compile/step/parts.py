@@ -225,6 +225,25 @@ class Parts:
         return view, in_graph.piece_of(grad, index)
 
 
+class Places:
+    """Where the tensors of a model and an optimizer lie, to compare with a later step.
+
+    They are held, so that no other tensor comes to lie there: addresses alone would be equal on
+    some ranks by chance.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        states = chain.from_iterable(held.values() for held in optimizer.state.values())
+        tensors = (one for one in states if isinstance(one, Tensor))
+        found = chain(model.parameters(), model.buffers(), tensors)
+        self._tensors = [_local(one).detach() for one in found]
+
+    def are_those_of(self, other: Places) -> bool:
+        """Whether nothing has moved in between."""
+        ours, theirs = self._tensors, other._tensors
+        return len(ours) == len(theirs) and all(map(_torch.is_set_to, ours, theirs))
+
+
 def _lowered(unit: Unit) -> InGraph:
     in_graph = unit.in_graph
     assert in_graph is not None
