@@ -93,12 +93,16 @@ class GlobalSettings:
 
 def _kernel_flags() -> tuple[Any, ...]:
     """What decides which kernel an operator becomes, as quickly as it can be read."""
-    of = torch._C
     return (
-        *(of._get_flash_sdp_enabled(), of._get_mem_efficient_sdp_enabled()),
-        *(of._get_math_sdp_enabled(), of._get_cudnn_sdp_enabled()),
-        *(of._get_cudnn_enabled(), of._get_cudnn_deterministic(), of._get_cudnn_benchmark()),
-        *(of._get_float32_matmul_precision(), of._get_mkldnn_enabled()),
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+        torch._C._get_cudnn_enabled(),
+        torch._C._get_cudnn_deterministic(),
+        torch._C._get_cudnn_benchmark(),
+        torch._C._get_float32_matmul_precision(),
+        torch._C._get_mkldnn_enabled(),
     )
 
 
