@@ -88,6 +88,14 @@ def is_named(file: BinaryIO, path: Path) -> bool:
         return False
 
 
+def is_still(folder: Path, before: os.stat_result) -> bool:
+    """Tell whether a folder is the one that it was: it may have been removed or replaced."""
+    try:
+        return os.path.samestat(before, folder.stat())
+    except FileNotFoundError:
+        return False
+
+
 def check_folder(path: Path) -> None:
     """Raise an `OSError` if `path` is there and is no folder itself: a link is none."""
     with suppress(FileNotFoundError):

@@ -10,6 +10,7 @@ from shoal.files import (
     check_folder,
     create,
     is_named,
+    is_still,
     open_own,
     open_regular,
     read_regular,
@@ -108,6 +109,17 @@ def test_a_file_that_was_removed_or_replaced_has_lost_its_name(tmp_path):
         assert not is_named(file, path)
         path.symlink_to(tmp_path / "y")
         assert not is_named(file, path), "a link to it is another name"
+
+
+def test_a_folder_that_was_removed_or_replaced_is_another(tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    before = folder.stat()
+    assert is_still(folder, before)
+    folder.rename(tmp_path / "y")
+    assert not is_still(folder, before)
+    folder.mkdir()
+    assert not is_still(folder, before)
 
 
 def test_a_link_to_a_folder_is_no_folder(tmp_path):

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 from shoal.checkpoint import drop_unfinished
 from shoal.errors import CheckpointError, UsageError
-from shoal.files import check_folder, is_named, read_regular, replace
+from shoal.files import check_folder, is_named, is_still, read_regular, replace
 from shoal.train.config import RunConfig, TrainConfig
 from shoal.train.lock import check_unlocked, hold_lock
 from shoal.train.options import from_json, to_json
@@ -132,9 +132,9 @@ class RunFolder:
 
         `home` is the folder as it was; another that has its name now is left alone.
         """
+        if not is_still(self.path, home) or os.path.lexists(self.config):
+            return
         with suppress(OSError):
-            if not os.path.samestat(home, self.path.lstat()) or os.path.lexists(self.config):
-                return
             drop_unfinished(self.checkpoints)
             for path in (self.checkpoints, self.logs, self.path):
                 path.rmdir()  # if it is empty

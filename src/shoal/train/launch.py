@@ -65,7 +65,7 @@ def launch(job: Job, lock: BinaryIO) -> int:
     plural = "s" if job.num_ranks != 1 else ""
     say(f"launching {job.num_ranks} rank{plural}; Ctrl-C saves and stops", stream=sys.stdout)
     folder, limit = job.folder, job.config.faults.max_restarts
-    home = folder.path.lstat()
+    home = folder.path.stat()
     with _private_folder() as private, _StopRequests(folder) as requests:
         for restart in itertools.count():
             with Ranks(job, private, restart=restart) as ranks:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.checkpoint.disk import disk_errors
-from shoal.files import replace
+from shoal.files import is_still, replace
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.runtime.events import Event
 
@@ -21,6 +21,7 @@ class TimelineFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._home = path.parent.stat()
         self._recent: deque[tuple[StepRecord, Sequence[Event]]] = deque(maxlen=_NUM_RECENT)
 
     def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
@@ -34,8 +35,8 @@ class TimelineFile:
         """Leave out what is only for people."""
 
     def close(self) -> None:
-        """Write the typical one of the last steps, if there were any."""
-        if not self._recent:
+        """Write the typical one of the last steps, if there were any, and its folder is there."""
+        if not self._recent or not is_still(self._path.parent, self._home):
             return
         by_length = sorted(self._recent, key=lambda entry: entry[0].step_ms)
         record, events = by_length[len(by_length) // 2]
