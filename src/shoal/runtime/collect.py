@@ -259,7 +259,7 @@ def _group(
 
 
 def _check_complex(found: Sequence[Found], info: DataParallelMeshInfo) -> None:
-    """Refuse vectors of which torch's `view_as_real` is a copy: optimizers would write into that."""
+    """Refuse vectors whose `view_as_real` is a copy: optimizers would write into that."""
     num_ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
     for item in found:
         parameter = item.parameter
