@@ -152,7 +152,9 @@ class Twins:
         self.unreduced, self.is_broken = {}, False
 
     def clip(self, max_norm: float) -> None:
-        """Clip the gradients of both."""
+        """Clip the gradients of both, if there are any: the wrapper warns where there are none."""
+        if all(parameter.grad is None for parameter in self.twin.parameters()):
+            return
         if self.is_wrapped:
             self.model.clip_grad_norm_(max_norm)
         else:
