@@ -6,7 +6,7 @@ A watchdog keeps a log of them. With `SHOAL_DEBUG=collectives` ranks compare the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
 
 import torch
@@ -75,8 +75,19 @@ def begin_step() -> None:
 @contextmanager
 def comparing(limit_s: float = LIMIT_S) -> Iterator[None]:
     """Let the ranks compare every collective inside of this; all of them enter it."""
+    with _comparing_by(Comparison(limit_s)):
+        yield
+
+
+def uncompared() -> AbstractContextManager[None]:
+    """Compare nothing inside of this: for ranks that differ on purpose."""
+    return _comparing_by(None)
+
+
+@contextmanager
+def _comparing_by(other: Comparison | None) -> Iterator[None]:
     global comparison
-    before, comparison = comparison, Comparison(limit_s)
+    before, comparison = comparison, other
     try:
         yield
     finally:
