@@ -11,8 +11,9 @@ from typing import Any, BinaryIO
 import torch
 
 from shoal.checkpoint import file_names
+from shoal.checkpoint.bounded_pickle import Record
 from shoal.checkpoint.disk import disk_errors, open_regular, read_whole
-from shoal.checkpoint.foreign import Record, is_record, read_item, unpickle_metadata
+from shoal.checkpoint.foreign import is_record, read_item, unpickle_metadata
 from shoal.checkpoint.metadata import JSON, check_json
 from shoal.checkpoint.offline import Progress, outline, write_offline
 from shoal.checkpoint.placement import Share
@@ -22,6 +23,7 @@ from shoal.layout.region import Region
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 1 << 28
+_MAX_DIMS = 64
 _Key = tuple[str, tuple[int, ...] | None]
 
 
@@ -59,7 +61,10 @@ class _Items(ExitStack):
         self._where: dict[_Key, Record] = {}
         for index, info in _mapping(metadata["storage_data"]).items():
             offset = index.get("offset")
-            self._where[index["fqn"], None if offset is None else tuple(offset)] = info
+            self._where[_text(index["fqn"]), None if offset is None else _ints(offset)] = info
+
+    def __contains__(self, key: _Key) -> bool:
+        return key in self._where
 
     def read(self, name: str, offsets: tuple[int, ...] | None) -> Any:
         """Give the tensor or the value that is stored under a name, at its offsets."""
@@ -103,6 +108,7 @@ def _convert(
     values: dict[str, JSON] = {}
     blocks: list[Block] = []
     for name, entry in _mapping(metadata["state_dict_metadata"]).items():
+        _text(name)
         if not is_record(entry, "TensorStorageMetadata"):
             values[name] = items.read(name, None)
             check_json(values[name], f"the value {name!r}")
@@ -110,7 +116,7 @@ def _convert(
         new_name = rename(name)
         if new_name in outlines:
             raise UsageError(f"`rename` gives two tensors the name {new_name!r}")
-        outlines[new_name] = outline(entry["size"], _dtype(name, entry), "from DCP")
+        outlines[new_name] = outline(_ints(entry["size"]), _dtype(name, entry), "from DCP")
         blocks += _blocks(items, name, new_name, entry, progress)
     write_offline(folder, outlines, [blocks], {"values": values} if values else {})
 
@@ -119,10 +125,15 @@ def _blocks(
     items: _Items, name: str, new_name: str, entry: Record, progress: Progress | None
 ) -> Iterator[Block]:
     dtype = _dtype(name, entry)
+    seen: set[tuple[int, ...]] = set()
     for chunk in entry["chunks"]:
-        region = Region(offsets=tuple(chunk["offsets"]), sizes=tuple(chunk["sizes"]))
+        region = Region(offsets=_ints(chunk["offsets"]), sizes=_ints(chunk["sizes"]))
         if not region.numel:
             continue
+        # A short pickle can list one chunk without end; the files hold each once.
+        if region.offsets in seen or (name, region.offsets) not in items:
+            raise CheckpointError(f"{name!r} at {region.offsets} is listed twice, or in no file")
+        seen.add(region.offsets)
 
         def read(region: Region = region) -> torch.Tensor:
             values = items.read(name, region.offsets)
@@ -141,11 +152,24 @@ def _blocks(
 
 def _dtype(name: str, entry: Record) -> torch.dtype:
     """The dtype of a tensor, which comes first in the state of its properties."""
-    state = entry["properties"].fields
+    state = entry["properties"].state
     dtype = state[0] if isinstance(state, tuple) and state else None
     if not isinstance(dtype, torch.dtype) or dtype not in CODES:
         raise CheckpointError(f"{name!r} has a dtype that is not supported: {dtype!r:.50}")
     return dtype
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(f"expected a name in the metadata, got a {type(value).__name__}")
+    return value
+
+
+def _ints(value: object) -> tuple[int, ...]:
+    is_tuple = type(value) is tuple and len(value) <= _MAX_DIMS
+    if not is_tuple or any(type(item) is not int or not 0 <= item < 2**63 for item in value):
+        raise CheckpointError(f"expected sizes or offsets in the metadata, got {value!r:.100}")
+    return value
 
 
 def _mapping(value: object) -> dict[Any, Any]:

@@ -1,23 +1,23 @@
-"""Plain values out of pickles that nobody vouches for: an allow-list, and nothing is called.
+"""What torch's DCP wrote: its metadata is a pickle, each item a `torch.save` file.
 
-torch's DCP keeps its metadata in a pickle, and each item as a `torch.save` file. A pickle is a
-program; here all that it can build is numbers, texts, containers, dtypes and records, which stand
-in the place of torch's classes and do nothing but keep what they are given.
+Names in them are an allow-list, too: classes of torch's become records that do nothing.
 """
 
 from __future__ import annotations
 
 import io
-import pickle
 import zipfile
+from collections.abc import Set
+from functools import partial
 from typing import Any
 
 import torch
 
+from shoal.checkpoint.bounded_pickle import Class, Record, read_pickle
 from shoal.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
-_RECORDS = frozenset(
+_OF_METADATA = frozenset(
     {
         (_METADATA, "BytesStorageMetadata"),
         (_METADATA, "ChunkStorageMetadata"),
@@ -33,84 +33,100 @@ _RECORDS = frozenset(
         ("pathlib", "WindowsPath"),
     }
 )
+_TENSORS = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"})
+_STORAGES = (
+    *("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"),
+    *("ComplexDouble", "ComplexFloat"),
+)
+_OF_ITEMS = frozenset(
+    {
+        *(("torch._utils", name) for name in _TENSORS),
+        *(("torch", f"{name}Storage") for name in _STORAGES),
+        *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
+    }
+)
 
 _SLACK_BYTES = 1 << 16
 """What the values of an item may take beyond its length in the file."""
-
-
-class Record:
-    """What an object was made of: the arguments of its class, and its state."""
-
-    def __init__(self, *arguments: object) -> None:
-        self.arguments = arguments
-        self.state: Any = {}
-
-    def __setstate__(self, state: Any) -> None:
-        self.state = state
-
-    def __getitem__(self, key: str) -> Any:
-        """Give a field; raises CheckpointError if there is none."""
-        if not isinstance(self.fields, dict) or key not in self.fields:
-            raise CheckpointError(f"expected a {type(self).__name__} with a field {key!r}")
-        return self.fields[key]
-
-    def get(self, key: str) -> Any:
-        """Give a field that is left out of the state where it is None."""
-        return self[key] if isinstance(self.fields, dict) and key in self.fields else None
-
-    @property
-    def fields(self) -> Any:
-        """The state, which is a table for most classes."""
-        # An object that was made without a call of its class has no state before it gets one.
-        return self.__dict__.get("state", {})
+_MAX_ENTRIES = 1024
+"""Of the archive that an item is; `torch.save` makes some seven for a tensor."""
 
 
 def unpickle_metadata(data: bytes) -> Record:
     """Read DCP's metadata; raises CheckpointError for anything that is not of its kind."""
     try:
-        found = _Unpickler(io.BytesIO(data)).load()
-    except CheckpointError:
-        raise
-    except Exception as error:
-        # A hostile or damaged pickle can raise whatever its opcodes can.
-        raise CheckpointError(f"not readable as DCP metadata: {error!r:.200}") from error
+        found = read_pickle(data, partial(_named, _OF_METADATA))
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"not readable as DCP metadata: {error!s:.200}") from error
     if not is_record(found, "Metadata"):
         raise CheckpointError(f"expected DCP metadata, got a {type(found).__name__}")
     return found
 
 
-def is_record(value: object, name: str) -> bool:
+def is_record(value: object, kind: str) -> bool:
     """Whether a value stands for an object of a class of torch's."""
-    return isinstance(value, Record) and type(value).__name__ == name
+    return isinstance(value, Record) and value.kind == kind
 
 
 def read_item(data: bytes) -> Any:
     """Give the tensor or the plain value that `torch.save` wrote."""
     try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            entries = archive.infolist()
-        # Values that are packed could unpack to any size.
+        value = read_pickle(_pickle_of(data), partial(_named, _OF_ITEMS))
+        if not isinstance(value, Record):
+            return value
+        if value.kind not in _TENSORS:
+            raise CheckpointError(f"it is a {value.kind}, and no tensor")
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"not readable as a saved tensor: {error}") from error
+    except Exception as error:
+        # Of an archive that is damaged, or was made to do harm, anything may be raised.
+        raise CheckpointError(f"not readable as a saved tensor: {error!s:.200}") from error
+    if found.nbytes > len(data):
+        # Strides of zero show few bytes many times, and a copy would hold them all.
+        raise CheckpointError(
+            f"not readable as a saved tensor: {len(data):,} bytes show {found.nbytes:,}"
+        )
+    return found
+
+
+def _pickle_of(data: bytes) -> bytes:
+    """The pickle in an archive, of which nothing is compressed: that could unpack to any size."""
+    if data.count(b"PK\x01\x02") > _MAX_ENTRIES:
+        raise CheckpointError(f"it is an archive of more than {_MAX_ENTRIES:,} files")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
             sum(entry.file_size for entry in entries) > len(data) + _SLACK_BYTES
         ):
             raise CheckpointError("its items are compressed, which DCP does not do")
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except CheckpointError:
-        raise
-    except Exception as error:
-        raise CheckpointError(f"not readable as a saved tensor: {error!s:.200}") from error
+        pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CheckpointError(f"it holds {len(pickles)} pickles, and should one")
+        return archive.read(pickles[0])
 
 
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        """Give what stands for a name in the pickle."""
-        if (module, name) in _RECORDS:
-            # A class of its own for each mention: whatever is done to it is gone with it.
-            return type(name, (Record,), {})
-        if (module, name) == ("torch", "Size"):
-            return tuple
-        if (module, name) == ("collections", "OrderedDict"):
-            return dict
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
-        raise CheckpointError(f"its metadata names {module}.{name}, which is not allowed there")
+def _named(allowed: Set[tuple[str, str]], module: str, name: str) -> Any:
+    """What stands for a name in a pickle."""
+    if (module, name) in allowed:
+        return Class(partial(Record, name))
+    if (module, name) == ("torch", "Size"):
+        return Class(_size)
+    if (module, name) == ("collections", "OrderedDict"):
+        return Class(_empty_table)
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    raise CheckpointError(f"it names {module}.{name}, which is not allowed there")
+
+
+def _size(arguments: tuple[object, ...]) -> tuple[object, ...]:
+    """The sizes themselves, not a copy: one for each mention would be without bound."""
+    if len(arguments) != 1 or type(arguments[0]) is not tuple:
+        raise CheckpointError("it has a torch.Size that is not made of a tuple")
+    return arguments[0]
+
+
+def _empty_table(arguments: tuple[object, ...]) -> dict[str, object]:
+    if arguments:
+        raise CheckpointError("it has an OrderedDict that is made of something")
+    return {}

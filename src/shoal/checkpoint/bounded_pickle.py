@@ -1,0 +1,294 @@
+"""Pickles that nobody vouches for, read by an interpreter that calls nothing and bounds memory.
+
+A pickle is a program. Here its instructions are an allow-list: those of numbers, texts, lists,
+tuples, tables, and of objects, which become records that keep what they are given. Python's own
+unpickler would take 2 GiB for 10 bytes (a place in its memo, a length that the file does not
+have), and 80 bytes for each byte of a file of empty lists. So each instruction is charged with what
+it can take, and a pickle may not take more than a real one of its length.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from shoal.errors import CheckpointError
+
+Names = Callable[[str, str], Any]
+"""Gives what stands for a name of a module; raises CheckpointError unless it is allowed."""
+
+_REAL_RATIO = 20
+"""What each byte of a pickle may be charged; those of DCP's metadata are charged 14."""
+_SLACK_BYTES = 1 << 20
+_MAX_ARGUMENTS = 16
+
+
+class Record:
+    """What stands in the place of an object: its class's name, its arguments, and its state."""
+
+    __slots__ = ("arguments", "kind", "state")
+
+    def __init__(self, kind: str, arguments: tuple[object, ...]) -> None:
+        self.kind = kind
+        self.arguments = arguments
+        self.state: Any = None
+
+    def __getitem__(self, key: str) -> Any:
+        """Give a field; raises CheckpointError if there is none."""
+        if not isinstance(self.state, dict) or key not in self.state:
+            raise CheckpointError(f"expected a {self.kind} with a field {key!r}")
+        return self.state[key]
+
+    def get(self, key: str) -> Any:
+        """Give a field that is left out of the state where it is None."""
+        return self[key] if isinstance(self.state, dict) and key in self.state else None
+
+
+class Class:
+    """What stands in the place of a class, or of a function that makes objects."""
+
+    __slots__ = ("make",)
+
+    def __init__(self, make: Callable[[tuple[object, ...]], object]) -> None:
+        self.make = make
+
+
+def read_pickle(data: bytes, names: Names) -> Any:
+    """Give the value that a pickle makes; raises CheckpointError for any that is not allowed."""
+    return _Interpreter(data, names).run()
+
+
+class _Interpreter:
+    def __init__(self, data: bytes, names: Names) -> None:
+        self._data = memoryview(data)
+        self._at = 0
+        self._names = names
+        self._stack: list[Any] = []
+        self._marks: list[int] = []
+        self._memo: list[Any] = []
+        self._classes: dict[tuple[str, str], Any] = {}
+        self._left = _REAL_RATIO * len(data) + _SLACK_BYTES
+
+    def run(self) -> Any:
+        """Follow the instructions to the end."""
+        while True:
+            code = self._bytes(1)[0]
+            if code == _STOP:
+                return self._pop()
+            found = _INSTRUCTIONS.get(code)
+            if found is None:
+                raise CheckpointError(f"instruction {code:#04x} is not allowed there")
+            cost, follow = found
+            self.charge(cost)
+            follow(self)
+
+    def charge(self, num_bytes: int) -> None:
+        self._left -= num_bytes
+        if self._left < 0:
+            raise CheckpointError(
+                f"its {len(self._data):,} bytes would take more memory than real ones"
+            )
+
+    def _bytes(self, count: int) -> memoryview:
+        found = self._data[self._at : self._at + count]
+        if len(found) < count:
+            raise CheckpointError(f"it ends at byte {len(self._data):,}, within an instruction")
+        self._at += count
+        return found
+
+    def _number(self, form: str) -> Any:
+        return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+
+    def _line(self) -> str:
+        stop = bytes(self._data[self._at : self._at + 200]).find(b"\n")
+        if stop < 0:
+            raise CheckpointError("it holds a name of more than 200 letters")
+        return str(self._bytes(stop + 1)[:-1], "utf-8")
+
+    def _push(self, value: object) -> None:
+        self._stack.append(value)
+
+    def _pop(self) -> Any:
+        # Never below a mark: what is there belongs to a container that is not made yet.
+        if len(self._stack) <= (self._marks[-1] if self._marks else 0):
+            raise CheckpointError("it takes a value that is not there")
+        return self._stack.pop()
+
+    def _since_mark(self) -> list[Any]:
+        if not self._marks:
+            raise CheckpointError("it takes values since a mark that is not there")
+        start = self._marks.pop()
+        values = self._stack[start:]
+        del self._stack[start:]
+        return values
+
+    def _top(self, kind: type) -> Any:
+        value = self._stack[-1] if self._stack else None
+        if type(value) is not kind:
+            raise CheckpointError(f"expected a {kind.__name__}, got a {type(value).__name__}")
+        return value
+
+    def protocol(self) -> None:
+        if self._bytes(1)[0] > 5:
+            raise CheckpointError("it is of a protocol that is not known")
+
+    def frame(self) -> None:
+        self._number("<Q")
+
+    def constant(self, value: object) -> None:
+        self._push(value)
+
+    def number(self, form: str) -> None:
+        self._push(self._number(form))
+
+    def long(self) -> None:
+        self._push(int.from_bytes(self._bytes(self._bytes(1)[0]), "little", signed=True))
+
+    def text(self, form: str) -> None:
+        value = str(self._bytes(self._number(form)), "utf-8", "surrogatepass")
+        self.charge(sys.getsizeof(value))
+        self._push(value)
+
+    def mark(self) -> None:
+        self._marks.append(len(self._stack))
+
+    def tuple_of(self, count: int) -> None:
+        self._push(tuple([self._pop() for _ in range(count)][::-1]))
+
+    def tuple_since_mark(self) -> None:
+        self._push(tuple(self._since_mark()))
+
+    def empty_list(self) -> None:
+        self._push([])
+
+    def append(self) -> None:
+        value = self._pop()
+        self._top(list).append(value)
+
+    def appends(self) -> None:
+        values = self._since_mark()
+        self._top(list).extend(values)
+
+    def empty_table(self) -> None:
+        self._push({})
+
+    def set_item(self) -> None:
+        value, key = self._pop(), self._pop()
+        self._set([key, value])
+
+    def set_items(self) -> None:
+        self._set(self._since_mark())
+
+    def _set(self, values: list[Any]) -> None:
+        table = self._top(dict)
+        if len(values) % 2:
+            raise CheckpointError("it has a key without a value")
+        for key, value in zip(values[::2], values[1::2], strict=True):
+            # Tuples within tuples without end would overflow the stack when they are hashed.
+            if not isinstance(key, str | int | Record):
+                raise CheckpointError(f"it has a {type(key).__name__} as a key")
+            table[key] = value
+        self.charge(len(values) * (_ENTRY_BYTES if len(table) <= 5 else _GROWN_ENTRY_BYTES) // 2)
+
+    def memoize(self) -> None:
+        self._remember(len(self._memo))
+
+    def put(self, form: str) -> None:
+        self._remember(self._number(form))
+
+    def _remember(self, place: int) -> None:
+        value = self._pop()
+        self._push(value)
+        # Picklers count; a place that is far away would be room for all before it.
+        if place > len(self._memo):
+            raise CheckpointError(f"it remembers value {place:,} after {len(self._memo):,}")
+        self._memo[place : place + 1] = [value]
+
+    def recall(self, form: str) -> None:
+        place = self._number(form)
+        if place >= len(self._memo):
+            raise CheckpointError("it recalls a value that is not there")
+        self._push(self._memo[place])
+
+    def name(self) -> None:
+        module = self._line()
+        self._push(self._class(module, self._line()))
+
+    def name_of_texts(self) -> None:
+        name, module = self._pop(), self._pop()
+        if not isinstance(name, str) or not isinstance(module, str):
+            raise CheckpointError("it names something by what is no text")
+        self._push(self._class(module, name))
+
+    def _class(self, module: str, name: str) -> Any:
+        """What stands for a name, the same at each mention."""
+        if (module, name) not in self._classes:
+            self._classes[module, name] = self._names(module, name)
+        return self._classes[module, name]
+
+    def reduce(self) -> None:
+        arguments, function = self._pop(), self._pop()
+        if not isinstance(function, Class) or type(arguments) is not tuple:
+            raise CheckpointError(f"it calls a {type(function).__name__}")
+        if len(arguments) > _MAX_ARGUMENTS:
+            raise CheckpointError(f"it calls something with {len(arguments):,} arguments")
+        made = function.make(arguments)
+        self.charge(sys.getsizeof(made) if isinstance(made, Record | dict) else 0)
+        self._push(made)
+
+    def build(self) -> None:
+        state = self._pop()
+        self._top(Record).state = state
+
+    def persistent(self) -> None:
+        self._push(Record("storage", (self._pop(),)))
+
+
+_STOP = pickle.STOP[0]
+_ENTRY_BYTES, _GROWN_ENTRY_BYTES = 24, 100
+
+_INSTRUCTIONS: dict[int, tuple[int, Callable[[_Interpreter], None]]] = {
+    code[0]: (cost, follow)
+    for code, cost, follow in (
+        (pickle.PROTO, 0, _Interpreter.protocol),
+        (pickle.FRAME, 0, _Interpreter.frame),
+        (pickle.NONE, 8, lambda i: i.constant(None)),
+        (pickle.NEWTRUE, 8, lambda i: i.constant(True)),
+        (pickle.NEWFALSE, 8, lambda i: i.constant(False)),
+        (pickle.BININT, 40, lambda i: i.number("<i")),
+        (pickle.BININT1, 8, lambda i: i.number("<B")),
+        (pickle.BININT2, 40, lambda i: i.number("<H")),
+        (pickle.LONG1, 320, _Interpreter.long),
+        (pickle.BINFLOAT, 32, lambda i: i.number(">d")),
+        (pickle.SHORT_BINUNICODE, 8, lambda i: i.text("<B")),
+        (pickle.BINUNICODE, 8, lambda i: i.text("<I")),
+        (pickle.BINUNICODE8, 8, lambda i: i.text("<Q")),
+        (pickle.MARK, 8, _Interpreter.mark),
+        (pickle.EMPTY_TUPLE, 8, lambda i: i.constant(())),
+        (pickle.TUPLE1, 56, lambda i: i.tuple_of(1)),
+        (pickle.TUPLE2, 56, lambda i: i.tuple_of(2)),
+        (pickle.TUPLE3, 56, lambda i: i.tuple_of(3)),
+        (pickle.TUPLE, 56, _Interpreter.tuple_since_mark),
+        (pickle.EMPTY_LIST, 80, _Interpreter.empty_list),
+        (pickle.APPEND, 32, _Interpreter.append),
+        (pickle.APPENDS, 32, _Interpreter.appends),
+        (pickle.EMPTY_DICT, 72, _Interpreter.empty_table),
+        (pickle.SETITEM, 100, _Interpreter.set_item),
+        (pickle.SETITEMS, 100, _Interpreter.set_items),
+        (pickle.MEMOIZE, 8, _Interpreter.memoize),
+        (pickle.BINPUT, 8, lambda i: i.put("<B")),
+        (pickle.LONG_BINPUT, 8, lambda i: i.put("<I")),
+        (pickle.BINGET, 8, lambda i: i.recall("<B")),
+        (pickle.LONG_BINGET, 8, lambda i: i.recall("<I")),
+        (pickle.GLOBAL, 8, _Interpreter.name),
+        (pickle.STACK_GLOBAL, 8, _Interpreter.name_of_texts),
+        (pickle.REDUCE, 8, _Interpreter.reduce),
+        (pickle.NEWOBJ, 8, _Interpreter.reduce),
+        (pickle.BUILD, 0, _Interpreter.build),
+        (pickle.BINPERSID, 128, _Interpreter.persistent),
+    )
+}
+"""Each instruction that is followed, with the memory that it can take."""
