@@ -27,13 +27,16 @@ def is_fully_sharded(module: torch.nn.Module) -> bool:
     return registry is not None and "fully_shard" in registry
 
 
-def register_composable(module: torch.nn.Module, name: str, state: object) -> None:
+def register_composable(module: torch.nn.Module, name: str, state: object = None) -> None:
     """Tell torch's composable APIs that one of that name manages a module.
 
-    `state` is what torch's own `fully_shard.state(module)` then answers: its pipelines ask.
+    `state`, if there is one, is what torch's own `fully_shard.state(module)` then answers: its
+    pipelines ask.
     """
     if _get_registry(module) is None:
         vars(module)[REGISTRY_KEY] = OrderedDict()
     cast(Any, _get_registry(module))[name] = RegistryItem()
+    if state is None:
+        return
     states = vars(module).setdefault(STATE_KEY, OrderedDict())
     states[cast(Any, fully_shard).__wrapped__] = state
