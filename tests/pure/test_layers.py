@@ -34,7 +34,7 @@ LAYERS = (
 )
 DOORS = ("fsdp", "sharded_tensor", "sharding_spec", "sharded_optim", "passes", "aot")
 """Thin modules that show folders under torch's names: over every layer."""
-TOP = ("_register", "__init__", "__main__")
+TOP = ("_register", "_requirements", "__init__", "__main__")
 ORDER = {name: height for height, name in enumerate((*GROUND, *LAYERS, *DOORS, *TOP))}
 
 ADAPTER = sorted((PACKAGE / "_torch").rglob("*.py"))

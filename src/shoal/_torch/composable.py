@@ -36,7 +36,6 @@ def register_composable(module: torch.nn.Module, name: str, state: object = None
     if _get_registry(module) is None:
         vars(module)[REGISTRY_KEY] = OrderedDict()
     cast(Any, _get_registry(module))[name] = RegistryItem()
-    if state is None:
-        return
-    states = vars(module).setdefault(STATE_KEY, OrderedDict())
-    states[cast(Any, fully_shard).__wrapped__] = state
+    if state is not None:
+        states = vars(module).setdefault(STATE_KEY, OrderedDict())
+        states[cast(Any, fully_shard).__wrapped__] = state
