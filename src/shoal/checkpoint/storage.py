@@ -50,6 +50,7 @@ CODES = {
     torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "C64",
 }
 """The dtypes that a checkpoint can hold, as safetensors calls them."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from differential import (
 )
 from harness import ranks
 from oracle import full
+from shoal.checkpoint import load_training, save_training
 from shoal.fsdp import FullyShardedDataParallel, full_parameters
 from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
 
@@ -147,6 +149,25 @@ def test_whole_values(layout: Layout) -> None:
     for name, value in plain.state_dict().items():
         assert torch.equal(state[name], value), name
     check_like_plain(in_full(dict(model.state_dict())), plain.state_dict())
+
+
+@ranks(2)
+@pytest.mark.parametrize("layouts", [(Even(), Flat()), (Rows(), Even())], ids=repr)
+def test_checkpoints(layouts: tuple[Layout, Layout], tmp_path: Path) -> None:
+    """Saved from one layout, loaded into another, with the optimizer's state."""
+    models = [
+        SHOAL.shard(seeded(lambda: Model(with_real=True)), layout=layout) for layout in layouts
+    ]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    loss_of(models[0](SHOAL.batches(1)[0])).backward()
+    optimizers[0].step()
+    save_training(tmp_path / "saved", models[0], optimizers[0], {})
+    load_training(tmp_path / "saved", models[1], optimizers[1])
+    seen = [
+        in_full([dict(model.named_parameters()), [*optimizer.state.values()]])
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    check_same(seen[1], seen[0], exact=True, where="loaded against saved")
 
 
 @ranks(2)
