@@ -98,7 +98,7 @@ def _spread(slots: Slots, piece: Tensor, rank: int) -> None:
         pieces = [slot.data for slot in slots.pieces]
         _torch.foreach_copy(pieces, [piece.data.reshape(pieces[0].shape)] * slots.size)
     elif slots.is_even:
-        rows, row = wide(slots.flat.view(slots.size, -1)), wide(piece.data.reshape(1, -1))
+        rows, row = wide(slots.flat.view(slots.size, -1), piece.data.reshape(1, -1))
         # The piece may be this rank's slot, so that one is not written from itself.
         for others in (rows[:rank], rows[rank + 1 :]):
             if others.numel():
@@ -113,17 +113,22 @@ def _spread(slots: Slots, piece: Tensor, rank: int) -> None:
 _WIDEST = torch.complex128  # 16 bytes: as many as a thread moves at once
 
 
-def wide(rows: Tensor) -> Tensor:
-    """The same bytes as fewer, wider elements, where they can be read so.
+def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same bytes as fewer, wider elements, where all tensors can be read so.
 
     A copy that repeats its source moves one element per thread: two bytes of bf16 each would take
     several times as long.
     """
-    width = _WIDEST.itemsize
-    begins_at = rows.storage_offset() * rows.element_size()
-    if begins_at % width or (rows.shape[-1] * rows.element_size()) % width:
-        return rows
-    return rows.view(_WIDEST)
+    if any(
+        _is_split(one.storage_offset(), one) or _is_split(one.shape[-1], one) for one in tensors
+    ):
+        return tensors
+    return tuple(one.view(_WIDEST) for one in tensors)
+
+
+def _is_split(numel: int, tensor: Tensor) -> bool:
+    """Whether so many elements end inside of a wide one."""
+    return numel * tensor.element_size() % _WIDEST.itemsize != 0
 
 
 def _reduce_clones(output: object, piece: object, op: Reduction | None, size: int) -> None:

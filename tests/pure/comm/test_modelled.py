@@ -321,6 +321,15 @@ def test_pieces_of_any_width_are_written_bit_by_bit(
     assert torch.equal(output.view(torch.uint8), expected.view(torch.uint8))
 
 
+@pytest.mark.parametrize("offset", [1, 4])
+def test_a_piece_that_begins_elsewhere_than_its_slot(init: Init, offset: int) -> None:
+    transport = Transport(init(3))
+    piece = torch.randn(8 + offset)[offset:]
+    output = torch.empty(24)
+    transport.all_gather(output, piece).wait()
+    assert torch.equal(output, piece.repeat(3))
+
+
 def test_gathers_are_sampled_as_their_readers_find_them(init: Init) -> None:
     group = init(4)
     part = Transport(dist.new_group([0, 1]))
