@@ -126,11 +126,6 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(one.view(_WIDEST) for one in tensors)
 
 
-def _is_split(numel: int, tensor: Tensor) -> bool:
-    """Whether so many elements end inside of a wide one."""
-    return numel * tensor.element_size() % _WIDEST.itemsize != 0
-
-
 def _reduce_clones(output: object, piece: object, op: Reduction | None, size: int) -> None:
     assert isinstance(output, Tensor)
     assert isinstance(piece, Tensor)
