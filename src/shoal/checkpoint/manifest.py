@@ -88,10 +88,12 @@ def _absence(folder: Path) -> str:
         return f"there is no checkpoint {folder}: the folder does not exist"
     if not folder.is_dir():
         return f"{folder} is a file; a checkpoint is a folder with a {NAME}"
-    return (
-        f"{folder} is not a complete checkpoint: it holds no {NAME}. "
-        "Load an earlier one, and delete this one"
-    )
+    if any(folder.glob("rank-*.safetensors")):
+        return (
+            f"{folder} is not a complete checkpoint: it holds no {NAME}. "
+            "Copy it anew, or load an earlier one"
+        )
+    return f"{folder} is not a checkpoint: it holds no {NAME}"
 
 
 def encoded(manifest: Manifest) -> dict[str, object]:

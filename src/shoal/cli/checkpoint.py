@@ -24,6 +24,7 @@ from shoal.checkpoint import (
 from shoal.checkpoint.dcp_import import METADATA
 from shoal.checkpoint.metadata import Manifest
 from shoal.cli.flags import Parser
+from shoal.cli.printable import printable
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
@@ -66,21 +67,23 @@ def _parser() -> Parser:
 def _inspect(options: Namespace) -> None:
     manifest = read_manifest(options.checkpoint)
     if options.json:
-        print(json.dumps(_summary(manifest), indent=2))
+        print(printable(json.dumps(_summary(manifest), indent=2), keep="\n"))
         return
     table = Table("tensor", "dtype", "shape", "regions", "layout", box=None)
     for name, entry in manifest.tensors.items():
         shape = "×".join(map(str, entry.shape)) or "–"
         dtype = str(entry.dtype).removeprefix("torch.")
-        table.add_row(name, dtype, shape, str(len(entry.regions)), entry.layout)
-    console = Console(highlight=False)
+        layout = printable(entry.layout)
+        table.add_row(printable(name), dtype, shape, str(len(entry.regions)), layout)
+    # Names are no markup: `[red]` and `:smile:` are shown as they are.
+    console = Console(highlight=False, markup=False, emoji=False)
     console.print(table)
     console.print(
         f"{len(manifest.tensors)} tensors, {manifest.num_bytes:,} bytes, "
         f"{len(manifest.files)} files of {manifest.world_size} ranks"
     )
     if "training" in manifest.extra:
-        console.print(f"training: {json.dumps(manifest.extra['training'])}", markup=False)
+        console.print(printable(f"training: {json.dumps(manifest.extra['training'])}"))
 
 
 def _summary(manifest: Manifest) -> dict[str, object]:

@@ -111,5 +111,7 @@ def _print_summary() -> None:
     if place is not None and place.rank != 0:
         return
     stream = outlet.stdout()
-    console = Console(file=stream, width=None if stream.isatty() else WIDTH, soft_wrap=True)
+    width = None if stream.isatty() else WIDTH
+    # Paths and reasons are no markup.
+    console = Console(file=stream, width=width, soft_wrap=True, markup=False, emoji=False)
     console.print(render(records(), breaks(), recompiles()))

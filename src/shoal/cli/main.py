@@ -14,6 +14,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+from shoal.cli.printable import printable
 from shoal.cli.suggest import did_you_mean
 from shoal.errors import EXIT_INTERRUPTED, ShoalError, UsageError
 from shoal.train import environment
@@ -45,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if traceback_wanted:
             raise
         if _speaks(error):
-            say(f"shoal: error: {error}", stream=sys.stderr)
+            say(printable(f"shoal: error: {error}", keep="\n"), stream=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
     except KeyboardInterrupt:
         if traceback_wanted:

@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from shoal.checkpoint import read_manifest, save
+from shoal.checkpoint.manifest import NAME, sealed
 from shoal.cli.main import main
 
 
@@ -57,6 +58,52 @@ def test_import_of_dcp(tmp_path: Path) -> None:
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
     assert main(["checkpoint", "import", str(tmp_path / "dcp"), str(tmp_path / "c")]) == 0
     assert read_manifest(tmp_path / "c").tensors.keys() == {"w"}
+
+
+EVIL = "\x1b]0;owned\x07[red]x[/red][/none]:smile:\u202e\x9b2J\ud800\x7f\rend"
+
+
+def assert_harmless(text: str) -> None:
+    assert all(c.isprintable() or c == "\n" for c in text), ascii(text)
+
+
+def test_names_reach_the_terminal_as_letters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path / "c", {"x": torch.ones(2)}, {"training": {EVIL: EVIL}, "note": EVIL})
+    content = json.loads((tmp_path / "c" / NAME).read_text())
+    content.pop("checksum")
+    content["tensors"][EVIL] = content["tensors"].pop("x") | {"layout": EVIL}
+    (tmp_path / "c" / NAME).write_bytes(sealed(content))
+    assert main(["checkpoint", "inspect", str(tmp_path / "c")]) == 0
+    text = capsys.readouterr().out
+    assert_harmless(text)
+    seen = "".join(text.split())
+    assert "[red]x[/red][/none]:smile:" in seen
+    assert main(["checkpoint", "inspect", "--json", str(tmp_path / "c")]) == 0
+    text = capsys.readouterr().out
+    assert_harmless(text)
+    assert EVIL in json.loads(text)["tensors"]
+    path = tmp_path / "c" / "rank-00000.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    for change in (lambda c: c, lambda c: c["tensors"][EVIL].update(dtype=EVIL)):
+        change(content)
+        (tmp_path / "c" / NAME).write_bytes(sealed(content))
+        assert main(["checkpoint", "verify", str(tmp_path / "c")]) == 1
+        text = capsys.readouterr()
+        assert_harmless(text.out + text.err)
+        assert "x1b]0;owned" in text.err
+
+
+def test_a_folder_that_is_no_checkpoint_is_not_to_be_deleted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "letters.txt").write_text("dear")
+    for action in ("inspect", "verify"):
+        assert main(["checkpoint", action, str(tmp_path)]) == 1
+        text = capsys.readouterr().err
+        assert "is not a checkpoint: it holds no manifest.json" in text
+        assert "delete" not in text
 
 
 @pytest.mark.parametrize("words", [[], ["inspekt", "x"], ["reshard", "a", "b"], ["verify"]])

@@ -197,6 +197,10 @@ def test_wrong_content_with_a_right_checksum_is_refused(
 def test_what_is_not_a_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"absent: the folder does not exist"):
         read_manifest(tmp_path / "absent")
+    with pytest.raises(CheckpointError, match=r"not a checkpoint: it holds no manifest") as raised:
+        read_manifest(tmp_path)
+    assert "delete" not in str(raised.value)
+    (tmp_path / FILE).write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it holds no manifest"):
         read_manifest(tmp_path)
     (tmp_path / "file").write_text("x")
