@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.checkpoint.agreement import Ranks
+from shoal.checkpoint.disk import Folder
 from shoal.checkpoint.metadata import JSON, file_name
 from shoal.checkpoint.notes import await_outcome, collect_notes, leave_note
 from shoal.checkpoint.pending import PendingSave, remember, settle
@@ -26,7 +27,7 @@ _ALIGNMENT = 64
 
 
 def async_save(
-    folder: Path,
+    folder: Folder,
     tensors: Mapping[str, torch.Tensor | Share],
     extra: Mapping[str, JSON],
     *,

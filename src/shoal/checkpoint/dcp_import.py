@@ -12,7 +12,7 @@ import torch
 
 from shoal.checkpoint import file_names
 from shoal.checkpoint.bounded_pickle import Record
-from shoal.checkpoint.disk import disk_errors, open_regular, read_whole
+from shoal.checkpoint.disk import Folder, disk_errors, open_regular, read_whole
 from shoal.checkpoint.foreign import is_record, read_item, unpickle_metadata
 from shoal.checkpoint.metadata import JSON, check_json
 from shoal.checkpoint.offline import Progress, outline, write_offline
@@ -28,8 +28,8 @@ _Key = tuple[str, tuple[int, ...] | None]
 
 
 def import_dcp(
-    source: Path,
-    folder: Path,
+    source: Folder,
+    folder: Folder,
     *,
     rename: Callable[[str], str] = str,
     progress: Progress | None = None,
@@ -45,7 +45,7 @@ def import_dcp(
     try:
         metadata = unpickle_metadata(data)
         with _Items(source, metadata) as items:
-            _convert(items, metadata, folder, rename, progress)
+            _convert(items, metadata, Path(folder), rename, progress)
     except (CheckpointError, UsageError, AttributeError, TypeError) as error:
         # Fields of a hostile pickle may be of any type.
         raise CheckpointError(f"{source}: {error}") from error

@@ -8,11 +8,15 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeAlias
 
 from shoal.errors import CheckpointError
 from shoal.files import open_regular
 
-__all__ = ["disk_errors", "open_regular", "read_whole", "sync_folder", "write_synced"]
+__all__ = ["Folder", "disk_errors", "open_regular", "read_whole", "sync_folder", "write_synced"]
+
+Folder: TypeAlias = "str | os.PathLike[str]"
+"""How callers name a folder."""
 
 _HINTS = {
     errno.ENOSPC: "Free some space, or save elsewhere",

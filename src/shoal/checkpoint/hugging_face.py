@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shoal.checkpoint import file_names
-from shoal.checkpoint.disk import disk_errors, open_regular, read_whole, write_synced
+from shoal.checkpoint.disk import Folder, disk_errors, open_regular, read_whole, write_synced
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.metadata import Manifest
 from shoal.checkpoint.offline import Progress, outline, read_region, write_offline
@@ -35,8 +35,8 @@ _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def export_weights(
-    source: Path,
-    folder: Path,
+    source: Folder,
+    folder: Folder,
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -62,7 +62,7 @@ def export_weights(
         raise
 
 
-def import_weights(source: Path, folder: Path, progress: Progress | None = None) -> None:
+def import_weights(source: Folder, folder: Folder, progress: Progress | None = None) -> None:
     """Make a checkpoint of Hugging Face's files, whose model `load_model` loads on any ranks.
 
     Each tensor comes from the file that the index names for it. Files that the index does not
@@ -70,7 +70,7 @@ def import_weights(source: Path, folder: Path, progress: Progress | None = None)
     """
     from safetensors import SafetensorError
 
-    source = Path(source)
+    source, folder = Path(source), Path(folder)
     with ExitStack() as stack:
         try:
             slices = _slices(source, stack)

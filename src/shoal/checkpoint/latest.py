@@ -5,19 +5,19 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from shoal.checkpoint.disk import disk_errors
+from shoal.checkpoint.disk import Folder, disk_errors
 from shoal.checkpoint.manifest import NAME
 from shoal.errors import UsageError
 
 _STEP_FOLDER = re.compile(r"step-(\d{8,})")
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
+def step_folder(checkpoints: Folder, step: int) -> Path:
     """Name the checkpoint of a step."""
     return Path(checkpoints) / f"step-{step:08d}"
 
 
-def existing(folder: Path | None) -> Path:
+def existing(folder: Folder | None) -> Path:
     """The folder to load; raises UsageError for what `latest` gives where there is none."""
     if folder is None:
         raise UsageError(
@@ -27,7 +27,7 @@ def existing(folder: Path | None) -> Path:
     return Path(folder)
 
 
-def latest(checkpoints: Path) -> Path | None:
+def latest(checkpoints: Folder) -> Path | None:
     """Find the complete checkpoint of the highest step, or None; unfinished ones do not count."""
     found = complete_steps(Path(checkpoints))
     return found[max(found)] if found else None

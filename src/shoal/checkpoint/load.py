@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from shoal.checkpoint.agreement import Agreement, Ranks
 from shoal.checkpoint.batches import Batch, agreed_batches
+from shoal.checkpoint.disk import Folder
 from shoal.checkpoint.latest import existing
 from shoal.checkpoint.manifest import fingerprint, read_manifest
 from shoal.checkpoint.metadata import JSON, Manifest, StoredRegion, TensorEntry
@@ -82,7 +83,7 @@ class LoadPlan:
 
 
 def load(
-    folder: Path,
+    folder: Folder | None,
     tensors: Mapping[str, torch.Tensor | Share],
     *,
     group: dist.ProcessGroup | None = None,
@@ -191,7 +192,8 @@ def _plan(
     """Find out what goes where, before any data is touched."""
     choice.check_used({*manifest.tensors, *tensors})
     shares = {name: share_of(name, tensors[name], is_first=True) for name in choice.of(tensors)}
-    check_match(folder, manifest, choice.of(manifest.tensors), shares, cast)
+    names = choice.of(manifest.tensors)
+    check_match(folder, manifest, names, shares, cast=cast, is_partial=True)
     moves = {
         name: moves_into(name, manifest.tensors[name], share.parts)
         for name, share in shares.items()

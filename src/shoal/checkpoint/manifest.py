@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 
 from shoal.checkpoint.checksum import Checksum
-from shoal.checkpoint.disk import read_whole, write_synced
+from shoal.checkpoint.disk import Folder, read_whole, write_synced
 from shoal.checkpoint.metadata import Manifest, StoredFile, StoredRegion, TensorEntry
 from shoal.checkpoint.storage import CODES
 from shoal.checkpoint.strict_json import check_size, strict_json
@@ -58,7 +58,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     write_synced(folder / NAME, [data], len(data))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Folder) -> Manifest:
     """Read a checkpoint's manifest; raises CheckpointError unless all of it is as written."""
     folder = Path(folder)
     path = folder / NAME

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from shoal.checkpoint.disk import Folder
 from shoal.checkpoint.load import moves_into
 from shoal.checkpoint.manifest import read_manifest
 from shoal.checkpoint.metadata import JSON, Manifest, TensorEntry
@@ -23,7 +24,7 @@ Progress = Callable[[int], object]
 """Told the number of bytes that were dealt with since it was last told."""
 
 
-def verify(folder: Path, progress: Progress | None = None) -> Manifest:
+def verify(folder: Folder, progress: Progress | None = None) -> Manifest:
     """Compare every byte of a checkpoint with its checksums; raises CheckpointError."""
     folder = Path(folder)
     manifest = read_manifest(folder)
@@ -38,14 +39,16 @@ def verify(folder: Path, progress: Progress | None = None) -> Manifest:
     return manifest
 
 
-def reshard(source: Path, folder: Path, num_files: int, progress: Progress | None = None) -> None:
+def reshard(
+    source: Folder, folder: Folder, num_files: int, progress: Progress | None = None
+) -> None:
     """Write a checkpoint anew, cut along the first dim for that many ranks.
 
     Any number of ranks loads any checkpoint; one that is cut for them reads each file once.
     """
     if num_files < 1:
         raise UsageError(f"expected a number of ranks of 1 or more, got {num_files}")
-    source = Path(source)
+    source, folder = Path(source), Path(folder)
     manifest = read_manifest(source)
     with RegionReader(source, manifest) as reader:
         files = [

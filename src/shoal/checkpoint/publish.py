@@ -8,7 +8,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from shoal.checkpoint.disk import disk_errors, sync_folder
+from shoal.checkpoint.disk import Folder, disk_errors, sync_folder
 from shoal.errors import CheckpointError
 
 
@@ -48,9 +48,9 @@ def discard(staging: Path) -> None:
     shutil.rmtree(staging, ignore_errors=True)
 
 
-def drop_unfinished(checkpoints: Path) -> None:
+def drop_unfinished(checkpoints: Folder) -> None:
     """Remove what saves that died have left in a folder of checkpoints; nobody may be saving."""
-    for staging in checkpoints.glob(".*.saving-*"):
+    for staging in Path(checkpoints).glob(".*.saving-*"):
         discard(staging)
 
 

@@ -8,7 +8,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from shoal.checkpoint.disk import disk_errors, sync_folder
+from shoal.checkpoint.disk import Folder, disk_errors, sync_folder
 from shoal.checkpoint.latest import complete_steps
 from shoal.errors import UsageError
 
@@ -39,7 +39,7 @@ class Retention:
         old = sorted(steps)[: -self.last]
         return [step for step in old if not self.every or step % self.every]
 
-    def apply(self, checkpoints: Path) -> list[Path]:
+    def apply(self, checkpoints: Folder) -> list[Path]:
         """Remove the complete checkpoints that may go, and say which; one rank calls this.
 
         A folder is renamed first, so that a crash leaves no half of a checkpoint under its name.
@@ -54,7 +54,7 @@ class Retention:
         return removed
 
 
-def point_latest(checkpoints: Path) -> Path | None:
+def point_latest(checkpoints: Folder) -> Path | None:
     """Let the link `latest` name the newest checkpoint, at once for all readers; one rank calls.
 
     A convenience for people: `shoal.checkpoint.latest` looks at the folders themselves.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.checkpoint.agreement import Ranks
-from shoal.checkpoint.disk import disk_errors
+from shoal.checkpoint.disk import Folder, disk_errors
 from shoal.checkpoint.manifest import fingerprint, read_manifest, write_manifest
 from shoal.checkpoint.metadata import JSON, Manifest, StoredRegion, TensorEntry, check_json
 from shoal.checkpoint.pending import settle
@@ -21,7 +21,7 @@ from shoal.errors import CheckpointError
 
 
 def save(
-    folder: Path,
+    folder: Folder,
     tensors: Mapping[str, torch.Tensor | Share],
     extra: Mapping[str, JSON],
     *,

@@ -52,9 +52,18 @@ class Selection:
 
 
 def check_match(
-    folder: Path, manifest: Manifest, names: Iterable[str], shares: Mapping[str, Share], cast: bool
+    folder: Path,
+    manifest: Manifest,
+    names: Iterable[str],
+    shares: Mapping[str, Share],
+    *,
+    cast: bool,
+    is_partial: bool,
 ) -> None:
-    """Raise one error that names what does not fit, and what to do about it."""
+    """Raise one error that names what does not fit, and what to do about it.
+
+    `is_partial` says that the caller can choose what to load.
+    """
     stored = {name: manifest.tensors[name] for name in names}
     both = [name for name in shares if name in stored]
     shapes = [
@@ -74,13 +83,13 @@ def check_match(
         *_listed("of another dtype", dtypes),
     ]
     if problems:
-        hint = "Build the model and optimizer as they were when it was saved, load another one"
-        partly = "or say what to load with include= and exclude="
+        hint = "Build the model and optimizer as they were when it was saved, or load another one"
+        partly = ", or say what to load with include= and exclude=" if is_partial else ""
         castable = ", or let floating-point numbers change with cast=True" if dtypes else ""
         raise CheckpointError(
             f"{folder} does not fit what it should be loaded into:\n"
             + "\n".join(f"  {problem}" for problem in problems)
-            + f"\n{hint}, {partly}{castable}"
+            + f"\n{hint}{partly}{castable if is_partial else ''}"
         )
 
 

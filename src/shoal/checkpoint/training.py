@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from shoal.checkpoint.agreement import Ranks
+from shoal.checkpoint.disk import Folder
 from shoal.checkpoint.generators import PREFIX as GENERATORS
 from shoal.checkpoint.generators import generator_shares, read_generators, restore_generators
 from shoal.checkpoint.latest import existing
@@ -47,7 +48,7 @@ MODEL = "model/"
 
 
 def save_training(
-    folder: Path,
+    folder: Folder,
     model: nn.Module,
     optimizer: Optimizer,
     extra: Mapping[str, JSON],
@@ -78,7 +79,7 @@ def training_state(
 
 
 def load_training(
-    folder: Path,
+    folder: Folder | None,
     model: nn.Module,
     optimizer: Optimizer,
     *,
@@ -107,7 +108,7 @@ def load_training(
 
 
 def load_model(
-    folder: Path,
+    folder: Folder | None,
     model: nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
@@ -117,6 +118,7 @@ def load_model(
     verify_first: bool = False,
 ) -> None:
     """Load weights alone, or those whose names in the model the patterns choose. See `load`."""
+    folder = existing(folder)
     model = bare(model)
     is_wrapped = bool(wrappers_below(model))
     weights = Ranks(group).together(lambda: weights_of(model))
@@ -291,5 +293,5 @@ def _check_fits(
     """Raise unless this is a checkpoint of such a model, first of all, and of such an optimizer."""
     shares = {name: share_of(name, v, is_first=True) for name, v in _named(weights).items()}
     stored = [name for name in manifest.tensors if name.startswith(MODEL)]
-    check_match(folder, manifest, stored, shares, cast=False)
+    check_match(folder, manifest, stored, shares, cast=False, is_partial=False)
     check_saved_groups(model, optimizer, manifest.extra["optimizer"])

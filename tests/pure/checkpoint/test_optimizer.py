@@ -7,6 +7,7 @@ from torch import nn
 
 from shoal.checkpoint import (
     drop_unfinished,
+    latest,
     load,
     load_training,
     optimizer_tensors,
@@ -133,6 +134,36 @@ def test_groups_that_differ_are_refused_before_anything_changes(tmp_path: Path) 
     with pytest.raises(CheckpointError, match=r"group 0 .*'0.weight' .* where .* '0.bias'"):
         load_training(tmp_path / "c", other, torch.optim.AdamW(turned))
     assert all(torch.equal(other.state_dict()[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5)), r"not in .*: 'model/1.weight'"),
+        (nn.Sequential(nn.Linear(4, 7)), r"of another shape: 'model/0.weight' is \(6, 4\) there"),
+        (nn.Sequential(nn.Linear(4, 6).double()), r"another dtype: 'model/0.weight' is .*float32"),
+        (nn.Sequential(), r"only in the checkpoint: 'model/0.bias'"),
+        (nn.Linear(4, 6), r"not in the checkpoint: 'model/weight'"),
+    ],
+)
+def test_another_model_is_named_by_its_parameters(
+    tmp_path: Path, other: nn.Module, message: str
+) -> None:
+    model = nn.Sequential(nn.Linear(4, 6))
+    save_training(tmp_path / "c", model, torch.optim.AdamW(model.parameters()), {})
+    other.register_parameter("last", nn.Parameter(torch.ones(1)))
+    with pytest.raises(CheckpointError, match=message) as raised:
+        load_training(tmp_path / "c", other, torch.optim.AdamW(other.parameters()))
+    assert "parameter group" not in str(raised.value)
+    assert "include=" not in str(raised.value)
+
+
+def test_before_the_first_checkpoint_there_is_nothing_to_load(tmp_path: Path) -> None:
+    model = make_model(0)
+    with pytest.raises(UsageError, match="`latest` gives None before the first one is saved"):
+        load_training(latest(tmp_path), model, torch.optim.AdamW(model.parameters()))
+    with pytest.raises(UsageError, match="`latest` gives None before the first one is saved"):
+        load(latest(tmp_path), {})
 
 
 def test_a_damaged_checkpoint_leaves_the_optimizer_as_it_was(tmp_path: Path) -> None:
