@@ -180,8 +180,10 @@ def listed(group: ProcessGroup, **fields: Any) -> Listed:
     """A placement of the fields that `without_group` gives; raises unless they fit together."""
     shards, shape, spec = fields["listed"], fields["shape"], fields["given_spec"]
     check_shards(shards, shape)
-    if isinstance(spec, _torch.ChunkShardingSpec) and not -len(shape) <= spec.dim < len(shape):
-        raise ValueError(f"a tensor of shape {shape} has no dim {spec.dim} to be cut along")
+    if isinstance(spec, _torch.ChunkShardingSpec):
+        dim = cast(int, spec.dim)
+        if not -len(shape) <= dim < len(shape):
+            raise ValueError(f"a tensor of shape {shape} has no dim {dim} to be cut along")
     return Listed(group=group, **fields)
 
 
