@@ -36,7 +36,8 @@ class Replica:
         """Whether gradients of the forwards to come are averaged."""
         self._transport = transport
         self._buffers = tuple(buffers) if options.broadcast_buffers else ()
-        self._have_buffers_changed = True
+        self.have_buffers_changed = True
+        """Whether ranks may have buffers of their own, so that the next forward shares rank 0's."""
         self.in_graph = InGraph(module, reducer.parameters, transport)
         reducer.average_traced = self.in_graph.average_traced
 
@@ -74,9 +75,9 @@ class Replica:
         if is_averaged:
             self.reducer.before_forward()
         # A forward that is averaged has left ranks with buffers of their own.
-        if self._have_buffers_changed:
+        if self.have_buffers_changed:
             self.broadcast_buffers()
-        self._have_buffers_changed = is_averaged
+        self.have_buffers_changed = is_averaged
 
     @_torch.unwrapped_by_dynamo
     def _after_eager(self, output: object) -> None:
@@ -91,10 +92,10 @@ class Replica:
         by_graph = averages and self.in_graph.can_average and not reducer.has_own
         if trains:
             reducer.begin_forward(averages=self.averages, in_graph=by_graph)
-        if self._have_buffers_changed and self._buffers:
+        if self.have_buffers_changed and self._buffers:
             found = [module._buffers[name] for module, name in self._buffers]
             self.in_graph.share([buffer for buffer in found if buffer is not None])
-        self._have_buffers_changed = averages
+        self.have_buffers_changed = averages
         return self.in_graph.parameters(module) if by_graph else {}
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
@@ -13,7 +15,8 @@ from torch.nn import functional
 from harness import ranks
 from shoal import compile_step, fully_shard, replicate
 from shoal.compile.observe import records
-from shoal.layout import Flat
+from shoal.layout import Block, Even, Flat, Rows, Whole
+from step_programs import whole
 from zoo import Model, assert_same, batches, build
 
 NORM = 0.3
@@ -102,3 +105,120 @@ def test_parameters_that_the_loss_does_not_depend_on_stay() -> None:
         step(torch.ones(2, 4), None)
     assert step.num_graphs == 1
     assert torch.equal(model.idle.full_tensor(), torch.ones(3, 2))
+
+
+LAYOUTS = {"even": Even(), "flat": Flat(), "rows": Rows(), "block": Block(3), "whole": Whole()}
+
+
+class Pair:
+    """A model that trains by `compile_step` beside one whose step is written out."""
+
+    def __init__(self, build: Callable[[], Any], make: Any = torch.optim.AdamW) -> None:
+        self.models = [build(), build()]
+        self.optimizers = [make(model.parameters(), lr=0.05) for model in self.models]
+        self.step = compile_step(self.models[0], functional.mse_loss, self.optimizers[0])
+
+    def train(self, steps: int = 1, rows: int = 4) -> None:
+        model, optimizer = self.models[1], self.optimizers[1]
+        for number in range(steps):
+            torch.manual_seed(number * 10 + dist.get_rank())
+            x, y = torch.randn(rows, 4), torch.randn(rows, 3)
+            self.step(x, y)
+            functional.mse_loss(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            self.check()
+
+    def check(self) -> None:
+        theirs = self.models[1].state_dict()
+        for name, one in self.models[0].state_dict().items():
+            torch.testing.assert_close(whole(one), whole(theirs[name]), msg=name)
+        states = [
+            [sorted(optimizer.state.get(p, {})) for p in model.parameters()]
+            for model, optimizer in zip(self.models, self.optimizers, strict=True)
+        ]
+        assert states[0] == states[1]
+
+
+def network(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), norm(5), nn.Tanh(), nn.Linear(5, 3))
+
+
+def in_units(layout: Any) -> nn.Sequential:
+    model = network(nn.LayerNorm)
+    fully_shard(model[0], layout=layout)
+    return fully_shard(model, layout=layout)
+
+
+@ranks(2, 4, timeout_s=180)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("frozen_from", [0, 2])
+def test_sharded_parameters_are_frozen_and_thawed(layout: str, frozen_from: int) -> None:
+    """Without updates or state; unfrozen ones get theirs in a step as it is written."""
+    pair = Pair(lambda: in_units(LAYOUTS[layout]))
+    pair.train(frozen_from)
+    for model in pair.models:
+        model[0].weight.requires_grad_(False)
+        model[3].requires_grad_(False)
+    before = whole(pair.models[0][0].weight)
+    pair.train(3)
+    assert torch.equal(whole(pair.models[0][0].weight), before)
+    for model in pair.models:
+        model.requires_grad_(True)
+    pair.train(3)
+    assert pair.step.why_not_captured is None
+    assert not torch.equal(whole(pair.models[0][0].weight), before)
+
+
+@ranks(2, timeout_s=180)
+def test_evaluations_between_captured_steps_see_what_they_trained() -> None:
+    pair = Pair(lambda: in_units(Even()), torch.optim.SGD)
+    x = torch.ones(4, 4)
+    for _ in range(4):
+        pair.train()
+        with torch.no_grad():
+            torch.testing.assert_close(*(model(x) for model in pair.models))
+
+
+@ranks(2, timeout_s=180)
+def test_what_is_refused_is_refused_on_all_ranks() -> None:
+    pair = Pair(lambda: in_units(Even()))
+    pair.train(2)
+    before = {name: one.clone() for name, one in pair.models[0].state_dict().items()}
+    for register in ("register_hook", "register_post_accumulate_grad_hook"):
+        handle = getattr(pair.models[0][0].weight, register)(lambda _: None)
+        with pytest.raises(NotImplementedError, match=r"'0\.weight' has"):
+            pair.train()
+        handle.remove()
+    pair.models[0].set_gradient_divide_factor(3.0)
+    with pytest.raises(NotImplementedError, match="divide_factor"):
+        pair.train()
+    for name, one in pair.models[0].state_dict().items():
+        assert torch.equal(whole(one), whole(before[name]))
+
+
+@ranks(2, timeout_s=180)
+def test_buffers_of_replicas_are_shared_though_evaluations_came_between() -> None:
+    """A graph that is captured after an evaluation broadcasts them, and so does what follows."""
+    pair = Pair(lambda: replicate(network()), torch.optim.SGD)
+    pair.train(2)
+    for rows in (5, 6, 5):
+        for model in pair.models:
+            model.eval()
+            with torch.no_grad():
+                model(torch.ones(4, 4))
+            model.train()
+        pair.train(2, rows)
+
+
+@ranks(2, timeout_s=180)
+def test_replicas_out_of_step_and_with_hooks_of_their_own() -> None:
+    pair = Pair(lambda: replicate(network()), torch.optim.SGD)
+    pair.train(2)
+    for rows in (4, 5):
+        with pair.models[0].no_sync(), pair.models[1].no_sync():
+            pair.train(1, rows)
+    pair.models[0].register_comm_hook(None, lambda state, bucket: None)
+    with pytest.raises(NotImplementedError, match="communication hook"):
+        pair.train()

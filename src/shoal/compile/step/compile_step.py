@@ -23,6 +23,7 @@ from shoal.compile.step.parts import Parts, Places
 from shoal.compile.step.refusals import check_can_capture
 from shoal.compile.step.replay import Replay, why_not
 from shoal.compile.step.update import MissingStateError, clip, count_on_device, update
+from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
 from shoal.runtime.module_state import state_of
 
@@ -149,6 +150,8 @@ class CompiledStep:
             return "the first step makes the optimizer's state"
         if not any(parameter.requires_grad for parameter in self._whole.parameters()):
             return "no parameter requires a gradient"
+        if any(one.averages and one.reducer.has_own for one in replicas_of(self._whole)):
+            return "the step before ran in no_sync(), and its reducer has to begin anew"
         return _torch.what_intercepts()
 
     def _is_repeated(self, read: Fingerprint, data: Data) -> bool:
@@ -204,8 +207,11 @@ class CompiledStep:
             self.why_not_captured = "the data shares memory with the model"
             return None
         num_fixed = len(parts.tensors)
+        shares = [replica.have_buffers_changed for replica in parts.replicas]
 
         def run(*given: Any) -> list[Tensor]:
+            for replica, is_shared in zip(parts.replicas, shares, strict=True):
+                replica.have_buffers_changed = is_shared  # it is traced more than once
             inputs, targets = data.unflattened(given[num_fixed:])
             with parts.in_place(given[:num_fixed]) as leaves, torch.enable_grad():
                 loss = self._loss(inputs, targets)
@@ -258,6 +264,8 @@ class _Captured:
         (loss,) = self._results(data.values)
         for unit in self.parts.units:
             unit.num_updates += 1  # what was gathered before is not current any more
+        for replica in self.parts.replicas:
+            replica.have_buffers_changed = replica.averages  # as after a forward
         return loss
 
     def _results(self, data: Sequence[Any]) -> Sequence[Any]:

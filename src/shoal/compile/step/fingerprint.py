@@ -40,7 +40,9 @@ _NOT_NUMBERS = frozenset(
 
 _trains: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _options: Callable[[Any], Any] = attrgetter("options", "policy", "shards.num_recaptures")
-_averaging: Callable[[Any], Any] = attrgetter("averages", "in_graph.wire", "in_graph.can_average")
+_averaging: Callable[[Any], Any] = attrgetter(
+    *("averages", "have_buffers_changed", "in_graph.wire", "in_graph.can_average")
+)
 
 
 class Fingerprint:

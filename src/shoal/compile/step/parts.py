@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal import _torch
 from shoal.compile.step.data import Data
+from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
 from shoal.runtime.in_graph import InGraph
 from shoal.runtime.module_state import units_of
@@ -43,7 +44,7 @@ class Parts:
         """The inputs, but for the data of a step."""
         self._originals: list[Tensor] = []
         self._numbers: dict[int, int] = {}
-        self.units = units_of(model)
+        self.units, self.replicas = units_of(model), replicas_of(model)
         self._leaves = [self._add(_lowered(unit).leaf) for unit in self.units]
         self._homes: dict[nn.Parameter, tuple[int, int]] = {
             sharded: (number, index)

@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal import _torch
 from shoal.ddp.listeners import hooks_of
+from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
 from shoal.runtime.module_state import units_of
 
@@ -41,6 +42,11 @@ def check_can_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         raise NotImplementedError(
             f"shoal: compile_step cannot update sharded parameters with {kind}, which looks at "
             f"whole tensors; there are {', '.join(sorted(ELEMENTWISE))}"
+        )
+    if any(replica.averages and not replica.in_graph.can_average for replica in replicas_of(model)):
+        raise NotImplementedError(
+            "shoal: compile_step does not call the communication hook of this replicated model; it "
+            f"knows fp16_compress_hook and bf16_compress_hook. {_WRITTEN_OUT}"
         )
     for name, hook in _parameter_hooks(model):
         raise NotImplementedError(
