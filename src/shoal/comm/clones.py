@@ -119,9 +119,8 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     A copy that repeats its source moves one element per thread: two bytes of bf16 each would take
     several times as long.
     """
-    if any(
-        _is_split(one.storage_offset(), one) or _is_split(one.shape[-1], one) for one in tensors
-    ):
+    ends = ((one, numel) for one in tensors for numel in (one.storage_offset(), one.shape[-1]))
+    if any(numel * one.element_size() % _WIDEST.itemsize for one, numel in ends):
         return tensors
     return tuple(one.view(_WIDEST) for one in tensors)
 
