@@ -91,7 +91,7 @@ class HeldParameter(nn.Parameter):
         return shard.member.sharded.grad
 
     @grad.setter
-    def grad(self, grad: torch.Tensor | None) -> None:
+    def grad(self, grad: torch.Tensor | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         _GRAD.__set__(self, grad)
         shard = vars(self).get(_SHARD)
         if grad is None and shard is not None and shard.member is not None:

@@ -638,9 +638,13 @@ class Unit:
         except NotImplementedError:  # gradients that cannot be kept, which is why it raised
             self._drop_own_grads()
         self.mark_waiting()
-        if self._phase in (Phase.FORWARD, Phase.BACKWARD):
-            self.phase = Phase.HELD
-        self.rest()
+        self._show_after_break()
+
+    def _show_after_break(self) -> None:
+        """Let users see the gradients of shards; the phase tells where it broke until the next."""
+        if self._phase not in (Phase.SHARDED, Phase.GATHERING):
+            self._rests = True
+            self.full.rest()
 
     def mark_waiting(self) -> None:
         """Mark the parameters whose gradients wait for a reduction."""
@@ -666,8 +670,8 @@ class Unit:
         zeroed: set[int] = set()
         for index, mark in marks.items():
             member = self.shards.members[index]
-            held = member.sharded.grad
-            if held is not mark.grad or self._num_operations(member, held) != mark.num_operations:
+            count = self._num_operations(member, mark.grad)
+            if member.sharded.grad is not mark.grad or count != mark.num_operations:
                 zeroed.add(index)
             elif mark.stands_for_none:
                 member.sharded.grad = None

@@ -52,10 +52,10 @@ class WrappedUnit(Unit):
     def rest(self) -> None:
         """See `Unit.rest`; here users see what optimizers hold by `show_shards`."""
 
-    def keep_broken_grads(self) -> None:
-        """See `Unit.keep_broken_grads`."""
-        super().keep_broken_grads()
-        self.show_shards()
+    def _show_after_break(self) -> None:
+        if self._phase in (*_COMPUTES, Phase.HELD) and not self.is_kept:
+            self.shards.register()
+            self._shows_shards = True
 
     def show_shards(self) -> None:
         """Put what optimizers hold on the modules until the unit computes again."""
