@@ -166,10 +166,10 @@ def _text(value: object) -> str:
 
 
 def _ints(value: object) -> tuple[int, ...]:
-    is_tuple = type(value) is tuple and len(value) <= _MAX_DIMS
-    if not is_tuple or any(type(item) is not int or not 0 <= item < 2**63 for item in value):
+    items = value if isinstance(value, tuple) and len(value) <= _MAX_DIMS else None
+    if items is None or any(type(item) is not int or not 0 <= item < 2**63 for item in items):
         raise CheckpointError(f"expected sizes or offsets in the metadata, got {value!r:.100}")
-    return value
+    return items
 
 
 def _mapping(value: object) -> dict[Any, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -72,9 +71,9 @@ class Paired(Placement):
         """Not there: torch has no word for it."""
         self._refuse()
 
-    def without_group(self) -> Callable[[Any], Placement]:
-        """See `Placement.without_group`."""
-        return partial(_rebuilt, self.whole.without_group())
+    def without_group(self) -> dict[str, Any]:
+        """Not there: nobody saves a view."""
+        self._refuse()
 
     def _refuse(self) -> NoReturn:
         raise NotImplementedError(
@@ -84,10 +83,6 @@ class Paired(Placement):
 
 def _pair(region: Region) -> Region:
     return Region(offsets=(*region.offsets, 0), sizes=(*region.sizes, 2))
-
-
-def _rebuilt(whole: Callable[[Any], Placement], group: Any) -> Placement:
-    return Paired(whole(group))
 
 
 def _view_as_real(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:

@@ -11,6 +11,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.fx.node import has_side_effect
 
 from shoal import _torch
 
@@ -54,7 +55,7 @@ def define() -> torch.library.Library:
         library.impl(name, real, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
     for op in (torch.ops.shoal_random.state, torch.ops.shoal_random.set_state):
-        torch.fx.node.has_side_effect(op.default)  # graphs keep it, and its place
+        has_side_effect(op.default)  # graphs keep it, and its place
     return library
 
 

@@ -80,7 +80,7 @@ class Parts:
             for parameter, held in optimizer.state.items()
         }
         modules = list(model.modules())
-        self._holders: list[Mapping[str, Any]] = [
+        self._holders: list[dict[str, Any]] = [
             *(module._parameters for module in modules),
             *(module._buffers for module in modules),
             *(states := list(optimizer.state.values())),
