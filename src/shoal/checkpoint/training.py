@@ -256,6 +256,7 @@ def _try_state(source: _Source, model: nn.Module, optimizer: Optimizer) -> None:
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     try:
         prepare_optimizer(model, optimizer, source.states)
+        check_hyper_parameters(model, optimizer, source.hyper)
         check_states(model, optimizer, source.states)
     finally:
         optimizer.state.clear()
