@@ -74,6 +74,8 @@ class Watchdog:
         self._limit_s = limit_s
         self._poll_s = min(_SLOWEST_S, max(_FASTEST_S, limit_s / 8))
         self._folder = None if folder is None else Path(folder)
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
         self._end = end or _end_process
         self._alike = alike
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
