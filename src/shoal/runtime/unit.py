@@ -514,7 +514,8 @@ class Unit:
         self.follow_requires_grad()
         for index, grad in (grads or {}).items():
             parameter = self.full.parameters[index]
-            parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
+            own = own_grad(parameter)
+            parameter.grad = grad if own is None else own.add_(grad)
         self.was_entered = True
         assert self.notices is not None
         self.notices(self)
