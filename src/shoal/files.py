@@ -80,14 +80,6 @@ def write_all(file: BinaryIO, data: bytes) -> None:
         view = view[file.write(view) :]
 
 
-def is_named(file: BinaryIO, path: Path) -> bool:
-    """Tell whether `path` still leads to this open file: it may have been removed or replaced."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), os.lstat(path))
-    except FileNotFoundError:
-        return False
-
-
 def is_still(folder: Path, before: os.stat_result) -> bool:
     """Tell whether a folder is the one that it was: it may have been removed or replaced."""
     try:

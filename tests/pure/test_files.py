@@ -9,7 +9,6 @@ import pytest
 from shoal.files import (
     check_folder,
     create,
-    is_named,
     is_still,
     open_own,
     open_regular,
@@ -65,7 +64,6 @@ def test_a_new_file_takes_the_name_and_leaves_what_it_linked_to(tmp_path, write,
         path.symlink_to(target)
     with create(path) if write == "create" else replace(path, b"one ") as file:
         write_all(file, b"two")
-        assert is_named(file, path)
     assert path.read_bytes() == (b"two" if write == "create" else b"one two")
     assert target.read_text() == "mine"
     assert sorted(tmp_path.iterdir()) == [target, path]
@@ -99,16 +97,6 @@ def test_more_than_was_allowed_is_not_read(tmp_path):
     assert read_regular(tmp_path / "x", 5) == b"12345"
     with pytest.raises(OSError, match="it holds more than 4 bytes"):
         read_regular(tmp_path / "x", 4)
-
-
-def test_a_file_that_was_removed_or_replaced_has_lost_its_name(tmp_path):
-    path = tmp_path / "x"
-    with create(path) as file:
-        assert is_named(file, path)
-        path.rename(tmp_path / "y")
-        assert not is_named(file, path)
-        path.symlink_to(tmp_path / "y")
-        assert not is_named(file, path), "a link to it is another name"
 
 
 def test_a_folder_that_was_removed_or_replaced_is_another(tmp_path):

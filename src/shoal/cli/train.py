@@ -101,9 +101,9 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(to_json(job.config), indent=2))
         return 0
     if place is None:
-        with job.folder.locked() as lock:
+        with job.folder.locked():
             job.create(num_ranks=num_ranks)
-            return launch(job, lock)
+            return launch(job)
     leave(run_rank(place, job, create=True, signals=STOP_SIGNALS))
 
 

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from shoal.checkpoint import drop_unfinished
 from shoal.errors import CheckpointError, UsageError
-from shoal.files import check_folder, is_named, is_still, read_regular, replace
+from shoal.files import check_folder, is_still, read_regular, replace
 from shoal.train.config import RunConfig, TrainConfig
 from shoal.train.lock import check_unlocked, hold_lock
 from shoal.train.options import from_json, to_json
@@ -108,17 +108,17 @@ class RunFolder:
         return self.path / ".lock"
 
     @contextmanager
-    def locked(self) -> Iterator[BinaryIO]:
+    def locked(self) -> Iterator[None]:
         """Keep other runs out, from before the folder is made until the run is over."""
         with ExitStack() as held:
             with _writing_into(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-                lock = held.enter_context(hold_lock(self.lock))
-            yield lock
+                held.enter_context(hold_lock(self.lock))
+            yield
 
-    def is_lost(self, lock: BinaryIO) -> bool:
-        """Tell whether the folder was removed or replaced since its `lock` was taken."""
-        return not is_named(lock, self.lock)
+    def is_lost(self, home: os.stat_result) -> bool:
+        """Tell whether the folder was removed or replaced; `home` is what it was."""
+        return not (is_still(self.path, home) and os.path.lexists(self.config))
 
     def lost_error(self) -> CheckpointError:
         """What to raise then."""
@@ -128,16 +128,15 @@ class RunFolder:
         )
 
     def drop_remains(self, home: os.stat_result) -> None:
-        """Remove what ranks still made in the folder while somebody removed it.
+        """Remove what ranks still made while somebody removed the folder; whole checkpoints stay.
 
-        `home` is the folder as it was; another that has its name now is left alone.
+        Another folder that has its name now is left alone.
         """
-        if not is_still(self.path, home) or os.path.lexists(self.config):
-            return
-        with suppress(OSError):
+        if is_still(self.path, home):
             drop_unfinished(self.checkpoints)
-            for path in (self.checkpoints, self.logs, self.path):
-                path.rmdir()  # if it is empty
+            with suppress(OSError):
+                for path in (self.checkpoints, self.logs, self.path):
+                    path.rmdir()  # if it is empty
 
     def check_unused(self) -> None:
         """Raise a `UsageError` if a run writes here now."""

@@ -15,13 +15,13 @@ import torch
 from shoal.checkpoint import drop_unfinished, latest
 from shoal.errors import CheckpointError, UsageError
 from shoal.train import environment
-from shoal.train.checkpoints import clear_way, is_complete, newer_than
+from shoal.train.checkpoints import clear_way, is_complete, newer_than, step_of
 from shoal.train.config import TrainConfig
 from shoal.train.data import load_corpus
 from shoal.train.folder import RunFolder
 from shoal.train.model import Transformer
 from shoal.train.options import options_of, replace_options
-from shoal.train.state import read_progress
+from shoal.train.state import read_progress, read_saved_config
 from shoal.version import __version__
 
 _CPU_RANKS = 2
@@ -113,7 +113,7 @@ def resumed_job(
     folder, checkpoint = _resume_point(path)
     folder.check_unused()
     _check_changes(changes)
-    config = folder.read_config()
+    config = _config_of(folder, checkpoint)
     if checkpoint is None:
         if overwrite:
             raise UsageError(
@@ -238,9 +238,17 @@ def _resume_point(path: Path) -> tuple[RunFolder, Path | None]:
     if not os.path.isdir(path):  # unlike Path.is_dir, False where permission is lacking
         raise UsageError(f"--resume: there is no run folder {path}")
     folder = RunFolder(path.parent.parent)
-    if path.parent == folder.checkpoints and folder.config.exists():
+    if path.parent == folder.checkpoints and (folder.config.exists() or step_of(path) >= 0):
         return folder, path
     return RunFolder(path), None
+
+
+def _config_of(folder: RunFolder, checkpoint: Path | None) -> TrainConfig:
+    """Read the config of a run that goes on; of one that lost its own, what it was saved with."""
+    saved = checkpoint or latest(folder.checkpoints)
+    if saved is None or os.path.lexists(folder.config):
+        return folder.read_config()
+    return read_saved_config(saved)
 
 
 def _check_newest(checkpoint: Path) -> None:

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum, auto
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import Self
 
 from shoal.checkpoint.disk import disk_errors
 from shoal.errors import EXIT_INTERRUPTED, ShoalError
@@ -57,11 +57,8 @@ class _Event(Enum):
     INSISTED = auto()
 
 
-def launch(job: Job, lock: BinaryIO) -> int:
-    """Run a created job on its own ranks; return the exit status or raise what a rank raised.
-
-    `lock` is the held lock of the run folder.
-    """
+def launch(job: Job) -> int:
+    """Run a created job on its own ranks; return the exit status or raise what a rank raised."""
     plural = "s" if job.num_ranks != 1 else ""
     say(f"launching {job.num_ranks} rank{plural}; Ctrl-C saves and stops", stream=sys.stdout)
     folder, limit = job.folder, job.config.faults.max_restarts
@@ -69,14 +66,14 @@ def launch(job: Job, lock: BinaryIO) -> int:
     with _private_folder() as private, _StopRequests(folder) as requests:
         for restart in itertools.count():
             with Ranks(job, private, restart=restart) as ranks:
-                event = _wait(ranks, folder, lock, requests)
+                event = _wait(ranks, folder, home, requests)
                 ranks.end()
             if event is _Event.FINISHED:
                 return EXIT_INTERRUPTED if ranks.were_interrupted else 0
             if event is _Event.INSISTED:
                 say(f"stopped at once. {last_words(folder)}", stream=sys.stderr)
                 return EXIT_INTERRUPTED
-            if folder.is_lost(lock):  # which a rank may have been lost of
+            if folder.is_lost(home):  # which a rank may have been lost of
                 folder.drop_remains(home)
                 raise folder.lost_error()
             error = as_error(ranks.ends, folder, restart=restart)
@@ -86,7 +83,7 @@ def launch(job: Job, lock: BinaryIO) -> int:
     raise AssertionError("unreachable")
 
 
-def _wait(ranks: Ranks, folder: RunFolder, lock: BinaryIO, requests: _StopRequests) -> _Event:
+def _wait(ranks: Ranks, folder: RunFolder, home: os.stat_result, requests: _StopRequests) -> _Event:
     """Wait until something happens that ends this start of the ranks.
 
     Here it is decided what the death of a rank means: today it ends the start for all.
@@ -101,7 +98,7 @@ def _wait(ranks: Ranks, folder: RunFolder, lock: BinaryIO, requests: _StopReques
             return _Event.FINISHED
         if time.monotonic() > look_at:
             look_at = time.monotonic() + _FOLDER_CHECK_S
-            if folder.is_lost(lock):
+            if folder.is_lost(home):
                 return _Event.FOLDER_LOST
         time.sleep(_POLL_S)
 

@@ -21,13 +21,13 @@ _MOST_BYTES = 256
 
 
 @contextmanager
-def hold_lock(path: Path) -> Iterator[BinaryIO]:
+def hold_lock(path: Path) -> Iterator[None]:
     """Hold the lock at `path`, which lies in the folder it guards; raise if another holds it."""
     with open_own(path) as file:
         _acquire(file, path, fcntl.LOCK_EX)
         file.truncate(0)
         write_all(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield file
+        yield
 
 
 def check_unlocked(path: Path) -> None:

@@ -73,6 +73,8 @@ def train(job: Job, world: World, stop_requested: Callable[[], bool]) -> bool:
             progress = progress.after(config, corpus.digest, referee.scale)
             # All ranks read the same answers, so they stop, skip and raise together.
             told, stopping = referee.told, referee.told.stopping
+            if told.folder_lost:
+                saver.give_up()
             journal.step(_record(progress, lr, result, told), result.events)
             for note in (*referee.notes, *stragglers.notes(step, told)):
                 journal.note(note)

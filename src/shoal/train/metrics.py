@@ -9,10 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from shoal.checkpoint.disk import disk_errors
-from shoal.files import is_named, replace, write_all
+from shoal.files import replace, write_all
 from shoal.report.metrics import ResumeRecord, StepRecord, ValidationRecord, read_lines
 from shoal.runtime.events import Event
-from shoal.train.folder import RunFolder
 
 
 class MetricsFile:
@@ -26,9 +25,7 @@ class MetricsFile:
             self._write("resume", ResumeRecord(step=start_step, num_ranks=num_ranks))
 
     def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
-        """Write a step; raise if the run folder is gone, so that nobody trains for nothing."""
-        if not is_named(self._file, self._path):
-            raise RunFolder(self._path.parent).lost_error()
+        """Write a step."""
         self._write("step", record)
 
     def on_validation(self, record: ValidationRecord) -> None:

@@ -78,5 +78,6 @@ class Referee:
             stop=self._stop_requested(),
             save_status=self._saver.status,
             collectives=digest_of_collectives(),
+            folder_lost=self._saver.folder_lost,
         )
         return Told.exchange(self._world, word)

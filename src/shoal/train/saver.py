@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
+from typing import NoReturn
 
 from torch import nn
 from torch.optim import Optimizer
@@ -41,8 +42,21 @@ class Saver:
         self.saved = job.checkpoint
         self._job = job
         self._leads = world.leads
+        # Of rank 0: hosts may see the folder each under a number of its own.
+        self._home = job.folder.path.stat() if world.leads else None
         self._retention = Retention(last=job.config.run.keep_last, every=job.config.run.keep_every)
         self._pending: PendingSave | None = None
+
+    @property
+    def folder_lost(self) -> bool:
+        """Whether rank 0 finds that the run folder was removed or replaced."""
+        return self._home is not None and self._job.folder.is_lost(self._home)
+
+    def give_up(self) -> NoReturn:
+        """Raise on all ranks, which know of it, that the run folder is gone."""
+        if self._home is not None:
+            self._job.folder.drop_remains(self._home)
+        raise self._job.folder.lost_error()
 
     @property
     def status(self) -> SaveStatus:
@@ -82,10 +96,19 @@ class Saver:
                 time.sleep(_POLL_S)
             with self._noticing_loss(), waiting("all ranks to end a save"):
                 self.saved = pending.wait()
-                if self._leads:
-                    self._retention.apply(self.saved.parent)
-                    point_latest(self.saved.parent)
+            if self._leads:
+                self._tidy(self.saved.parent)
         return self.saved
+
+    def _tidy(self, checkpoints: Path) -> None:
+        """Remove what need not stay, and point to the newest; rank 0 does this."""
+        try:
+            self._retention.apply(checkpoints)
+            point_latest(checkpoints)
+        except (CheckpointError, OSError):
+            # Of a lost folder all ranks hear in the next step: one that left now would be missed.
+            if not self.folder_lost:
+                raise
 
     @contextmanager
     def _noticing_loss(self) -> Iterator[None]:

@@ -19,10 +19,11 @@ from shoal.checkpoint import (
     step_folder,
     training_state,
 )
+from shoal.checkpoint.manifest import NAME
 from shoal.errors import CheckpointError
 from shoal.train.checkpoints import offering_older
 from shoal.train.config import TrainConfig
-from shoal.train.options import to_json
+from shoal.train.options import from_json, to_json
 from shoal.train.scale import LossScale
 
 
@@ -55,6 +56,14 @@ def read_progress(checkpoint: Path) -> Progress:
     with offering_older(checkpoint):
         training = read_manifest(checkpoint).extra.get("training")
     return _progress(checkpoint, training if isinstance(training, Mapping) else {})
+
+
+def read_saved_config(checkpoint: Path) -> TrainConfig:
+    """Read the config that a checkpoint was saved with."""
+    with offering_older(checkpoint):
+        training = read_manifest(checkpoint).extra.get("training")
+    tree = training.get("config") if isinstance(training, Mapping) else None
+    return from_json(TrainConfig, tree, where=checkpoint / NAME)
 
 
 def start_saving(

@@ -27,6 +27,8 @@ class Word:
     save_status: int
     collectives: int
     """Digest of the collectives of the step so far."""
+    folder_lost: bool = False
+    """Whether rank 0 finds the run folder removed or replaced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,11 @@ class Told:
         return any(word.stop for word in self.words)
 
     @property
+    def folder_lost(self) -> bool:
+        """Whether the run folder is gone: so all ranks raise it, and none waits for rank 0."""
+        return any(word.folder_lost for word in self.words)
+
+    @property
     def save_statuses(self) -> tuple[int, ...]:
         """What each rank knows of the save in flight."""
         return tuple(word.save_status for word in self.words)
@@ -68,7 +75,7 @@ class Told:
 
 
 def _word(row: torch.Tensor) -> Word:
-    loss, own_ms, memory_bytes, stop, save_status, collectives = row.tolist()
+    loss, own_ms, memory_bytes, stop, save_status, collectives, folder_lost = row.tolist()
     return Word(
         loss=loss,
         own_ms=own_ms,
@@ -76,4 +83,5 @@ def _word(row: torch.Tensor) -> Word:
         stop=bool(stop),
         save_status=int(save_status),
         collectives=int(collectives),
+        folder_lost=bool(folder_lost),
     )

@@ -16,6 +16,7 @@ from shoal.train.folder import RunFolder
 from shoal.train.greeting import notes_on_resume
 from shoal.train.job import Job, check_devices, count_parameters, new_job, resumed_job
 from shoal.train.model import Transformer
+from shoal.train.options import to_json
 from shoal.train.state import Progress
 
 PROGRESS = {"step": 7, "samples": 28, "tokens": 700, "data_digest": "x", "scale": {}}
@@ -107,6 +108,36 @@ def test_tensorboard_must_be_there(config, monkeypatch):
     run = RunConfig(out=config.run.out, tensorboard=True)
     with pytest.raises(UsageError, match="pip install tensorboard"):
         new_job(TrainConfig(model=config.model, data=config.data, run=run), overwrite=False)
+
+
+def test_a_run_that_lost_its_config_goes_on_with_the_one_of_its_checkpoint(config):
+    job = new_job(config, overwrite=False)
+    job.create(num_ranks=2)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint = step_folder(job.folder.checkpoints, 7)
+    save_training(checkpoint, model, optimizer, {**PROGRESS, "config": to_json(job.config)})
+    job.folder.config.unlink()
+    for path in (job.folder.path, checkpoint):
+        assert resumed_job(path, {}, more_steps=None).config == job.config
+
+
+def test_a_folder_is_lost_when_it_is_removed_or_replaced(config):
+    job = new_job(config, overwrite=False)
+    job.create(num_ranks=2)
+    folder = job.folder
+    home = folder.path.stat()
+    assert not folder.is_lost(home)
+    staging = folder.checkpoints / ".step-00000001.saving-x"
+    staging.mkdir()
+    folder.config.rename(folder.path.parent / "config")
+    assert folder.is_lost(home), "somebody is removing it"
+    folder.drop_remains(home)
+    assert not folder.path.exists()
+    shutil.copytree(folder.path.parent, folder.path / "copy")
+    assert folder.is_lost(home)
+    folder.drop_remains(home)
+    assert (folder.path / "copy").exists(), "another folder is left alone"
 
 
 def test_a_resume_goes_on_from_the_newest_checkpoint(finished):

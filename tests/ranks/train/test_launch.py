@@ -107,14 +107,21 @@ def test_a_removed_run_folder_ends_the_run(tmp_path, start, launcher, save_every
     flags = ("--name", "a", "--steps", "1000000", "--save-every", save_every, *TINY)
     command = start(*flags, launcher=TORCHRUN if launcher == "torchrun" else ())
     wait_for_steps(folder, 5)
-    shutil.rmtree(folder, ignore_errors=True)  # a save may put something in meanwhile
     shutil.rmtree(folder, ignore_errors=True)
     began_at = time.monotonic()
     status, _, err = command.finish(timeout_s=60)
-    assert time.monotonic() - began_at < 20
+    slack_s = 0 if os.getloadavg()[0] < 2 * (os.cpu_count() or 1) else 10
+    assert time.monotonic() - began_at < 10 + slack_s
     assert status == 1
     assert "runs/a was removed, or replaced, while a run wrote into it" in err
-    assert not folder.exists()
+    # A save that was in flight may have ended while its folder was being removed.
+    left = [path.name for path in (folder / "checkpoints").glob("*")]
+    assert all(name == "latest" or name.startswith("step-") for name in left), left
+    if any(name != "latest" for name in left):
+        resumed = start("--resume", "runs/a", "--steps", "+1").finish()
+        assert (resumed[0], resumed[2]) == (0, "")
+    else:
+        assert not folder.exists() or left == ["latest"]
 
 
 def test_a_folder_that_another_run_took_stays_as_it_is(tmp_path, start):
