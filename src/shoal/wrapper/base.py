@@ -36,7 +36,7 @@ class Wrapper(nn.Module):
     _is_in_full_precision = False
     """Whether it computes so for an evaluation."""
     _have_run: bool
-    _order: ForwardOrder
+    _order: ForwardOrder | None = None
     """That of the model it belongs to, from its first forward on."""
     _unit: WrappedUnit | None
     """Its parameters; None if it has none."""

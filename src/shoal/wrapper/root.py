@@ -27,7 +27,6 @@ def ready(wrapper: Wrapper) -> ModuleState:
     if state.context is None:
         _check_tree(wrapper)
         context_of(wrapper, state)
-        _share_order(wrapper, ForwardOrder())
     return state
 
 
@@ -39,20 +38,23 @@ def begin(wrapper: Wrapper) -> ModuleState:
         follow_modes(wrapper)
     if _torch.inside_backward():  # a recomputation
         return state
-    trains = wrapper.training
+    order, trains = wrapper._order or _share_order(wrapper), wrapper.training
     if state.is_root:
-        wrapper._order.begin(trains=trains)
+        order.begin(trains=trains)
     if wrapper._unit is not None:
-        wrapper._order.enter(wrapper._unit, is_new=not wrapper._have_run, trains=trains)
+        order.enter(wrapper._unit, is_new=not wrapper._have_run, trains=trains)
     return state
 
 
-def _share_order(root: Wrapper, order: ForwardOrder) -> None:
+def _share_order(root: Wrapper) -> ForwardOrder:
+    """The order of a wrapper that runs for the first time, and of all below it."""
+    order = ForwardOrder()
     for one in wrappers_below(root):
         one._order = order
         state = state_of(one)
         if order.is_watched and state is not None:
             state.forward_prefetch = []
+    return order
 
 
 def _check_tree(root: Wrapper) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,7 @@ class Trial:
         self.world = World(
             place=place, device=torch.device("cpu"), mesh=make_mesh("cpu", size, replicas=1)
         )
-        job = Job(config=config, folder=RunFolder(Path("/nowhere/run")), checkpoint=None)
+        job = Job(config=config, folder=RunFolder(Path(tempfile.mkdtemp())), checkpoint=None)
         saver = Saver(job, self.world)
         scale = LossScale.for_precision(config.parallel.precision)
         self.referee = Referee(self.world, on_nonfinite, lambda: False, saver, scale)
