@@ -61,7 +61,7 @@ def attach(parameter: nn.Parameter, shard: ShardOf) -> None:
 
 def full_name(parameter: nn.Parameter) -> str | None:
     """The name of a full parameter that a unit has gathered; None for any other."""
-    shard = vars(parameter).get(_SHARD)
+    shard = getattr(parameter, _SHARD, None)  # as Dynamo reads it, in a compiled optimizer's step
     return None if shard is None or shard.member is None else shard.name
 
 

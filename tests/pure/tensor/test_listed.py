@@ -20,6 +20,7 @@ from shoal.layout import Region
 from shoal.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shoal.tensor import Listed, ShardedTensor
 from shoal.tensor.creation import blank, ones, rand, zeros
+from shoal.tensor.listed import listed as listed_placement
 
 
 @st.composite
@@ -127,7 +128,7 @@ def test_who_holds_what(cut: Any) -> None:
         assert placement == again
         for moved in (
             placement.on(torch.device("meta")),
-            pickle.loads(pickle.dumps(placement.without_group()))(group),
+            listed_placement(group, **pickle.loads(pickle.dumps(placement.without_group()))),
         ):
             assert moved.agrees(placement)
             assert moved.local_shapes == placement.local_shapes
