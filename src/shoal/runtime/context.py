@@ -232,9 +232,12 @@ class Context:
             unit.was_reduced = unit.was_entered = unit.has_late_grads = False
             unit.reshard()
 
-    def _take_unfinished(self) -> list[Reduction]:
+    def _unfinished(self) -> list[Reduction]:
         """The reductions whose gradients are not on the parameters yet, in order."""
-        unfinished = [*self._arrived, *(reduction for reduction, _ in self._reductions)]
+        return [*self._arrived, *(reduction for reduction, _ in self._reductions)]
+
+    def _take_unfinished(self) -> list[Reduction]:
+        unfinished = self._unfinished()
         self._arrived.clear()
         self._reductions.clear()
         return unfinished
@@ -245,10 +248,9 @@ class Context:
         Called while the exception is on its way, so it waits for nobody. Then the caller may zero
         gradients, which is seen by marks that are left on the parameters.
         """
-        unfinished = [*self._arrived, *(reduction for reduction, _ in self._reductions)]
         for unit in self.units:
             unit.keep_broken_grads()
-        for reduction in unfinished:
+        for reduction in self._unfinished():
             reduction.unit.mark(reduction.indices)
 
     def _clear_away(self) -> None:

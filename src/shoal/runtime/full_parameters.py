@@ -14,7 +14,7 @@ from shoal.errors import InvariantError, UsageError
 from shoal.layout.buffer import shard_of, shard_views
 from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.gather_hooks import refusal
-from shoal.runtime.module_state import state_of
+from shoal.runtime.module_state import state_of, units_of
 from shoal.runtime.phase import Phase
 from shoal.runtime.shards import Member
 from shoal.runtime.unit import Unit
@@ -91,17 +91,15 @@ def _serve_state_dicts(unit: Unit, stack: ExitStack, writeback: bool) -> None:
 
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
-    units: dict[Unit, None] = {}
-    for child in module.modules() if recurse else (module,):
-        state = state_of(child)
-        if state is not None:
-            units.update(dict.fromkeys(state.units))
+    state = state_of(module)
+    own = [] if state is None else list(state.units)
+    units = units_of(module) if recurse else own
     if not units and not isinstance(module, FSDPModule):
         raise UsageError(
             f"nothing below this {type(module).__name__} was given to fully_shard, so there is "
             "nothing to gather"
         )
-    return list(units)
+    return units
 
 
 def _check_held(unit: Unit) -> None:
