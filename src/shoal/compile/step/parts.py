@@ -192,9 +192,8 @@ class Parts:
             for parameter in group["params"]:
                 stand_in, grad = self._stand_in(parameter, given, grads, by_number)
                 held = self.optimizer.state.get(parameter, {})
-                # A rank that has nothing of a parameter still learns whether there is state for
-                # it, as the others do.
-                if grad is None or (held and not stand_in.numel()):
+                # A rank that has nothing of a parameter counts its steps, as the others do.
+                if grad is None:
                     continue
                 stand_in.grad = grad
                 members.append(stand_in)
