@@ -97,16 +97,19 @@ def read_reply(path: Path) -> Mapping[str, Any]:
 
 def as_error(ends: Sequence[Ended], folder: RunFolder, *, restart: int = 0) -> ShoalError:
     """Turn how the ranks ended into the one error to show; after so many restarts."""
-    first = min((ended for ended in ends if ended.is_lost), key=_precedence)
-    kind = getattr(errors, first.reply.get("shoal_error") or "", ShoalError)
-    if issubclass(kind, SHARED):
-        return kind(first.reply["text"])
-    log = log_of(first.rank, folder.logs, restart=restart)
     stopped = "".join(
         f"{ended} was stopped by a signal (SIGSTOP or SIGTSTP), so the others waited in vain\n"
         for ended in ends
         if ended.was_stopped
     )
+    lost = [ended for ended in ends if ended.is_lost]
+    if not lost:  # the others did not watch it yet, or it is alone
+        return RankError(f"{stopped}{last_words(folder)}")
+    first = min(lost, key=_precedence)
+    kind = getattr(errors, first.reply.get("shoal_error") or "", ShoalError)
+    if issubclass(kind, SHARED):
+        return kind(first.reply["text"])
+    log = log_of(first.rank, folder.logs, restart=restart)
     return RankError(
         f"{stopped}{first} {_manner(first, ends, folder)}\n"
         f"What it last wrote is in {log}. {last_words(folder)}"

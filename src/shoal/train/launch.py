@@ -13,6 +13,7 @@ JSON.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import shutil
@@ -41,6 +42,8 @@ _POLL_S = 0.05
 _FOLDER_CHECK_S = 0.5
 _GRACE_S = 1.0
 """How long a rank may take to end after SIGTERM; it only writes its stacks into its log."""
+_STOPPED_S = 1.5
+"""How long past the stall limit a rank may stand still; the ranks' own verdict comes before."""
 _KILLED_S = 10.0
 """How long after SIGKILL a process is waited for: one in the kernel's hands may stay longer."""
 
@@ -63,6 +66,9 @@ def launch(job: Job) -> int:
     say(f"launching {job.num_ranks} rank{plural}; Ctrl-C saves and stops", stream=sys.stdout)
     folder, limit = job.folder, job.config.faults.max_restarts
     home = folder.path.stat()
+    # What is imported by now stays until the end: the interpreter would look at all of it once
+    # more when it exits, for most of a second, while a scheduler waits for the job's status.
+    gc.freeze()
     with _private_folder() as private, _StopRequests(folder) as requests:
         for restart in itertools.count():
             with Ranks(job, private, restart=restart) as ranks:
@@ -92,7 +98,7 @@ def _wait(ranks: Ranks, folder: RunFolder, home: os.stat_result, requests: _Stop
     while True:
         if requests.insisted:
             return _Event.INSISTED
-        if ranks.poll():
+        if ranks.poll() or ranks.stand_still:
             return _Event.RANK_LOST
         if not ranks.running:
             return _Event.FINISHED
@@ -123,6 +129,7 @@ class Ranks:
         self._held = ExitStack()
         self._lost: set[int] = set()
         self._stopped: set[int] = set()
+        self._stopped_at: dict[int, float] = {}
         self._is_ending = False
 
     def __enter__(self) -> Self:
@@ -170,6 +177,18 @@ class Ranks:
             # Another may have died before it, and just after it was looked at.
             self._newly_lost()
         return bool(self._lost)
+
+    @property
+    def stand_still(self) -> bool:
+        """Whether a rank is stopped for longer than the limit; the others may not watch it yet."""
+        limit_s, now = self._job.config.faults.stall_limit, time.monotonic()
+        self._stopped_at = {
+            rank: self._stopped_at.get(rank, now)
+            for rank, own in self.running.items()
+            if _is_stopped(own.pid)
+        }
+        longest_s = now - min(self._stopped_at.values(), default=now)
+        return limit_s > 0 and longest_s > limit_s + _STOPPED_S
 
     def end(self) -> None:
         """End the processes that still run; those are nobody's cause, whatever they die of."""

@@ -187,7 +187,7 @@ class Watchdog:
 
     def _hear(self) -> None:
         trouble = f"{self._prefix}/trouble"
-        while not self._stopping.wait(self._poll_s):
+        while not self._stopping.wait(self._until_overdue()):
             self._heard_at = time.monotonic()
             overdue = self._overdue()
             if self._asked or overdue:
@@ -209,6 +209,14 @@ class Watchdog:
                     f"cut, or the host of the first rank is gone{self._deaf}"
                 )
                 return
+
+    def _until_overdue(self) -> float:
+        """How long to sleep: not past the moment at which this rank has waited too long."""
+        waits = self._waits
+        if waits is None:
+            return self._poll_s
+        left_s = self._limit_s - (time.monotonic() - waits[1])
+        return min(self._poll_s, max(_FASTEST_S, left_s))
 
     def _overdue(self, grace_s: float = 0.0) -> str:
         """Say what this rank has waited for too long, if it has."""
