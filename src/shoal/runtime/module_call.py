@@ -9,6 +9,8 @@ block(x) in a model's forward   → gather, a graph of the block, free: gathers 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -67,6 +69,9 @@ class ModuleCall:
         state: ModuleState = self.__dict__["_shoal_state"]
         if torch.compiler.is_compiling() and state.is_captured():
             args, kwargs, tensors = state.enter_graph(self, args, kwargs)  # pyright: ignore[reportArgumentType]
+            if _is_kept_full():
+                _kept_full[-1].enter_context(_torch.parameters_replaced(self, tensors))  # pyright: ignore[reportArgumentType]
+                return self._call_module(*args, **kwargs)
             with _torch.parameters_replaced(self, tensors):  # pyright: ignore[reportArgumentType]
                 return self._call_module(*args, **kwargs)
         args, kwargs, runs = state.enter(self, args, kwargs)  # pyright: ignore[reportArgumentType]
@@ -102,3 +107,26 @@ class ModuleCall:
             super().compile(*args, **kwargs)  # pyright: ignore
         finally:
             del self.__dict__["_call_impl"]
+
+
+_kept_full: list[ExitStack] = []
+
+
+@contextmanager
+def kept_full() -> Iterator[None]:
+    """Leave captured modules their full parameters until the end of the block.
+
+    A backward that is captured without Dynamo runs checkpointed parts of modules again by calling
+    them, past the modules' own calls.
+    """
+    with ExitStack() as stack:
+        _kept_full.append(stack)
+        try:
+            yield
+        finally:
+            _kept_full.pop()
+
+
+@_torch.constant_in_graph
+def _is_kept_full() -> bool:
+    return bool(_kept_full)

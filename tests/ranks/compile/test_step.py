@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from harness import ranks
 from shoal import compile_step, fully_shard, replicate
@@ -113,7 +114,10 @@ LAYOUTS = {"even": Even(), "flat": Flat(), "rows": Rows(), "block": Block(3), "w
 class Pair:
     """A model that trains by `compile_step` beside one whose step is written out."""
 
-    def __init__(self, build: Callable[[], Any], make: Any = torch.optim.AdamW) -> None:
+    def __init__(
+        self, build: Callable[[], Any], make: Any = torch.optim.AdamW, dtype: Any = torch.float32
+    ) -> None:
+        self.dtype = dtype
         self.models = [build(), build()]
         self.optimizers = [make(model.parameters(), lr=0.05) for model in self.models]
         self.step = compile_step(self.models[0], functional.mse_loss, self.optimizers[0])
@@ -122,7 +126,8 @@ class Pair:
         model, optimizer = self.models[1], self.optimizers[1]
         for number in range(steps):
             torch.manual_seed(number * 10 + dist.get_rank())
-            x, y = torch.randn(rows, 4), torch.randn(rows, 3)
+            x = torch.randn(rows, 4, dtype=self.dtype)
+            y = torch.randn(rows, 3, dtype=self.dtype)
             self.step(x, y)
             functional.mse_loss(model(x), y).backward()
             optimizer.step()
@@ -169,6 +174,64 @@ def test_sharded_parameters_are_frozen_and_thawed(layout: str, frozen_from: int)
     pair.train(3)
     assert pair.step.why_not_captured is None
     assert not torch.equal(whole(pair.models[0][0].weight), before)
+
+
+class Recomputing(nn.Module):
+    """A unit that computes a part of itself again in backward, or all of it, twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 5), nn.Linear(5, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = checkpoint(self._compute, x, use_reentrant=False)
+        return checkpoint(lambda y: self.down(self.up(y).tanh()), x, use_reentrant=False)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        return x + self.down(self.up(x).tanh())
+
+
+@ranks(2, 4, timeout_s=180)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reshards", [True, False])
+def test_checkpoints_inside_of_units(layout: str, reshards: bool) -> None:
+    def build() -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(Recomputing(), Recomputing(), nn.Linear(4, 3)).double()
+        for block in model[:2]:
+            fully_shard(block, layout=LAYOUTS[layout], reshard_after_forward=reshards)
+        return fully_shard(model, layout=LAYOUTS[layout])
+
+    pair = Pair(build, dtype=torch.float64)
+    pair.train(4)
+    assert pair.step.why_not_captured is None
+    assert all(not p.is_meta and hasattr(p, "full_tensor") for p in pair.models[0].parameters())
+
+
+@ranks(2, 4, timeout_s=180)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_units_that_were_left_full(layout: str) -> None:
+    """By a forward without backward, a call of unshard(), or so that they stay after backward."""
+
+    def leave_full(model: Any) -> None:
+        model(torch.ones(2, 4))
+
+    def unshard(model: Any) -> None:
+        model.unshard()
+
+    def keep(model: Any) -> None:
+        model.set_reshard_after_backward(False)
+        model(torch.ones(2, 4)).sum().backward()
+        model.zero_grad()
+
+    pair = Pair(lambda: in_units(LAYOUTS[layout]))
+    for fill in (leave_full, unshard, keep):
+        for _ in range(2):
+            for model in pair.models:
+                fill(model)
+            pair.train(2)
+            assert pair.step.why_not_captured is None
+    assert pair.step.num_graphs == 2  # another choice of what stays full makes another
 
 
 @ranks(2, timeout_s=180)

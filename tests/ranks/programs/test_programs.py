@@ -39,6 +39,12 @@ def test_steps_of_the_wrapper(program: Program) -> None:
     check(program)
 
 
+@budget(15)
+@given(programs(2, compiles=True))
+def test_compiled_steps(program: Program) -> None:
+    check(program)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @budget(1400)

@@ -25,7 +25,8 @@ from shoal.compile.step.replay import Replay, why_not
 from shoal.compile.step.update import MissingStateError, clip, count_on_device, update
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
-from shoal.runtime.module_state import state_of
+from shoal.runtime.module_state import state_of, units_of
+from shoal.runtime.phase import Phase
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -100,6 +101,7 @@ class CompiledStep:
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Train once."""
         data = Data(inputs, targets)
+        self._free_full_parameters()
         captured = self._known(data) or self._made(data)
         if captured is None:
             loss = self._run_as_written(inputs, targets)
@@ -109,6 +111,13 @@ class CompiledStep:
         self.why_not_captured, self.why_not_replayed = None, captured.why_not_replayed
         _torch.count_update(self._optimizer)
         return loss
+
+    def _free_full_parameters(self) -> None:
+        """Begin with shards: a forward before may have left units full, for a backward."""
+        units = self._captured[0].parts.units if self._captured else units_of(self._whole)
+        for unit in units:
+            if unit.phase is not Phase.SHARDED:
+                unit.reshard()
 
     def _known(self, data: Data) -> _Captured | None:
         """The graph of a step that read what this one would read."""

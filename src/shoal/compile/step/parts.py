@@ -24,6 +24,7 @@ from shoal.compile.step.data import Data
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
 from shoal.runtime.in_graph import InGraph
+from shoal.runtime.module_call import kept_full
 from shoal.runtime.module_state import units_of
 from shoal.runtime.unit import Unit
 from shoal.tensor.sharded import ShardedTensor
@@ -161,6 +162,7 @@ class Parts:
                 _put(place, key, stand_ins[number])
                 stack.callback(_put, place, key, one)
             stack.enter_context(_torch.parameters_replaced(self._model, named))
+            stack.enter_context(kept_full())
             for one, leaf in zip(lowered, leaves, strict=True):
                 one.leaf = leaf
                 one.reached.clear()
