@@ -28,12 +28,18 @@ def programs(
         steps += _steps_of_fully_shard()
     if compiles:
         steps += [st.builds(moments.Compiled, st.integers(1, 3))] * 4
+    if door == "fully_shard" and not is_parallel:
+        # With set_reduce_scatter_unused_params(True) any backward gives all parameters a gradient.
+        steps += [st.builds(moments.GradOfInputs, st.integers(1, NUM_CELLS))]
+    if door == "fully_shard" and not compiles:
+        steps += [st.builds(moments.Divide, st.sampled_from([1.0, 2.0, 3.0]))]
     return Program(
-        draw(_setups(is_parallel, door)), draw(st.lists(st.one_of(steps), min_size=1, max_size=12))
+        draw(_setups(is_parallel, door, world_size)),
+        draw(st.lists(st.one_of(steps), min_size=1, max_size=12)),
     )
 
 
-def _setups(is_parallel: bool, door: Door) -> st.SearchStrategy[Setup]:
+def _setups(is_parallel: bool, door: Door, world_size: int) -> st.SearchStrategy[Setup]:
     kinds = st.sampled_from(["plain", "twice", "recomputed"])
     return st.builds(
         Setup,
@@ -43,12 +49,14 @@ def _setups(is_parallel: bool, door: Door) -> st.SearchStrategy[Setup]:
         optimizer=st.sampled_from(["AdamW", "SGD"]),
         is_parallel=st.just(is_parallel),
         door=st.just(door),
+        is_hybrid=st.booleans() if world_size == 4 and door == "fully_shard" else st.just(False),
     )
 
 
 def _chains() -> st.SearchStrategy[Way]:
     """Ways that are the same on all ranks."""
-    return st.builds(Way, num_cells=st.integers(1, NUM_CELLS))
+    cuts = st.none() | st.none() | st.integers(0, NUM_CELLS - 1)
+    return st.builds(Way, num_cells=st.integers(1, NUM_CELLS), detaches_at=cuts)
 
 
 def _parallel_ways(world_size: int) -> st.SearchStrategy[Way]:
@@ -64,7 +72,7 @@ def _steps(way: st.SearchStrategy[Way]) -> list[st.SearchStrategy[Moment]]:
     return [
         *[st.builds(moments.Train, way, flags)] * 2,
         *[st.builds(moments.Update, way, flags, flags)] * 2,
-        st.builds(moments.Evaluate, way, flags),
+        st.builds(moments.Evaluate, way, st.sampled_from(["recorded", "no_grad", "inference"])),
         st.builds(moments.TwoForwards, st.tuples(way, way), flags, flags),
         st.builds(moments.TwoBackwards, way),
         st.builds(moments.FailInForward, cells),
@@ -77,9 +85,15 @@ def _steps(way: st.SearchStrategy[Way]) -> list[st.SearchStrategy[Moment]]:
 
 
 def _steps_of_fully_shard() -> list[st.SearchStrategy[Moment]]:
-    flags, cells = st.booleans(), st.none() | st.integers(0, NUM_CELLS - 1)
+    flags, cells = st.booleans(), st.integers(0, NUM_CELLS - 1)
+    alone = st.builds(Way, num_cells=st.integers(1, NUM_CELLS), is_alone=st.just(True))
     return [
         st.builds(moments.SaveAndLoad, flags),
-        st.builds(moments.Hold, cells, flags),
+        st.builds(moments.Train, alone, flags),
+        st.builds(moments.Prefetch, cells, st.lists(cells, max_size=3).map(tuple), flags),
+        st.builds(moments.Cast),
+        st.builds(moments.FullState),
+        st.builds(moments.NewOptimizers),
+        st.builds(moments.Hold, st.none() | cells, flags, flags),
         st.builds(moments.Reshard, flags, flags),
     ]

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 
 from programs.net import PlannedError, Way, loss_of
 from programs.twins import Twins
@@ -55,12 +61,13 @@ class Evaluate:
     """A forward without a backward."""
 
     way: Way
-    records: bool
-    """Whether autograd records it, for nothing."""
+    mode: Literal["recorded", "no_grad", "inference"]
+    """What autograd does of it; records for nothing, for instance."""
 
     def run(self, twins: Twins) -> None:
         batch = twins.batch()
-        with torch.set_grad_enabled(self.records):
+        modes = {"no_grad": torch.no_grad, "inference": torch.inference_mode}
+        with modes.get(self.mode, nullcontext)():
             mine, whole = (
                 model.eval()(batch[twins.rank], self.way, twins.rank) for model in twins.models
             )
@@ -216,12 +223,15 @@ class Hold:
 
     cell: int | None
     frees: bool
+    waits: bool
 
     def run(self, twins: Twins) -> None:
         module = twins.model if self.cell is None else twins.model.cells[self.cell]
-        module.unshard()
+        handle = module.unshard(async_op=not self.waits)
         if self.frees:
             module.reshard()
+        elif handle is not None:
+            handle.wait()
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +246,90 @@ class Reshard:
             twins.model.set_reshard_after_forward(self.frees)
         else:
             twins.model.set_reshard_after_backward(self.frees)
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """Another choice of what is gathered ahead, useful or not."""
+
+    cell: int
+    ahead: tuple[int, ...]
+    in_backward: bool
+
+    def run(self, twins: Twins) -> None:
+        cells = twins.model.cells
+        ahead = [cells[index] for index in self.ahead]
+        if self.in_backward:
+            cells[self.cell].set_modules_to_backward_prefetch(ahead)
+        else:
+            cells[self.cell].set_modules_to_forward_prefetch(ahead)
+
+
+@dataclass(frozen=True, slots=True)
+class Divide:
+    """Another number that gradients are divided by."""
+
+    factor: float
+
+    def run(self, twins: Twins) -> None:
+        _reduce_all(twins, Way())
+        twins.factor = self.factor
+        for module in (*twins.model.cells, twins.model):
+            module.set_gradient_divide_factor(self.factor)
+
+
+@dataclass(frozen=True, slots=True)
+class GradOfInputs:
+    """A gradient for the inputs alone: parameters keep theirs."""
+
+    num_cells: int
+
+    def run(self, twins: Twins) -> None:
+        way = Way(num_cells=self.num_cells)
+        _reduce_all(twins, way)
+        twins.model.set_requires_gradient_sync(True)
+        own = twins.batch()[twins.rank]
+        grads = []
+        for model in twins.models:
+            x = own.clone().requires_grad_()
+            grads += torch.autograd.grad(loss_of(model(x, way)), x)
+        torch.testing.assert_close(*grads)
+
+
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """All weights rounded to float32, and back."""
+
+    def run(self, twins: Twins) -> None:
+        _reduce_all(twins, Way())
+        for optimizer in twins.optimizers:
+            optimizer.zero_grad()
+        for model in twins.models:
+            model.float().double()
+
+
+@dataclass(frozen=True, slots=True)
+class FullState:
+    """A full state dict taken, changed, and loaded, by the functions of torch's checkpoints."""
+
+    def run(self, twins: Twins) -> None:
+        options = StateDictOptions(full_state_dict=True)
+        full = get_model_state_dict(twins.model, options=options)
+        for name, whole in twins.twin.state_dict().items():
+            torch.testing.assert_close(full[name], whole)
+        full = {name: value * 1.1 for name, value in full.items()}
+        set_model_state_dict(twins.model, full, options=options)
+        twins.twin.load_state_dict({k: v * 1.1 for k, v in twins.twin.state_dict().items()})
+
+
+@dataclass(frozen=True, slots=True)
+class NewOptimizers:
+    """Optimizers built anew, between steps."""
+
+    def run(self, twins: Twins) -> None:
+        for module in (*twins.model.cells, twins.model):
+            module.reshard()
+        twins.make_optimizers()
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,8 +59,18 @@ class Way:
     """After how many cells a chain ends."""
     uses: tuple[tuple[bool, ...], ...] = ()
     """In parallel: which outputs each rank uses."""
+    detaches_at: int | None = None
+    """After which cell a chain is cut off, so that no backward comes to it."""
+    is_alone: bool = False
+    """Whether its last cell is called by itself, and not the model."""
     fails_at: int | None = None
     fails_in_backward: bool = False
+
+    def run(self, model: Any, x: Tensor, rank: int = 0) -> Tensor:
+        """Go it."""
+        if self.is_alone and not self.is_parallel:
+            return model.cells[self.num_cells - 1](x)
+        return model(x, self, rank)
 
 
 class Net(nn.Module):
@@ -80,6 +90,8 @@ class Net(nn.Module):
             return self.head(torch.stack([x, *used]).sum(0))
         for index, cell in enumerate(self.cells[: way.num_cells]):
             x = cell(x)
+            if way.detaches_at == index:
+                x = x.detach()
             if way.fails_at == index:
                 if not way.fails_in_backward:
                     raise PlannedError("in forward")

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from programs.net import DIM, Cell, Net, Way, loss_of
@@ -34,6 +35,8 @@ class Setup:
     optimizer: str = "AdamW"
     is_parallel: bool = False
     door: Door = "fully_shard"
+    is_hybrid: bool = False
+    """Whether every two ranks have a replica."""
 
     def build(self) -> Net:
         """The same weights on every call."""
@@ -46,9 +49,11 @@ class Setup:
         if self.door == "wrapper":
             policy = ModuleWrapPolicy({Cell})
             return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
+        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2)) if self.is_hybrid else None
         for cell, layout, reshard in zip(model.cells, self.layouts, self.reshards, strict=False):
-            fully_shard(cell, layout=layout, reshard_after_forward=reshard)
-        fully_shard(model, layout=self.layouts[-1], reshard_after_forward=self.reshards[-1])
+            fully_shard(cell, mesh=mesh, layout=layout, reshard_after_forward=reshard)
+        reshard = self.reshards[-1]
+        fully_shard(model, mesh=mesh, layout=self.layouts[-1], reshard_after_forward=reshard)
         if self.is_parallel:
             model.set_reduce_scatter_unused_params(True)
         return model
@@ -74,6 +79,9 @@ class Twins:
         """The twin's gradients of backwards without a reduction, or that raised."""
         self.is_broken = False
         """Whether a backward raised, and none has come to its end since."""
+        self.has_run = False
+        self.factor = float(self.world_size)
+        """What gradients are divided by, once they are added."""
         self._generator = torch.Generator().manual_seed(1)
 
     @property
@@ -92,8 +100,11 @@ class Twins:
 
     def losses(self, way: Way, batch: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's loss, and the twin's over all ranks' data."""
-        mine = loss_of(self.model(batch[self.rank], way, self.rank))
-        all_ = [loss_of(self.twin(x, way, rank)) for rank, x in enumerate(batch)]
+        if way.is_alone and not self.has_run:
+            self.model(batch[self.rank])  # the first module to run is the root
+        self.has_run = True
+        mine = loss_of(way.run(self.model, batch[self.rank], self.rank))
+        all_ = [loss_of(way.run(self.twin, x, rank)) for rank, x in enumerate(batch)]
         return mine, torch.stack(all_).mean()
 
     def reducing(self, reduces: bool) -> AbstractContextManager[Any]:
@@ -125,7 +136,8 @@ class Twins:
             elif self.setup.is_parallel and reduces:
                 self.unreduced.setdefault(name, torch.zeros_like(named[name]))
         if reduces:
-            for name, grad in self.unreduced.items():
+            for name, unreduced in self.unreduced.items():
+                grad = unreduced * (self.world_size / self.factor)
                 parameter = self.twin.get_parameter(name)
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             self.unreduced = {}
@@ -219,8 +231,9 @@ class Twins:
         if isinstance(mine, ShardedTensor):
             parts = [(part, whole[region.slices]) for region, part in mine.parts()]
         elif isinstance(mine, DTensor):
-            pieces = whole.chunk(self.world_size)
-            wanted = pieces[self.rank] if self.rank < len(pieces) else whole[:0]
+            num, own = mine.device_mesh.size(-1), mine.device_mesh.get_local_rank(-1)
+            pieces = whole.chunk(num)
+            wanted = pieces[own] if own < len(pieces) else whole[:0]
             parts = [(mine.to_local(), wanted)]
         else:
             parts = [(mine, whole)]

@@ -253,6 +253,8 @@ class Context:
         for reduction in self._unfinished():
             reduction.unit.mark(reduction.indices)
 
+    @torch.inference_mode(False)  # gradients are the user's, whatever comes to ask for room
+    @torch.no_grad()
     def _clear_away(self) -> None:
         """Be ready for another step after a backward that raised, and finish its reductions."""
         self._let_go()
