@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from programs.net import DIM, Cell, Net, Way, loss_of
@@ -49,7 +50,7 @@ class Setup:
         if self.door == "wrapper":
             policy = ModuleWrapPolicy({Cell})
             return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
-        mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2)) if self.is_hybrid else None
+        mesh = _hybrid_mesh(dist.group.WORLD) if self.is_hybrid else None
         for cell, layout, reshard in zip(model.cells, self.layouts, self.reshards, strict=False):
             fully_shard(cell, mesh=mesh, layout=layout, reshard_after_forward=reshard)
         reshard = self.reshards[-1]
@@ -241,6 +242,12 @@ class Twins:
             torch.testing.assert_close(
                 part.detach(), wanted.detach(), rtol=1e-9, atol=1e-11, msg=_saying(name)
             )
+
+
+@cache
+def _hybrid_mesh(world: Any) -> DeviceMesh:
+    """Two ranks have a replica; one mesh for all programs, as each makes groups."""
+    return init_device_mesh("cpu", (world.size() // 2, 2), mesh_dim_names=("replicate", "shard"))
 
 
 def _saying(name: str) -> Callable[[str], str]:
