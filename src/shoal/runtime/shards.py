@@ -251,6 +251,8 @@ class Shards:
         member.sharded = found
         member.register(found)
 
+    @torch.inference_mode(False)  # an evaluation may be the first to notice
+    @torch.no_grad()
     def _rehome(self) -> None:
         """Copy every local tensor into a buffer again, in the dtypes and on the device of now."""
         present = [member.form.local_of(member.sharded) for member in self.members]
@@ -271,15 +273,14 @@ class Shards:
         num_bytes, device = self.packing.shard_bytes, locals_[0].device
         self.buffer = self._place(torch.zeros(num_bytes, dtype=torch.uint8, device=device))
         views = self._views()
-        with torch.no_grad():
-            for index, (member, view) in enumerate(zip(self.members, views, strict=True)):
-                local = locals_[index]
-                if index not in self.extended:
-                    if not view.is_meta:
-                        view.copy_(local.reshape(view.shape))
-                    member.form.rehome(member.sharded, view)
-                elif type(local) is torch.Tensor:  # it lies in the buffer that is given up
-                    local.data = self._place(local.clone())
-                member.form = member.form.follow(member.sharded)
-                member.take(member.sharded)
-                member.spec = self.whole.params[index]
+        for index, (member, view) in enumerate(zip(self.members, views, strict=True)):
+            local = locals_[index]
+            if index not in self.extended:
+                if not view.is_meta:
+                    view.copy_(local.reshape(view.shape))
+                member.form.rehome(member.sharded, view)
+            elif type(local) is torch.Tensor:  # it lies in the buffer that is given up
+                local.data = self._place(local.clone())
+            member.form = member.form.follow(member.sharded)
+            member.take(member.sharded)
+            member.spec = self.whole.params[index]

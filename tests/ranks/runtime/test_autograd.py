@@ -26,6 +26,8 @@ from differential import (
 )
 from harness import ranks
 from shoal.errors import InvariantError
+from shoal.layout import Block as Blocks
+from shoal.layout import Even, Flat, Layout, Rows, Whole
 
 
 class Choosing(nn.Module):
@@ -301,6 +303,29 @@ def test_inference_before_the_first_step() -> None:
             loss = engine.mean(loss_of(model(engine.batches(1)[0])))
         if engine.is_sharded:
             model.reshard()  # before the optimizer looks for parameters
+        return [loss.clone(), train(engine, model)]
+
+    check_like_plain(scenario(SHOAL), scenario(PLAIN))
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [Even(), Flat(), Rows(), Blocks(4), Whole()], ids=repr)
+@pytest.mark.parametrize("change", ["assign", "cast"])
+def test_inference_is_the_first_to_notice_other_memory(layout: Layout, change: str) -> None:
+    """Shards that are moved in inference mode train on."""
+
+    def scenario(engine: Engine) -> list[Any]:
+        model = engine.shard(stack(), layout=layout)
+        train(engine, model)
+        if change == "assign":
+            copies = {name: value.clone() for name, value in model.state_dict().items()}
+            model.load_state_dict(copies, assign=True)
+        else:
+            model.double().float()
+        with torch.inference_mode():
+            loss = engine.mean(loss_of(model(engine.batches(1)[0])))
+        if engine.is_sharded:
+            model.reshard()
         return [loss.clone(), train(engine, model)]
 
     check_like_plain(scenario(SHOAL), scenario(PLAIN))
