@@ -85,8 +85,9 @@ def _counting(held: dict[str, Any]) -> dict[str, Any]:
     Of `1 - 0.999 ** step` half the digits of float32 are lost in the first steps.
     """
     step = held.get("step")
-    is_count = isinstance(step, Tensor) and step.dim() == 0 and step.dtype is torch.float32
-    return {**held, "step": step.double()} if is_count else dict(held)
+    if isinstance(step, Tensor) and step.dim() == 0 and step.dtype is torch.float32:
+        return {**held, "step": step.double()}
+    return dict(held)
 
 
 def _constants(held: dict[str, Any]) -> dict[str, Any]:
