@@ -65,6 +65,9 @@ class Job:
             self.folder.create()
         else:
             self.folder.take_over()
+            if not os.path.lexists(self.folder.config):  # or the folder would pass for removed
+                saved = read_saved_config(self.checkpoint)
+                self.folder.write_config(saved, self._facts(num_ranks))
         # A resume that fails shall not change how the run is configured.
         proposed = self.checkpoint is not None
         self.folder.write_config(self.config, self._facts(num_ranks), proposed=proposed)

@@ -52,6 +52,16 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path, start):
     assert "Traceback" in (folder / "logs" / "rank-0.err").read_text()
 
 
+def test_a_run_that_lost_its_config_is_resumed_by_its_checkpoint(tmp_path, start):
+    folder = tmp_path / "runs" / "a"
+    assert start("--name", "a", "--steps", "2", *TINY).finish()[0] == 0
+    (folder / "config.json").unlink()
+    status, _, err = start("--resume", "runs/a", "--steps", "+1").finish()
+    assert (status, err) == (0, "")
+    assert steps_in(folder) == [1, 2, 3]
+    assert (folder / "config.json").exists()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=lambda n: n.name)
 def test_a_killed_rank_ends_the_run_and_is_named(tmp_path, start, number):
     command = start("--name", "a", *FOREVER, *TINY)
