@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from hypothesis import strategies as st
 
@@ -18,12 +18,21 @@ LAYOUTS: tuple[Layout, ...] = (Even(), Flat(), Rows(), Block(4), Whole())
 
 @st.composite
 def programs(
-    draw: Any, world_size: int, *, door: Door = "fully_shard", compiles: bool = False
+    draw: Any,
+    world_size: int,
+    *,
+    door: Door = "fully_shard",
+    compiles: bool = False,
+    compiled: Literal["", "model", "cells"] = "",
 ) -> Program:
     """Programs of a dozen moments at most."""
-    is_parallel = door == "fully_shard" and not compiles and draw(st.booleans())
+    is_parallel = door == "fully_shard" and not (compiles or compiled) and draw(st.booleans())
     way = _parallel_ways(world_size) if is_parallel else _chains()
     steps = _steps(way)
+    if not compiled:  # which would raise when it is traced
+        flags, cells = st.booleans(), st.integers(0, NUM_CELLS - 1)
+        steps += [st.builds(moments.FailInForward, cells)]
+        steps += [st.builds(moments.FailInBackward, cells, flags, flags)]
     if door == "fully_shard":
         steps += _steps_of_fully_shard()
     if compiles:
@@ -34,12 +43,14 @@ def programs(
     if door == "fully_shard" and not compiles:
         steps += [st.builds(moments.Divide, st.sampled_from([1.0, 2.0, 3.0]))]
     return Program(
-        draw(_setups(is_parallel, door, world_size)),
+        draw(_setups(is_parallel, door, world_size, compiled)),
         draw(st.lists(st.one_of(steps), min_size=1, max_size=12)),
     )
 
 
-def _setups(is_parallel: bool, door: Door, world_size: int) -> st.SearchStrategy[Setup]:
+def _setups(
+    is_parallel: bool, door: Door, world_size: int, compiled: str
+) -> st.SearchStrategy[Setup]:
     kinds = st.sampled_from(["plain", "twice", "recomputed"])
     return st.builds(
         Setup,
@@ -49,6 +60,7 @@ def _setups(is_parallel: bool, door: Door, world_size: int) -> st.SearchStrategy
         optimizer=st.sampled_from(["AdamW", "SGD"]),
         is_parallel=st.just(is_parallel),
         door=st.just(door),
+        compiled=st.just(compiled),
         is_hybrid=st.booleans() if world_size == 4 and door == "fully_shard" else st.just(False),
     )
 
@@ -75,8 +87,6 @@ def _steps(way: st.SearchStrategy[Way]) -> list[st.SearchStrategy[Moment]]:
         st.builds(moments.Evaluate, way, st.sampled_from(["recorded", "no_grad", "inference"])),
         st.builds(moments.TwoForwards, st.tuples(way, way), flags, flags),
         st.builds(moments.TwoBackwards, way),
-        st.builds(moments.FailInForward, cells),
-        st.builds(moments.FailInBackward, cells, flags, flags),
         st.builds(moments.ZeroBetween, way, flags),
         st.builds(moments.Freeze, cells, some, flags),
         st.builds(moments.Scale, st.sampled_from([0.9, 1.1])),

@@ -36,6 +36,8 @@ class Setup:
     optimizer: str = "AdamW"
     is_parallel: bool = False
     door: Door = "fully_shard"
+    compiled: Literal["", "model", "cells"] = ""
+    """What is compiled, gathers among it if it is the model."""
     is_hybrid: bool = False
     """Whether every two ranks have a replica."""
 
@@ -55,6 +57,9 @@ class Setup:
             fully_shard(cell, mesh=mesh, layout=layout, reshard_after_forward=reshard)
         reshard = self.reshards[-1]
         fully_shard(model, mesh=mesh, layout=self.layouts[-1], reshard_after_forward=reshard)
+        if self.compiled:
+            for module in [model] if self.compiled == "model" else model.cells:
+                module.compile(backend="shoal")
         if self.is_parallel:
             model.set_reduce_scatter_unused_params(True)
         return model

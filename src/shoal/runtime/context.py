@@ -58,9 +58,11 @@ class Context:
         if units:
             self.arena = Arena(units[0].device)
             self.streams = streams or Streams(units[0].device)
+            waiting = {unit for unit in self.units if unit in unit.waiting}
             for unit in self.units:
                 unit.prepare(self.arena, self.streams)
                 unit.on_grad(self.gradient_arrived)
+                unit.waiting = waiting
             limit_parts([unit.rows for unit in self.units])
 
     def begin_forward(self) -> None:
@@ -316,6 +318,9 @@ class Context:
             unit.open_passes.clear()
             has_grads = unit.has_late_grads or unit.phase is Phase.BACKWARD or unit in self._turns
             if has_grads or unit.waits_for_reduction:
+                if unit.phase in (Phase.SHARDED, Phase.GATHERING) and unit.shards.have_moved:
+                    unit.reshard()  # maybe gathered ahead, of shards that have been replaced
+                    unit.follow()
                 self._reduce(unit)
             if unit.phase is Phase.BACKWARD:
                 self._free(unit)

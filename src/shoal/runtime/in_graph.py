@@ -210,7 +210,7 @@ class InGraph:
         for index, at in self._wanted:
             if self.trained[index] and index in reached:
                 unit.put_grad(index, views[at])
-        if unit.waits_for_reduction:  # gradients of a backward between this forward and now
+        if unit.waiting:  # for the end of a backward, also of one that does not come to them
             unit.take_late_grads()
 
     def _hand_over(self, index: int, leaf: Tensor) -> None:

@@ -147,6 +147,8 @@ class Unit:
         self._kept_grads: dict[int, torch.Tensor] = {}
         self._partial: tuple[tuple[int, ...], torch.Tensor, tuple[int, ...]] | None = None
         self._marks: dict[int, Mark] = {}
+        self.waiting: set[Unit] = set()
+        """The units of the model that have gradients of earlier backwards to reduce."""
         self.reduces_in_graph = True
         """Whether a graph may reduce gradients by itself. An attribute, so that it is one guard."""
         count_updates(self)
@@ -340,9 +342,7 @@ class Unit:
         if _torch.inside_backward():
             self.gathered_version = self.version_in_backward
         else:
-            self.shards.follow()
-            if self._prepared is not self.shards.buffer:
-                self.prepare(self.arena, self.streams)
+            self.follow()
             self.gathered_version = self.version
         has_begun = False
         try:
@@ -356,6 +356,12 @@ class Unit:
                 self.full.cancel()
             self._phase = Phase.SHARDED
             raise
+
+    def follow(self) -> None:
+        """Take over shards that were replaced or moved."""
+        self.shards.follow()
+        if self._prepared is not self.shards.buffer:
+            self.prepare(self.arena, self.streams)
 
     def wait_gather(self) -> None:
         """Wait for the bytes alone; `finish_gather` does the rest."""
@@ -505,6 +511,10 @@ class Unit:
 
     def _note_reductions(self) -> None:
         waits = bool(self._kept_grads) or self._partial is not None
+        if waits:
+            self.waiting.add(self)
+        else:
+            self.waiting.discard(self)
         self.reduces_in_graph = not waits and self._options.reduces_by_default
 
     def take_late_grads(self, grads: Mapping[int, torch.Tensor] | None = None) -> None:

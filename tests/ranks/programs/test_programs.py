@@ -9,7 +9,11 @@ from hypothesis import HealthCheck, given, note, settings
 
 from harness import on_ranks
 from programs.draw import programs
+from programs.moments import Train
+from programs.net import Way
 from programs.program import Program
+from programs.twins import Setup
+from shoal.layout import Flat, Rows, Whole
 
 
 def budget(num: int) -> Any:
@@ -45,6 +49,19 @@ def test_compiled_steps(program: Program) -> None:
     check(program)
 
 
+def accumulating(last: Way) -> Program:
+    """Gradients of one cell wait, and a compiled backward that does not come to it reduces."""
+    layouts = (Whole(), Flat(), Whole(), Rows())
+    setup = Setup(("plain",) * 3, layouts, (False, True, True, False), compiled="model")
+    alone = Way(num_cells=3, is_alone=True)
+    return Program(setup, [Train(Way()), Train(alone, reduces=False), Train(last)])
+
+
+@pytest.mark.parametrize("last", [Way(num_cells=1), Way(num_cells=2, detaches_at=1)])
+def test_sums_that_wait_are_reduced_by_a_compiled_backward(last: Way) -> None:
+    on_ranks(2, Program.run, accumulating(last), timeout_s=60)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @budget(1400)
@@ -75,3 +92,19 @@ def test_many_compiled_steps(program: Program) -> None:
 @given(programs(4))
 def test_many_steps_on_four_ranks(program: Program) -> None:
     check(program, 4)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@budget(60)
+@given(programs(2, compiled="model"))
+def test_many_steps_of_a_compiled_model(program: Program) -> None:
+    check(program)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@budget(60)
+@given(programs(2, compiled="cells"))
+def test_many_steps_of_compiled_cells(program: Program) -> None:
+    check(program)

@@ -22,6 +22,8 @@ from differential import (
     two_axes,
 )
 from harness import ranks
+from shoal import fully_shard
+from shoal.layout import Even, Flat, Layout, Whole
 
 
 def is_last(index: int, every: int) -> bool:
@@ -370,3 +372,25 @@ def mistakes(engine: Engine) -> list[Any]:
 @ranks(2)
 def test_wrong_arguments_are_refused_as_torch_refuses_them() -> None:
     check_engines_agree(mistakes, plain=False)
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", [Even(), Flat(), Whole()], ids=str)
+def test_sums_that_wait_go_to_parameters_that_were_assigned_since(layout: Layout) -> None:
+    """The backward that reduces them comes to another unit."""
+    torch.manual_seed(0)
+    model: Any = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(2))
+    inputs = torch.randn(2, DIM)
+    wanted = torch.autograd.grad(model[0](inputs).square().sum(), list(model[0].parameters()))
+    root: Any = nn.Sequential(*model)
+    for module in (*root, root):
+        fully_shard(module, layout=layout)
+    root(inputs)
+    root.set_requires_gradient_sync(False)
+    root[0](inputs).square().sum().backward()
+    root.load_state_dict({k: v.clone() for k, v in root.state_dict().items()}, assign=True)
+    root.set_requires_gradient_sync(True)
+    root[1](inputs).sum().backward()
+    for parameter, grad in zip(root[0].parameters(), wanted, strict=True):
+        assert parameter.grad is not None
+        torch.testing.assert_close(parameter.grad.full_tensor(), grad)
