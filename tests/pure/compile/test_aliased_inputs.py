@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import pytest
 import torch
 from torch import Tensor
 
 from compile_compare import Case, Entry, Given, compare, table
+from shoal.aot import aot_function, nop
 
 
 def reads(x: Tensor, y: Tensor) -> Tensor:
@@ -121,6 +125,16 @@ def detached_pair() -> Given:
     return Given(args=(x.detach(), x), watched={"root": root})
 
 
+def detached_leaf() -> Given:
+    root = torch.randn(4, 6, requires_grad=True)
+    return Given(args=(root.detach(), root), watched={"root": root})
+
+
+def detached_view_of_a_leaf() -> Given:
+    root = torch.randn(6, 6, requires_grad=True)
+    return Given(args=(root.detach()[:4], root[2:]), watched={"root": root})
+
+
 def leaf_views() -> Given:
     root = torch.randn(6, 6, requires_grad=True)
     return Given(args=(root[:4], root[2:]), watched={"root": root})
@@ -179,16 +193,32 @@ def test_two_names_of_one_memory(case: Case, through: Entry) -> None:
     Case(fn=written_without_grad, inputs=leaf_and_view),
     Case(fn=first_written, inputs=detached_pair, options={"may_refuse": "share"}),
     Case(fn=second_written, inputs=detached_pair, options={"may_refuse": "share"}),
+    Case(fn=first_written, inputs=detached_leaf),
+    Case(fn=first_written, inputs=detached_view_of_a_leaf),
+    Case(fn=written_and_returned, inputs=detached_leaf),
     Case(fn=second_written, inputs=other_dtype, options={"may_refuse": "dtype"}),
     torch_differs={
         "written_without_grad-overlapping_inner-compile": TANGENTS,
         "written_without_grad-leaf_and_view-*": "asserts that all of them are leaves, or none",
-        "*-detached_pair-*": "asserts that it cannot tell which name carries the gradient",
+        "*-detached_*-*": "asserts that it cannot tell which name carries the gradient",
         "*-other_dtype-*": "asserts that it knows no view of another dtype",
     },
 )
 def test_hidden_ties(case: Case, through: Entry) -> None:
     case.check(through)
+
+
+@pytest.mark.parametrize("detach", [Tensor.detach, lambda x: x.data], ids=["detach", "data"])
+def test_a_hidden_tie_that_is_given_a_gradient_is_refused(detach: Callable[..., Tensor]) -> None:
+    def program(x: Tensor, y: Tensor, w: Tensor) -> Tensor:
+        x.mul_(w)
+        return x * y
+
+    root, w = (torch.randn(4, requires_grad=True) for _ in range(2))
+    with pytest.raises(NotImplementedError, match="non-differentiable view input mutations"):
+        aot_function(program, nop)(detach(root), root, w)
+    with torch.no_grad():
+        aot_function(program, nop)(detach(root), root, w)
 
 
 def three(x: Tensor, y: Tensor, z: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from shoal import _torch
-from shoal.compile.aot.arrange import Arrangement, Constant
+from shoal.compile.aot.arrange import Arrangement, Constant, Within
 from shoal.compile.aot.signature import (
     Base,
     Input,
@@ -125,12 +125,21 @@ class Run:
             root, steps = self._watch.chain(write.tensor)
             argument = self._argument_of.get(id(root))
             if argument is not None:
-                is_seen = write.with_grad and not any(step.is_hidden for step in steps)
+                is_hidden = self._is_detached(argument) or any(step.is_hidden for step in steps)
+                is_seen = write.with_grad and not is_hidden
                 written[argument] = written.get(argument, False) or is_seen
             elif id(root) in self._wrapper_of:
                 # Past the wrapper: autograd, which knows the wrapper, does not see it.
                 written.setdefault(self._wrapper_of[id(root)], False)
         return [self._mutation(at, written) for at in range(len(self._inputs))]
+
+    def _is_detached(self, argument: int) -> bool:
+        """Whether autograd does not know an argument for a view of the memory that it lies in."""
+        place = self._arrangement.places[argument]
+        if not isinstance(place, Within) or place.requires_grad:
+            return False
+        memory = self._before[place.input]
+        return memory is not None and memory.requires_grad
 
     def _mutation(self, at: int, written: dict[int, bool]) -> Mutation:
         before = self._before[at]
@@ -158,6 +167,13 @@ class Run:
                 "requires_grad_(False) on an argument, or requires_grad_() on one that shares "
                 "memory with another or is a tensor subclass, inside a function that is compiled, "
                 "is not supported; call it before the function is called"
+            )
+        if any(self._is_detached(m) and self._arguments[m].requires_grad for m in writes):
+            raise NotImplementedError(
+                "non-differentiable view input mutations are not supported where they give the "
+                "view a gradient: an argument shares memory with one that requires a gradient, is "
+                "no view of it to autograd, and something that requires a gradient is written to "
+                "it. Clone it, or write under torch.no_grad()."
             )
         was_seen = any(written[member] or self._is_redone(at, member) for member in writes)
         was_seen &= before.requires_grad
