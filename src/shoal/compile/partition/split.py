@@ -9,6 +9,7 @@ whatever the outside can see, each in the phase where it was traced.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,10 +111,20 @@ def _backward_graph(joint: Joint, kept: list[fx.Node], wanted: set[fx.Node]) -> 
     for one in joint.backward_outputs:
         if isinstance(one, fx.Node):
             copy(one)
+    _take_parts_at_once(graph)
     for node in graph.nodes:
         node.meta["autograd_backward"] = True  # as passes that read torch's graphs expect
     _give(graph, joint.backward_outputs, copies)
     return graph
+
+
+def _take_parts_at_once(graph: fx.Graph) -> None:
+    """Move parts of tuples to where these are made: until the last is taken, all of them live."""
+    parts = graph.find_nodes(op="call_function", target=operator.getitem)
+    for part in reversed(parts):
+        whole = part.args[0]
+        if isinstance(whole, fx.Node) and whole.op != "placeholder":
+            whole.append(part)
 
 
 def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 
 import pytest
 import torch
@@ -76,6 +77,21 @@ def test_cheap_chains_are_computed_again():
     )
     forward, backward = min_cut_rematerialization_partition(traced.module, None, num_fwd_outputs=1)
     assert (counts(forward), counts(backward)) == ((4, 2), (2, 4))
+
+
+def test_parts_of_what_is_computed_again_are_taken_at_once():
+    """A tuple that waits for its last reader holds all of its parts."""
+
+    def function(x):
+        first, second = x.sin().split(2)
+        return first.sin() + second.cos()
+
+    traced = trace_joint(function, [leaf(4, 4)])
+    _, backward = min_cut_rematerialization_partition(traced.module, None, num_fwd_outputs=1)
+    called = [node.target for node in backward.graph.nodes if node.op == "call_function"]
+    at = called.index(aten.split.Tensor)
+    assert called[at + 1 : at + 3] == [operator.getitem] * 2
+    assert called.count(operator.getitem) == 2
 
 
 @pytest.mark.parametrize("splitter", SPLITTERS)
