@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from shoal import _torch
 from shoal.runtime.module_state import ModuleState, context_of, state_of
@@ -68,6 +69,7 @@ def _check_tree(root: Wrapper) -> None:
                 "wrappers of a model alike"
             )
     for one in wrappers:
+        _check_group(one)
         if one._unit is None:
             continue
         _check_device(one, one._unit.shards.members[0].sharded.device)
@@ -79,6 +81,17 @@ def _check_tree(root: Wrapper) -> None:
                     )
                 setattr(parameter, _STEPS, True)  # its wrapper may come to be in another one
                 parameter.register_post_accumulate_grad_hook(_step)
+
+
+def _check_group(wrapper: Wrapper) -> None:
+    """Refuse to run what was wrapped only to be looked at, for ranks that are not there."""
+    group = wrapper.process_group
+    if wrapper.world_size > 1 and not isinstance(group, dist.ProcessGroup):
+        raise NotImplementedError(
+            f"process_group is a {type(group).__name__} of {wrapper.world_size} ranks, which is no "
+            "torch.distributed.ProcessGroup: a module can be wrapped with it, but only one of a "
+            "single rank can run"
+        )
 
 
 def _check_device(wrapper: Wrapper, device: torch.device) -> None:

@@ -173,14 +173,9 @@ def _groups_per_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.Proc
 
 
 def _mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The mesh of a group; what only looks like a group can be of one rank."""
+    """The mesh of a group; what only looks like a group has nobody to talk to."""
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, device.type)
-    if group.size() != 1:
-        raise NotImplementedError(
-            f"process_group is a {type(group).__name__} of {group.size()} ranks, which is no "
-            "torch.distributed.ProcessGroup: only one of a single rank can stand in for it"
-        )
     return _torch.lone_mesh(device.type)
 
 

@@ -22,6 +22,7 @@ from shoal.fsdp import (
     ShardingStrategy,
 )
 from shoal.fsdp.sharded_grad_scaler import ShardedGradScaler
+from shoal.fsdp.wrap import ModuleWrapPolicy
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -129,8 +130,28 @@ def test_a_stand_in_for_a_group_of_one_rank(use_orig_params: bool) -> None:
     grads = torch.cat([p.grad.reshape(-1) for p in model.params if p.grad is not None])
     expected = [p.grad.reshape(-1) for p in plain.parameters() if p.grad is not None]
     assert torch.equal(grads, torch.cat(expected))
+
+
+@ranks(2)
+@pytest.mark.parametrize("strategy", [None, ShardingStrategy.NO_SHARD])
+def test_a_stand_in_for_a_group_of_two_ranks_is_looked_at_only(
+    strategy: ShardingStrategy | None,
+) -> None:
+    """What is wrapped in what can be seen without ranks to talk to; running it is refused."""
+    group: Any = LooksLikeAGroup(2)
+    plain = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    values = [parameter.detach().clone() for parameter in plain.parameters()]
+    policy = ModuleWrapPolicy({nn.Linear})
+    model = FSDP(plain, group, strategy, auto_wrap_policy=policy, device_id=CPU)
+    wrapped = FSDP.fsdp_modules(model)
+    assert [type(one.module) for one in wrapped] == [nn.Sequential, nn.Linear, nn.Linear]
+    for one in wrapped:
+        assert one.process_group is group
+        assert (one.rank, one.world_size) == (0, 2)
+        assert one.sharding_strategy is (strategy or ShardingStrategy.FULL_SHARD)
+    assert all(map(torch.equal, model.state_dict().values(), values))
     with pytest.raises(NotImplementedError, match="of 2 ranks, which is no"):
-        FSDP(nn.Linear(4, 4), process_group=LooksLikeAGroup(2))  # pyright: ignore
+        model(torch.randn(2, 4))
 
 
 @ranks(2)
