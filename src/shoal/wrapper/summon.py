@@ -153,6 +153,9 @@ class Summoning(Wrapper):
         handle.wait()
         return None
 
+    def _wait_unshard_streams_on_current_stream(self) -> None:
+        """What belongs between a step and `_unshard` in torch; here each gather waits by itself."""
+
 
 @contextmanager
 def shown_whole(

@@ -182,6 +182,26 @@ def test_forwards_inside_use_what_is_there(use_orig_params: bool) -> None:
 
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
+def test_unsharding_ahead_of_forward_sees_the_last_step(use_orig_params: bool) -> None:
+    """As torch's users write it: the gathers must come after the optimizer's writes."""
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(1))
+    model, reference = nested(use_orig_params=use_orig_params), plain()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, reference)]
+    for _ in range(3):
+        handle = model[0]._unshard(async_op=True)
+        handle.wait()
+        # Not the sum: after the normalisation it depends on no weight.
+        loss, expected = model(x).exp().sum(), reference(x).exp().sum()
+        torch.testing.assert_close(loss, expected)
+        (loss + expected).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        model._wait_unshard_streams_on_current_stream()
+
+
+@ranks(2)
+@pytest.mark.parametrize("use_orig_params", [False, True])
 def test_between_forward_and_backward(use_orig_params: bool) -> None:
     for strategy in (FULL_SHARD, ShardingStrategy.SHARD_GRAD_OP):
         model = nested(use_orig_params=use_orig_params, sharding_strategy=strategy)
