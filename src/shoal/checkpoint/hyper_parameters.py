@@ -38,15 +38,22 @@ def check_groups(saved: object, here: Sequence[Mapping[str, Any]], required: Ite
                 )
 
 
-def check_values(saved: Mapping[str, Any], here: Mapping[str, Any], known: Set[str]) -> None:
+def check_values(
+    saved: Mapping[str, Any], here: Mapping[str, Any], known: Set[str], tensors: Set[str]
+) -> None:
     """Raise CheckpointError unless the saved plain numbers are of state that there can be.
 
     `here` is what the live optimizer has, and `known` the names of the parameters it has them for.
+    `tensors` are the names of its other state, whose place no number may take.
     """
     for key, value in saved.items():
         parameter, _, state = key.removeprefix(PREFIX).rpartition("/")
         if not key.startswith(PREFIX) or parameter not in known or not state:
             raise CheckpointError(f"{key!r:.200} is not state of a parameter of this optimizer")
+        if key in tensors:
+            raise CheckpointError(
+                f"{key} is {value!r:.100} in the checkpoint, and a tensor here: {_MEND}"
+            )
         _check_field(key, value, here, key)
         if key in here and type(value) is not type(here[key]):
             raise CheckpointError(f"{key} is {value!r} in the checkpoint, {here[key]!r} here")

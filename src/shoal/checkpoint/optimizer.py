@@ -80,7 +80,7 @@ def restore_hyper_parameters(
     for group, fields in zip(optimizer.param_groups, saved["groups"], strict=True):
         for key, value in fields.items():
             present = group.get(key)
-            if key == "params":
+            if key == "params" or key in _HOW:
                 continue
             if isinstance(present, torch.Tensor):
                 present.fill_(value)
@@ -103,7 +103,7 @@ def check_hyper_parameters(model: nn.Module, optimizer: Optimizer, saved: object
     assert isinstance(saved, Mapping)
     known = {name for group in saved["groups"] for name in group["params"]}
     values = {} if wrappers_below(model) else _plain_values(model, optimizer)
-    check_values(saved["values"], values, known)
+    check_values(saved["values"], values, known, _tensor_names(model, optimizer))
 
 
 def check_saved_groups(model: nn.Module, optimizer: Optimizer, saved: object) -> None:
@@ -154,6 +154,18 @@ def _plain_values(model: nn.Module, optimizer: Optimizer) -> dict[str, object]:
         for name, parameter in _named(model, optimizer)
         for state, value in optimizer.state.get(parameter, {}).items()
         if not isinstance(value, torch.Tensor)
+    }
+
+
+def _tensor_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
+    """What the state that is tensors is called in a checkpoint."""
+    owners = _names(model)
+    return {
+        f"{PREFIX}{name}/{kind}"
+        for parameter, state in optimizer.state.items()
+        for name in owners.get(parameter, ())
+        for kind, value in state.items()
+        if isinstance(value, torch.Tensor)
     }
 
 

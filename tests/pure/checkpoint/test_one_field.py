@@ -214,3 +214,35 @@ def test_a_state_that_no_generator_takes_is_refused_before_the_first_write(
     with pytest.raises(CheckpointError, match=f"'random/{name}' is not a generator's state"):
         load_training(tmp_path / "c", model, optimizer)
     assert everything(model, optimizer) == before
+
+
+def resealed(folder: Path, change: Callable[[Any], object]) -> None:
+    """Change what a checkpoint says of the optimizer, with a checksum that is right."""
+    content = json.loads((folder / NAME).read_text())
+    content.pop("checksum")
+    change(content["extra"]["optimizer"])
+    (folder / NAME).write_bytes(sealed(content))
+
+
+@pytest.mark.parametrize("value", [1.0, 0, None, True])
+@pytest.mark.parametrize("state", ["exp_avg", "step"])
+def test_a_number_does_not_take_the_place_of_a_tensor(
+    tmp_path: Path, state: str, value: Any
+) -> None:
+    save_training(tmp_path / "c", *build("AdamW", 2), {})
+    resealed(tmp_path / "c", lambda o: o["values"].update({f"optimizer/weight/{state}": value}))
+    model, optimizer = build("AdamW", 1)
+    before = everything(model, optimizer)
+    with pytest.raises(CheckpointError, match=f"optimizer/weight/{state} .* a tensor here"):
+        load_training(tmp_path / "c", model, optimizer)
+    assert everything(model, optimizer) == before
+
+
+@pytest.mark.parametrize("option", ["capturable", "differentiable", "foreach", "fused"])
+def test_how_a_step_is_computed_is_not_the_checkpoints_choice(tmp_path: Path, option: str) -> None:
+    save_training(tmp_path / "c", *build("AdamW", 2), {})
+    resealed(tmp_path / "c", lambda optimizer: optimizer["groups"][0].update({option: True}))
+    model, optimizer = build("AdamW", 1)
+    chosen = optimizer.param_groups[0][option]
+    load_training(tmp_path / "c", model, optimizer)
+    assert optimizer.param_groups[0][option] is chosen
