@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from contextlib import suppress
 from pathlib import Path
@@ -86,6 +87,14 @@ def is_still(folder: Path, before: os.stat_result) -> bool:
         return os.path.samestat(before, folder.stat())
     except FileNotFoundError:
         return False
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a folder with all that it holds; of a link, the link and nothing that it leads to."""
+    if path.is_symlink():
+        path.unlink()
+    else:
+        shutil.rmtree(path)
 
 
 def check_folder(path: Path) -> None:

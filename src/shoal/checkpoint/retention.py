@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.checkpoint.disk import Folder, disk_errors, sync_folder
 from shoal.checkpoint.latest import complete_steps
 from shoal.errors import UsageError
+from shoal.files import remove_folder
 
 LINK = "latest"
 
@@ -50,7 +50,7 @@ class Retention:
             aside = folder.with_name(f".{folder.name}.saving-{secrets.token_hex(6)}")
             with disk_errors("remove", folder):
                 folder.rename(aside)
-                shutil.rmtree(aside)
+                remove_folder(aside)
         return removed
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shoal.checkpoint.manifest import NAME
 from shoal.errors import CheckpointError
+from shoal.files import remove_folder
 
 _DAMAGED = "damaged-"
 
@@ -37,10 +37,11 @@ def clear_way(checkpoint: Path) -> None:
     """
     for path in newer_than(checkpoint):
         if is_complete(path):
-            shutil.rmtree(path)
+            remove_folder(path)
             continue
         aside = path.with_name(_DAMAGED + path.name)
-        shutil.rmtree(aside, ignore_errors=True)
+        with suppress(OSError):
+            remove_folder(aside)
         path.rename(aside)
 
 

@@ -13,7 +13,10 @@ from pathlib import Path
 import torch
 
 from shoal.checkpoint import drop_unfinished, latest
+from shoal.checkpoint.disk import disk_errors
+from shoal.checkpoint.retention import LINK
 from shoal.errors import CheckpointError, UsageError
+from shoal.files import check_folder
 from shoal.train import environment
 from shoal.train.checkpoints import clear_way, is_complete, newer_than, step_of
 from shoal.train.config import TrainConfig
@@ -131,6 +134,9 @@ def resumed_job(
             f"{path} has no complete checkpoint to resume from in {folder.checkpoints}; "
             f"start it anew with {folder.flags} --overwrite"
         )
+    # What a link leads to is no part of the run, and may be anybody's.
+    with disk_errors("resume from", checkpoint):
+        check_folder(checkpoint)
     done = read_progress(checkpoint).step
     changes = {
         **changes,
@@ -241,6 +247,8 @@ def _resume_point(path: Path) -> tuple[RunFolder, Path | None]:
     if not os.path.isdir(path):  # unlike Path.is_dir, False where permission is lacking
         raise UsageError(f"--resume: there is no run folder {path}")
     folder = RunFolder(path.parent.parent)
+    if path.name == LINK and path.is_symlink():
+        path = path.with_name(Path(os.readlink(path)).name)
     if path.parent == folder.checkpoints and (folder.config.exists() or step_of(path) >= 0):
         return folder, path
     return RunFolder(path), None

@@ -27,6 +27,16 @@ def test_folders_go_and_others_stay(tmp_path: Path) -> None:
     assert left == {"step-00000002", "step-00000004", "step-00000005", "step-00000009", "mine"}
 
 
+def test_of_a_link_the_link_goes(tmp_path: Path) -> None:
+    checkpoints, outside = tmp_path / "checkpoints", tmp_path / "outside"
+    save(outside, {}, {"step": 1})
+    save(step_folder(checkpoints, 2), {}, {"step": 2})
+    step_folder(checkpoints, 1).symlink_to(outside)
+    Retention(last=1).apply(checkpoints)
+    assert [path.name for path in checkpoints.iterdir()] == ["step-00000002"]
+    assert load(outside, {}) == {"step": 1}
+
+
 def test_latest_follows(tmp_path: Path) -> None:
     assert point_latest(tmp_path) is None
     for step in (1, 2):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from shoal.checkpoint import save_training, step_folder
+from shoal.checkpoint import point_latest, save_training, step_folder
 from shoal.errors import CheckpointError, UsageError
 from shoal.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from shoal.train.folder import RunFolder
@@ -223,6 +223,39 @@ def test_a_checkpoint_without_a_manifest_is_put_aside(finished):
     job.accept(num_ranks=2)
     names = sorted(path.name for path in finished.checkpoints.iterdir())
     assert names == ["damaged-step-00000008", "step-00000007"]
+
+
+def test_a_checkpoint_that_is_a_link_is_refused(finished, tmp_path):
+    path = step_folder(finished.checkpoints, 7)
+    path.rename(tmp_path / "outside")
+    path.symlink_to(tmp_path / "outside")
+    with pytest.raises(CheckpointError, match=r"step-00000007: it is a link, not a folder"):
+        resumed_job(finished.path, {}, more_steps=None)
+
+
+def test_of_newer_checkpoints_that_are_links_the_links_go(finished, tmp_path):
+    outside = tmp_path / "outside"
+    add_checkpoint(finished, 8).rename(outside)
+    older, link = (step_folder(finished.checkpoints, step) for step in (7, 8))
+    link.symlink_to(outside)
+    step_folder(finished.checkpoints, 9).mkdir()
+    (finished.checkpoints / "damaged-step-00000009").symlink_to(outside)
+    job = resumed_job(older, {}, more_steps=None, overwrite=True)
+    job.create(num_ranks=2)
+    job.accept(num_ranks=2)
+    assert not os.path.lexists(link)
+    assert not (finished.checkpoints / "damaged-step-00000009").is_symlink()
+    assert (outside / "manifest.json").exists()
+
+
+def test_the_link_to_the_newest_checkpoint_stands_for_it(finished):
+    newest = add_checkpoint(finished, 8)
+    point_latest(finished.checkpoints)
+    job = resumed_job(finished.checkpoints / "latest", {}, more_steps=None, overwrite=True)
+    assert (job.checkpoint, job.folder) == (newest, finished)
+    job.create(num_ranks=2)
+    job.accept(num_ranks=2)
+    assert newest.exists()
 
 
 def test_a_damaged_checkpoint_is_answered_with_the_one_before(finished):
