@@ -77,6 +77,8 @@ class TensorEntry:
     """How it was laid out over the ranks that saved it, for people to read."""
 
     def __post_init__(self) -> None:
+        if math.prod(max(1, size) for size in self.shape) * self.dtype.itemsize >= 2**63:
+            raise CheckpointError(f"shape {self.shape} is larger than a tensor can be")
         whole = Region.whole(self.shape)
         for stored in self.regions:
             if len(stored.region.sizes) != len(self.shape) or not whole.contains(stored.region):
@@ -113,9 +115,18 @@ class Manifest:
         # All of them, not only those that regions name: `verify` opens each.
         for name in self.files:
             file_names.OURS.check(name)
+        held = dict.fromkeys(self.files, 0)
         for name, entry in self.tensors.items():
             for stored in entry.regions:
                 self._check_inside(name, entry, stored)
+                held[stored.file] += stored.region.numel * entry.dtype.itemsize
+        # Else a small file could be shown again and again, as tensors of any size.
+        for name, file in self.files.items():
+            if held[name] > file.num_bytes - file.header_bytes:
+                raise CheckpointError(
+                    f"the regions in {name!r} have {held[name]:,} bytes, and its data "
+                    f"{file.num_bytes - file.header_bytes:,}: some bytes are listed twice"
+                )
 
     @property
     def num_bytes(self) -> int:

@@ -174,6 +174,8 @@ def region(content: dict[str, Any]) -> dict[str, Any]:
         lambda c: c["tensors"]["w"]["regions"].pop(),
         lambda c: c["tensors"]["w"]["regions"].append(region(c)),
         lambda c: c["tensors"].update(w=[]),
+        lambda c: c["tensors"]["e"].update(shape=[0, 2**62, 2**62]),
+        lambda c: c["tensors"].update({str(i): c["tensors"]["w"] for i in range(4)}),
         lambda c: c.update(tensors=[]),
         lambda c: c.update(world_size=0),
         lambda c: c.update(world_size="2"),
