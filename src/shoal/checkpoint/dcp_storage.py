@@ -45,10 +45,12 @@ from shoal.checkpoint.publish import open_staging
 from shoal.checkpoint.reader import RegionReader
 from shoal.checkpoint.save import finish
 from shoal.checkpoint.storage import Block, WrittenFile, block_regions, write_blocks
-from shoal.errors import UsageError
+from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
 
 _VALUES, _PATHS = "values", "paths"
+_MAX_STEPS = 100
+"""Of the path to a value in a state dict."""
 
 
 class DcpWriter(StorageWriter):
@@ -147,12 +149,10 @@ class DcpReader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Say what the manifest says, as DCP says it."""
         manifest = read_manifest(_named(self._folder))
-        values: Any = manifest.extra.get(_VALUES, {})
-        paths: Any = manifest.extra.get(_PATHS, {})
+        values, paths = _values(manifest), _paths(manifest)
         entries: dict[str, Any] = {name: _entry(e) for name, e in manifest.tensors.items()}
         entries |= {name: BytesStorageMetadata() for name in values}
-        planner_data = {name: tuple(path) for name, path in paths.items()}
-        return Metadata(state_dict_metadata=entries, planner_data=planner_data)
+        return Metadata(state_dict_metadata=entries, planner_data=paths)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
@@ -172,7 +172,7 @@ class DcpReader(StorageReader):
         """Read, check and copy each region that the plan asks for."""
         folder = _named(self._folder)
         manifest = self._manifest or read_manifest(folder)
-        values: Any = manifest.extra.get(_VALUES, {})
+        values = _values(manifest)
         stored = {
             (name, region.region.offsets): region
             for name, entry in manifest.tensors.items()
@@ -201,6 +201,43 @@ def _named(folder: Path | None) -> Path:
     if folder is None:
         raise UsageError("name the folder, here or as DCP's checkpoint_id")
     return folder
+
+
+def _values(manifest: Manifest) -> dict[str, Any]:
+    """The values beside the tensors; a checkpoint from elsewhere may hold anything there."""
+    values = manifest.extra.get(_VALUES, {})
+    if not isinstance(values, dict):
+        raise CheckpointError(f"expected a table of values, got {values!r:.100}")
+    both = sorted(values.keys() & manifest.tensors.keys())
+    if both:
+        raise CheckpointError(f"{both[0]!r:.200} is both a value and a tensor in the checkpoint")
+    return values
+
+
+def _paths(manifest: Manifest) -> dict[str, tuple[str | int, ...]]:
+    """Where each value was in the state dict, whose lists may not be longer than they can be."""
+    paths = manifest.extra.get(_PATHS, {})
+    if not isinstance(paths, dict):
+        raise CheckpointError(f"expected a table of paths, got {paths!r:.100}")
+    lengths: dict[tuple[str | int, ...], int] = {}
+    found: dict[str, tuple[str | int, ...]] = {}
+    for name, path in paths.items():
+        found[name] = _path(name, path)
+        for at, step in enumerate(found[name]):
+            if isinstance(step, int):
+                before = found[name][:at]
+                lengths[before] = max(lengths.get(before, 0), step + 1)
+    # Places that hold nothing, such as an empty table, have no path.
+    if sum(lengths.values()) > 16 * len(paths) + 1024:
+        raise CheckpointError("its paths lead through lists that are longer than all they hold")
+    return found
+
+
+def _path(name: str, path: object) -> tuple[str | int, ...]:
+    steps = path if isinstance(path, list) and 0 < len(path) <= _MAX_STEPS else [None]
+    if any(type(step) is not str and (type(step) is not int or step < 0) for step in steps):
+        raise CheckpointError(f"expected the path of {name!r:.200}, got {path!r:.100}")
+    return tuple(steps)
 
 
 def _value(item: WriteItem, planner: SavePlanner) -> Any:

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from shoal.checkpoint import DcpReader, DcpWriter, import_dcp, load, read_manifest, verify
+from shoal.checkpoint import DcpReader, DcpWriter, import_dcp, load, read_manifest, save, verify
 from shoal.comm.local import run_local
 from shoal.errors import CheckpointError
 
@@ -209,3 +209,26 @@ def test_an_item_that_runs_code_is_refused(plain: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="not readable as a saved tensor"):
         import_dcp(plain, tmp_path / "out")
     assert not outside.exists()
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        *({"values": value} for value in ([], 5, None, {"w": 1})),
+        *({"paths": value} for value in ([], 5, None, {"w": 1}, {"w": []}, {"w": [{}]})),
+        *({"paths": {"w": path}} for path in (["a", 10**9], ["a", -1], ["a"] * 200)),
+    ],
+    ids=str,
+)
+def test_values_and_paths_of_somebody_else_are_refused(tmp_path: Path, extra: Any) -> None:
+    save(tmp_path / "c", {"w": torch.ones(2)}, extra)
+    with pytest.raises(CheckpointError):
+        DcpReader(tmp_path / "c").read_metadata()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_paths_through_lists_come_back(tmp_path: Path) -> None:
+    state = {"a": [{}, {}, {"b": [torch.ones(2), 1]}]}
+    dcp.save(state, storage_writer=DcpWriter(tmp_path / "c"), no_dist=True)
+    found = DcpReader(tmp_path / "c").read_metadata().planner_data
+    assert ("a", 2, "b", 0) in found.values()
