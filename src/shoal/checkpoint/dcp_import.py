@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -58,6 +59,7 @@ class _Items(ExitStack):
         super().__init__()
         self._folder = folder
         self._files: dict[str, BinaryIO] = {}
+        self._num_read: dict[str, int] = defaultdict(int)
         self._where: dict[_Key, Record] = {}
         for index, info in _mapping(metadata["storage_data"]).items():
             offset = index.get("offset")
@@ -85,6 +87,10 @@ class _Items(ExitStack):
                 f"{file_name}: {name!r} should be {length!r:.30} bytes from {start!r:.30} on, "
                 f"and the file has {size:,}"
             )
+        # Else a small file could be shown again and again, as tensors of any size.
+        self._num_read[file_name] += length
+        if self._num_read[file_name] > size:
+            raise CheckpointError(f"{file_name}: its {size:,} bytes are listed more than once")
         try:
             return read_item(os.pread(file.fileno(), length, start))
         except CheckpointError as error:

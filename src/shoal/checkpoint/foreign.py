@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Set
+from collections.abc import Iterator, Set
 from functools import partial
 from typing import Any
 
@@ -50,6 +50,10 @@ _SLACK_BYTES = 1 << 16
 """What the values of an item may take beyond its length in the file."""
 _MAX_ENTRIES = 1024
 """Of the archive that an item is; `torch.save` makes some seven for a tensor."""
+_MAX_DEPTH = 500
+"""Of values within values: JSON is not read back when it nests without end."""
+_SHARED_SIGNS = 1 << 20
+"""How much longer than its file a value may be as text; lists may share what they hold."""
 
 
 def unpickle_metadata(data: bytes) -> Record:
@@ -73,6 +77,7 @@ def read_item(data: bytes) -> Any:
     try:
         value = read_pickle(_pickle_of(data), partial(_named, _OF_ITEMS))
         if not isinstance(value, Record):
+            _check_tree(value, len(data) + _SHARED_SIGNS)
             return value
         if value.kind not in _TENSORS:
             raise CheckpointError(f"it is a {value.kind}, and no tensor")
@@ -88,6 +93,32 @@ def read_item(data: bytes) -> Any:
             f"not readable as a saved tensor: {len(data):,} bytes show {found.nbytes:,}"
         )
     return found
+
+
+def _check_tree(value: object, most: int) -> None:
+    """Refuse a value that is in itself, or repeats its parts: short here, without end as text."""
+    levels: list[Iterator[object]] = [iter((value,))]
+    num_signs = 0
+    while levels:
+        for item in levels[-1]:
+            num_signs += 1 + _num_signs(item)
+            if isinstance(item, dict):
+                levels.append(iter((*item.keys(), *item.values())))
+            elif isinstance(item, list | tuple):
+                levels.append(iter(item))
+            else:
+                continue
+            break
+        else:
+            levels.pop()
+        if num_signs > most or len(levels) > _MAX_DEPTH:
+            raise CheckpointError("its values repeat each other, or nest, without end")
+
+
+def _num_signs(item: object) -> int:
+    if isinstance(item, int):
+        return item.bit_length() // 3
+    return len(item) if isinstance(item, str) else 0
 
 
 def _pickle_of(data: bytes) -> bytes:

@@ -1,9 +1,11 @@
 """Files from somebody else take no more memory than real ones of their length."""
 
+import io
 import itertools
 import pickle
 import struct
 import tracemalloc
+import zipfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -196,6 +198,59 @@ def test_a_chunk_that_is_listed_without_end_is_refused(tmp_path: Path) -> None:
             import_dcp(tmp_path, tmp_path / "out")
 
     assert peak_of(read) < 22 * len(data) + (2 << 20)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_bytes_that_many_chunks_show_are_refused(tmp_path: Path) -> None:
+    dcp.save({"w": torch.zeros(1 << 16)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    shown = pickle.loads((tmp_path / "dcp" / ".metadata").read_bytes())
+    [where] = shown.storage_data.values()
+    starts = [torch.Size([number << 16]) for number in range(100)]
+    shown.storage_data = {MetadataIndex("w", start): where for start in starts}
+    entry = shown.state_dict_metadata["w"]
+    entry.size = torch.Size([100 << 16])
+    entry.chunks = [ChunkStorageMetadata(start, torch.Size([1 << 16])) for start in starts]
+    (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(shown))
+    with pytest.raises(CheckpointError, match="listed more than once"):
+        import_dcp(tmp_path / "dcp", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["dcp"]
+
+
+def doubled(value: object) -> object:
+    for _ in range(60):
+        value = [value, value]
+    return value
+
+
+def holding_itself() -> object:
+    value: list[object] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize(
+    "value",
+    [doubled([1]), doubled({"a": "b"}), ["x" * 10_000] * 1000, holding_itself()],
+    ids=["lists", "tables", "texts", "itself"],
+)
+def test_an_item_without_end_is_refused(tmp_path: Path, value: object) -> None:
+    torch.save(value, tmp_path / "item")
+    with pytest.raises(CheckpointError, match="without end"):
+        read_item((tmp_path / "item").read_bytes())
+
+
+def test_an_item_that_nests_too_deeply_is_refused() -> None:
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w") as archive:
+        archive.writestr("archive/data.pkl", b"\x80\x02" + b"]" * 3000 + b"a" * 2999 + b".")
+    with pytest.raises(CheckpointError, match="without end"):
+        read_item(data.getvalue())
+
+
+def test_an_item_whose_parts_are_shared_is_read(tmp_path: Path) -> None:
+    value = [[1, "a", {"b": 0.5}]] * 1000
+    torch.save(value, tmp_path / "item")
+    assert read_item((tmp_path / "item").read_bytes()) == value
 
 
 class Zeros:
