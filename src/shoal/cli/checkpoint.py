@@ -25,6 +25,7 @@ from shoal.checkpoint.dcp_import import METADATA
 from shoal.checkpoint.metadata import Manifest
 from shoal.cli.flags import Parser
 from shoal.cli.printable import printable
+from shoal.errors import CheckpointError
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 
@@ -33,7 +34,10 @@ def main(argv: Sequence[str]) -> int:
     """Do what the words after `shoal checkpoint` say."""
     options = _parser().parse(argv)
     action: Callable[[Namespace], None] = options.action
-    action(options)
+    try:
+        action(options)
+    except NotImplementedError as error:  # what a file holds is no fault of the program
+        raise CheckpointError(f"{options.checkpoint}: {error}") from error
     return 0
 
 
@@ -108,7 +112,8 @@ def _verify(options: Namespace) -> None:
     total = read_manifest(options.checkpoint).num_bytes
     with _progress("verify", total) as advance:
         manifest = verify(options.checkpoint, advance)
-    print(f"{options.checkpoint}: {len(manifest.tensors)} tensors are as they were saved")
+    where = printable(str(options.checkpoint))
+    print(f"{where}: {len(manifest.tensors)} tensors are as they were saved")
 
 
 def _export(options: Namespace) -> None:
@@ -117,7 +122,7 @@ def _export(options: Namespace) -> None:
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
     with _progress("export", total) as advance:
         export_weights(options.checkpoint, options.folder, dtype=dtype, progress=advance)
-    print(options.folder)
+    print(printable(str(options.folder)))
 
 
 def _import(options: Namespace) -> None:
@@ -127,14 +132,14 @@ def _import(options: Namespace) -> None:
             import_dcp(options.checkpoint, options.folder, progress=advance)
         else:
             import_weights(options.checkpoint, options.folder, advance)
-    print(options.folder)
+    print(printable(str(options.folder)))
 
 
 def _reshard(options: Namespace) -> None:
     total = read_manifest(options.checkpoint).num_bytes
     with _progress("reshard", total) as advance:
         reshard(options.checkpoint, options.folder, options.ranks, advance)
-    print(options.folder)
+    print(printable(str(options.folder)))
 
 
 @contextmanager

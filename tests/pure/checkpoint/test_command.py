@@ -110,3 +110,14 @@ def test_a_folder_that_is_no_checkpoint_is_not_to_be_deleted(
 def test_wrong_words(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["checkpoint", *words]) == 2
     assert capsys.readouterr().err.startswith("shoal: error: ")
+
+
+def test_a_dtype_that_is_not_supported_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = b'{"a":{"dtype":"F8_E8M0","shape":[4],"data_offsets":[0,4]}}'
+    (tmp_path / "in").mkdir()
+    data = len(header).to_bytes(8, "little") + header + b"1234"
+    (tmp_path / "in" / "model.safetensors").write_bytes(data)
+    assert main(["checkpoint", "import", str(tmp_path / "in"), str(tmp_path / "out")]) == 1
+    assert "importing tensors of F8_E8M0 is not supported" in capsys.readouterr().err
