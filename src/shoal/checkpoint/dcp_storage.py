@@ -234,7 +234,7 @@ def _paths(manifest: Manifest) -> dict[str, tuple[str | int, ...]]:
 
 
 def _path(name: str, path: object) -> tuple[str | int, ...]:
-    steps = path if isinstance(path, list) and 0 < len(path) <= _MAX_STEPS else [None]
+    steps: list[Any] = path if isinstance(path, list) and 0 < len(path) <= _MAX_STEPS else [None]
     if any(type(step) is not str and (type(step) is not int or step < 0) for step in steps):
         raise CheckpointError(f"expected the path of {name!r:.200}, got {path!r:.100}")
     return tuple(steps)
