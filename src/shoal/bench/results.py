@@ -25,6 +25,7 @@ from shoal.bench.figures import (
 from shoal.bench.host import Host
 from shoal.bench.run import Mode
 from shoal.errors import UsageError
+from shoal.files import open_regular
 
 SCHEMA = 2
 _READ = (1, SCHEMA)
@@ -130,10 +131,11 @@ def write_results(results: Results, path: Path) -> None:
 def read_results(path: Path) -> Results:
     """Read a file that `write_results` wrote."""
     try:
-        document = json.loads(path.read_text())
+        with open_regular(path, follow=True) as file:
+            document = json.loads(file.read())
     except OSError as error:
         raise UsageError(f"cannot read results file {path}: {error.strerror}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError(f"{path} is not JSON ({error}): name a file `shoal bench` wrote") from None
     found = document.get("schema") if isinstance(document, dict) else None
     if found not in _READ:

@@ -32,12 +32,12 @@ def render(results: Results) -> RenderableType:
     table.add_column("memory GiB", justify="right", no_wrap=True)
     table.add_column("collectives", justify="right", no_wrap=True)
     for case, records in _by_case(results):
-        shown = case
+        shown = _letters(case)
         for row in _rows(results, records):
             table.add_row(shown, *row)
             shown = ""
         table.add_section()
-    return Group(table, *(Text(line) for line in _notes(results)))
+    return Group(table, *(Text(_letters(line)) for line in _notes(results)))
 
 
 def describe_record(record: Record) -> str:
@@ -73,7 +73,12 @@ def _rows(results: Results, records: list[Record]) -> Iterator[tuple[str | Text,
             yield (NOTHING, mode, *[NOTHING] * 7)
             continue
         for record in of_mode:
-            yield (record.engine, mode, *_cells(results, record))
+            yield (_letters(record.engine), mode, *_cells(results, record))
+
+
+def _letters(text: str) -> str:
+    """A text of a file, which may be anybody's, without signs that a terminal would obey."""
+    return "".join(sign for sign in text if sign.isprintable() or sign == "\n")
 
 
 def _cells(results: Results, record: Record) -> Iterator[str | Text]:

@@ -43,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
     """Measure or merge; 1 if a run failed."""
     options = _make_parser().parse(argv)
     command = shlex.join(["shoal", "bench", *_without_out(argv)])
-    console = Console()
+    # Names in files are no markup.
+    console = Console(markup=False, emoji=False)
     if not console.is_terminal:
-        console = Console(width=_WIDTH)
+        console = Console(width=_WIDTH, markup=False, emoji=False)
     if options.merge is not None:
         return _merge(options, command, console)
     return _measure(options, command, console)

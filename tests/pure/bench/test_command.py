@@ -1,4 +1,6 @@
+import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,3 +94,22 @@ def test_cases_that_need_cuda_are_listed_without_it(
         "B1-1024",
         "B5",
     }
+
+
+def test_names_in_merged_files_reach_the_terminal_as_letters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = replace(make_record("plain", 30.0), engine="[/red]\x1b[31m")
+    write_results(make_results(named), tmp_path / "a.json")
+    assert main(["--merge", str(tmp_path / "a.json"), "--out", str(tmp_path / "b.json")]) == 0
+    out = capsys.readouterr().out
+    assert "[/red][31m" in out
+    assert "\x1b" not in out
+
+
+def test_results_that_are_no_file_or_nest_without_end_are_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "deep").write_text("[" * 100_000)
+    for name, message in (("pipe", "it is a pipe"), ("deep", "is not JSON")):
+        with pytest.raises(UsageError, match=message):
+            read_results(tmp_path / name)
