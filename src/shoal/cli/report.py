@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.cli.flags import Parser
+from shoal.cli.printable import printable
 from shoal.report import write_report
 
 
@@ -16,5 +17,5 @@ def main(argv: Sequence[str]) -> int:
         description="Write report.html into a run folder; it opens in a browser, offline.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="such as runs/demo")
-    print(write_report(parser.parse(argv).run_dir))
+    print(printable(str(write_report(parser.parse(argv).run_dir))))
     return 0

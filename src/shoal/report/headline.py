@@ -10,6 +10,9 @@ from shoal.report.run import Run
 from shoal.report.series import median
 from shoal.report.units import count, digits, duration
 
+_LARGEST = 10**100
+"""A number of parameters beyond it was made up."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tile:
@@ -68,6 +71,8 @@ def _speed(metrics: Metrics) -> Tile | None:
 def _parameters(run: Run) -> Tile | None:
     number = run.setting("num_parameters", "parameters", "num_params")
     if not isinstance(number, int | float) or isinstance(number, bool):
+        return None
+    if isinstance(number, int) and abs(number) > _LARGEST:  # than any float
         return None
     return Tile(name="Parameters", value=count(number), remark=f"{number:,}")
 

@@ -215,14 +215,11 @@ def _time_axis(bars: Sequence[Bar], timed: Sequence[StepRecord]) -> tuple[Axis, 
 
 def _memory(metrics: Metrics) -> Section:
     title = "Memory per rank"
-    peaks = [
-        max(
-            _or_zero(record.memory_bytes[rank])
-            for record in metrics.steps
-            if rank < len(record.memory_bytes)
-        )
-        for rank in range(metrics.num_ranks)
-    ]
+    # Each number once: ranks times steps would be without bound in a file of somebody else.
+    peaks = [-math.inf] * metrics.num_ranks
+    for record in metrics.steps:
+        for rank, value in enumerate(record.memory_bytes):
+            peaks[rank] = max(peaks[rank], _or_zero(value))
     top = max(peaks, default=0.0)
     if top <= 0:
         return Section(title=title, missing="No rank reported its memory.")

@@ -1,5 +1,6 @@
 import json
 import re
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,28 @@ def test_many_ranks_show_the_highest(tmp_path: Path) -> None:
     assert "The 16 highest of 40 ranks; the lowest has 100 MiB." in page.text
     assert "rank 39" in page.text
     assert "rank 23" not in page.text
+
+
+def test_a_line_of_many_ranks_beside_many_steps_takes_no_time(tmp_path: Path) -> None:
+    lines = [step_line(step) for step in range(1, 9000)]
+    folder = make_run(tmp_path, lines=[*lines, step_line(9000, memory_bytes=[1.0] * 100_000)])
+    began = time.process_time()
+    write_report(folder)
+    assert time.process_time() - began < 10
+
+
+def test_a_number_of_parameters_beyond_any_float_is_left_out(tmp_path: Path) -> None:
+    folder = make_run(tmp_path)
+    (folder / "config.json").write_text('{"num_parameters": 1' + "0" * 4000 + "}")
+    assert "Parameters" not in write_report(folder).read_text()
+
+
+def test_a_folder_name_reaches_the_terminal_as_letters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_run(tmp_path / "a\x1b[31mred")
+    assert main([str(folder)]) == 0
+    assert "a\\x1b[31mred" in capsys.readouterr().out
 
 
 def test_a_timeline_without_spans(tmp_path: Path) -> None:
