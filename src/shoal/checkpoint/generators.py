@@ -28,6 +28,7 @@ from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
 PREFIX = "random/"
+_TORCH_WORDS = 624
 
 
 def generator_shares(rank: int, world_size: int) -> dict[str, Share]:
@@ -113,7 +114,7 @@ def _kinds() -> dict[str, _Kind]:
         "torch": _Kind(
             read=torch.get_rng_state,
             write=torch.set_rng_state,
-            attempt=lambda state: torch.Generator().set_state(state),
+            attempt=_attempt_torch,
         ),
         "python": _Kind(
             read=_read_python,
@@ -134,6 +135,14 @@ def _kinds() -> dict[str, _Kind]:
             attempt=lambda state: torch.Generator("cuda").set_state(state),
         )
     return kinds
+
+
+def _attempt_torch(state: torch.Tensor) -> None:
+    torch.Generator().set_state(state)
+    # How many words are left, and the next one: torch would read beyond its memory.
+    left, following = struct.unpack_from("<i4xQ", state.numpy().tobytes(), 8)
+    if left + following > _TORCH_WORDS + 1:
+        raise ValueError(f"{left} words left from word {following} on")
 
 
 def _read_python() -> torch.Tensor:

@@ -246,3 +246,17 @@ def test_how_a_step_is_computed_is_not_the_checkpoints_choice(tmp_path: Path, op
     chosen = optimizer.param_groups[0][option]
     load_training(tmp_path / "c", model, optimizer)
     assert optimizer.param_groups[0][option] is chosen
+
+
+def test_a_state_with_which_torch_reads_beyond_its_memory_is_refused() -> None:
+    from shoal.checkpoint.generators import _attempt_torch
+
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(1300):  # through two of its tables
+        _attempt_torch(generator.get_state())
+        torch.rand(1, generator=generator)
+    state = generator.get_state()
+    words = state.view(torch.int32)
+    words[2], words[4] = 624, 624
+    with pytest.raises(ValueError, match="624 words left from word 624 on"):
+        _attempt_torch(state)
