@@ -6,7 +6,6 @@
     │   └── MeshError                  a mesh or group that cannot do what is asked of it
     │       └── MissingAxisError       an axis is needed and not given (an AssertionError too)
     ├── InvariantError (RuntimeError)  the engine was used out of order, or is inconsistent
-    │   └── TransitionError            a unit was asked for a phase that it cannot reach from here
     ├── CheckpointError (RuntimeError) a checkpoint that cannot be written, or not trusted
     ├── DivergedError (ArithmeticError) a loss or a gradient that is no number any more
     └── RankError (RuntimeError)       another rank failed or stayed away
@@ -46,10 +45,6 @@ class MissingAxisError(MeshError, AssertionError):
 
 class InvariantError(ShoalError, RuntimeError):
     """Something that must always hold does not."""
-
-
-class TransitionError(InvariantError):
-    """A phase that cannot be reached from the present one."""
 
 
 class CheckpointError(ShoalError, RuntimeError):

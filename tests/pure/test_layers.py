@@ -18,6 +18,7 @@ GROUND = ("errors", "version", "files", "_torch")
 LAYERS = (
     "mesh",
     "layout",
+    "step",
     "comm",
     "tensor",
     "runtime",

@@ -13,6 +13,8 @@ from enum import StrEnum
 
 import torch
 
+from shoal.step.action import ActionKind
+
 
 class EventKind(StrEnum):
     """What a span of time was spent on."""
@@ -64,6 +66,8 @@ class Recorder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self.actions: list[tuple[ActionKind, str]] = []
+        """What the step machine asked for, unit by unit."""
         self._spans: list[tuple[EventKind, str, Mark, Mark]] = []
         self._origin = self.mark()
 

@@ -22,6 +22,7 @@ from shoal.runtime.policy import AllGather, ReduceScatter
 from shoal.runtime.streams import Streams
 from shoal.runtime.torch_state import TorchState
 from shoal.runtime.unit import Unit
+from shoal.step.unit_step import UnitStep
 
 
 class UnshardHandle:
@@ -51,9 +52,8 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
         """Gather this module's parameters and hold them until `reshard` or the next backward."""
         state = own_state(self)
         for unit in _ready(self, state):
-            if unit.phase == "sharded":
-                unit.launch_gather()
-            unit.is_kept = True
+            unit.prefetch()
+            unit.step.is_kept = True
             unit.watch_all_grads()
         handle = UnshardHandle(state.units)
         if async_op:
@@ -111,8 +111,8 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
             raise UsageError(
                 f"reshard_after_forward should be a bool, got {type(reshard_after_forward)}"
             )
+        _set(self, recurse, reshards_after_forward=reshard_after_forward)
         for state in _states(self, recurse):
-            state.reshard_after_forward = reshard_after_forward
             for unit in state.units:
                 unit.post = None
 
@@ -122,15 +122,19 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
         """Whether to free the parameters after backward."""
         _set(self, recurse, reshards_after_backward=reshard_after_backward)
 
+    def set_prefetch_depth(self, depth: int, *, recurse: bool = True) -> None:
+        """How many units to gather ahead, where no modules were named: more overlap for memory."""
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+            raise UsageError(f"expected a prefetch depth of 0 units or more, got {depth!r}")
+        _set(self, recurse, prefetch_depth=depth)
+
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Which modules' parameters to start gathering when this one's forward begins."""
-        own_state(self).forward_prefetch = _units_of(modules)
+        _set(self, False, forward_prefetch=_steps_of(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[Any]) -> None:
         """Which modules' parameters to start gathering when this one's backward begins."""
-        targets = _units_of(modules)
-        for unit in own_state(self).units:
-            unit.backward_prefetch = targets
+        _set(self, False, backward_prefetch=_steps_of(modules))
 
     def set_custom_all_gather(self, comm: AllGather) -> None:  # pyright: ignore
         """Gather with a collective of your own."""
@@ -337,15 +341,15 @@ def _ready(module: object, state: ModuleState) -> tuple[Unit, ...]:
     return state.units
 
 
-def _units_of(modules: object) -> list[Unit]:
+def _steps_of(modules: object) -> tuple[UnitStep, ...]:
     if not isinstance(modules, Sequence):
         raise UsageError(f"expected a list of sharded modules, got {modules!r}")
-    units: list[Unit] = []
+    steps: list[UnitStep] = []
     for module in modules:
         if not isinstance(module, FSDPModule):
             raise UsageError(f"expected sharded modules, got {type(module)}: {module}")
-        units.extend(own_state(module).units)
-    return units
+        steps.extend(unit.step for unit in own_state(module).units)
+    return tuple(steps)
 
 
 def _refuse_several(module: object, what: str) -> None:

@@ -15,9 +15,9 @@ from shoal.layout.buffer import shard_of, shard_views
 from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.gather_hooks import refusal
 from shoal.runtime.module_state import state_of, units_of
-from shoal.runtime.phase import Phase
 from shoal.runtime.shards import Member
 from shoal.runtime.unit import Unit
+from shoal.step.phase import Phase
 
 
 @contextmanager
@@ -34,12 +34,11 @@ def full_parameters(
     units = _units(module, recurse)
     for unit in units:
         unit.prepare_alone()
-        if unit.phase == "sharded":
-            unit.launch_gather()
-    before = {unit: (unit.is_kept, unit.is_lent) for unit in units}
+        unit.prefetch()
+    before = {unit: (unit.step.is_kept, unit.step.is_lent) for unit in units}
     for unit in units:
         unit.hold()
-        unit.is_kept = unit.is_lent = True
+        unit.step.is_kept = unit.step.is_lent = True
     with ExitStack() as stack:
         stack.callback(_give_back, before)
         for unit in units:
@@ -54,7 +53,7 @@ def full_parameters(
 
 def _give_back(before: dict[Unit, tuple[bool, bool]]) -> None:
     for unit, (was_kept, was_lent) in before.items():
-        unit.is_lent = was_lent
+        unit.step.is_lent = was_lent
         unit.full.come_home()
         unit.full.note_writes()  # what is not written back is dropped, as announced
         if not was_kept:

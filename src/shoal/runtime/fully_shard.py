@@ -148,7 +148,7 @@ def _check_loads(unit: Unit) -> None:
         return  # a ShardedTensor takes its elements out of a whole tensor
 
     def look(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
-        if not unit.is_lent:
+        if not unit.step.is_lent:
             refuse_plain_values(unit, module, state, prefix)
 
     for module in {home.module for member in unit.shards.members for home in member.homes}:

@@ -28,8 +28,8 @@ from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
 from shoal.runtime.cuts import cut, examples_of
 from shoal.runtime.graph_rows import full_in, matrix_of, place_of
-from shoal.runtime.phase import Phase
 from shoal.runtime.reduction import Division
+from shoal.step.phase import Phase
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit

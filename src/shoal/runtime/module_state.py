@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from shoal.errors import InvariantError, UsageError
 from shoal.runtime.context import Context
 from shoal.runtime.guard import check_ranks_agree
 from shoal.runtime.in_graph import lower, names_in
-from shoal.runtime.phase import Phase
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.reach import Reach, map_tensors
 from shoal.runtime.streams import Streams
-from shoal.runtime.unit import Pass, Unit
+from shoal.runtime.unit import Unit
+from shoal.step.phase import Phase
+from shoal.step.unit_step import Pass
 
 _STATE = "_shoal_state"
 
@@ -56,11 +58,8 @@ class ModuleState:
         """Those of another model, when they are shared."""
         self.context: Context | None = None
         self.is_root = False
-        self.forward_prefetch: list[Unit] | None = None
         self.casts_as_root = False
         """Whether inputs are cast if this is the root, whatever the policy says."""
-        self.reshard_after_forward = reshard_after_forward
-        """Whether to free after forward; None: all but the root, whose backward comes first."""
         self._to_run: set[nn.Module] = set()
         self._depth = 0
         self.graph_names: dict[nn.Module, list[tuple[tuple[str, int], ...]]] = {}
@@ -74,13 +73,14 @@ class ModuleState:
                 # A hook, so that the user's own hooks, which come later, see what callers see.
                 module.register_forward_hook(lambda _, __, output: self.cast_output(output))
         for unit in self.units:
+            unit.options = replace(unit.options, reshards_after_forward=reshard_after_forward)
             self._register_state_dict_hooks(unit)
 
     def _register_state_dict_hooks(self, unit: Unit) -> None:
         """Show state dicts the shards, and gathered parameters in `full_parameters` alone."""
 
         def reshard(*_: object) -> None:
-            if not unit.is_lent:
+            if not unit.step.is_lent:
                 unit.reshard()
 
         def follow(*_: object) -> None:
@@ -129,7 +129,7 @@ class ModuleState:
         inputs = None
         runs: Runs = []
         for unit in self.units:
-            context.enter_forward(unit, self.forward_prefetch)
+            context.enter_forward(unit)
             if unit.phase is Phase.FORWARD:
                 inputs = inputs or Reach.of_call(args, kwargs)
                 runs.append((unit, _begin_pass(context, unit, inputs)))
@@ -170,20 +170,12 @@ class ModuleState:
         is_reached = bool(reach.differentiable)
         is_expected = is_reached or (reach.is_opaque and torch.is_grad_enabled())
         is_complete = self._ran(module)
-        reshard = (
-            self.reshard_after_forward
-            if self.reshard_after_forward is not None
-            else not self.is_root
-        )
         self._depth -= 1
         if runs:
             self._hook_outputs(context, runs, reach)
-            for unit in self.units:
-                if is_complete and self._depth == 0 and unit.phase is Phase.FORWARD:
-                    # Whoever asked for full parameters after forward wants them in evaluations too.
-                    unit.stays = self.reshard_after_forward is False
-                    frees = (reshard and is_reached) or not (is_expected or unit.stays)
-                    context.leave_forward(unit, reshard=frees)
+            if is_complete and self._depth == 0:
+                for unit in self.units:
+                    context.leave_forward(unit, is_reached=is_reached, is_expected=is_expected)
         if self.is_root and self._depth == 0:
             context.end_forward(expects_backward=is_expected)
         return output
@@ -192,13 +184,9 @@ class ModuleState:
         """The module raised: it runs no more, whatever it had begun."""
         self._depth -= 1
         if self._depth == 0:
-            if self.is_root and self.context is not None:
-                self.context.abort_forward()
             self._to_run.clear()
-            for unit in self.units:
-                if unit.phase is Phase.FORWARD:
-                    unit.phase = Phase.HELD
-                    unit.rest()
+            if self.context is not None:
+                self.context.abort_forward(self.units, is_root=self.is_root)
 
     def cast_output(self, output: Any) -> Any:
         """What the module returns, in the dtype its policy asks for."""
@@ -300,8 +288,8 @@ def _capture_check(state_ref: weakref.ref[ModuleState]) -> Callable[[], bool]:
         if state is None or _torch.tracing_backend() != "shoal":
             return False
         context_of(state.modules[0], state)
-        reshards = state.reshard_after_forward
         for unit in state.units:
+            reshards = unit.options.reshards_after_forward
             lower(unit, reshards=not state.is_root if reshards is None else reshards)
         for module in state.modules:
             state.graph_names[module] = [names_in(module, unit) for unit in state.units]
@@ -346,8 +334,8 @@ def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
     """Arrange to be told when backward has left the module."""
     tensors = inputs.differentiable
     run = Pass(unit.gathered_version)
-    if context.is_in_turn and not _torch.inside_backward():
-        unit.passes.add(run)
+    if context.machine.is_in_turn and not _torch.inside_backward():
+        unit.step.passes.add(run)
     # Without such inputs a pass counts as open until the end of backward. So it does with leaves
     # alone: a leaf's own hook would come before nodes that do not depend on it, and pile up on a
     # tensor that outlives the step.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 
 from torch import nn
 
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.events import Recorder
 from shoal.runtime.fsdp_module import own_state
-from shoal.runtime.module_state import context_of, state_of
-from shoal.runtime.plan import Plan, UnitPlan
+from shoal.runtime.module_state import context_of
+from shoal.runtime.plan import plan_unit
 from shoal.runtime.unit import Unit
+from shoal.step.plan import Plan, UnitPlan
+from shoal.step.settings import Settings
+from shoal.step.unit_step import UnitStep
 
 
 @contextmanager
@@ -32,27 +35,35 @@ def watch(module: nn.Module) -> Iterator[Recorder]:
 
 
 def plan_of(module: nn.Module) -> Plan:
-    """What a step of a model does, as data; prefetching set by hand is not in it.
+    """What a step of a model does, as data: the step machine run over the order of its units.
 
     Call it on the root. Before the first forward the order is the declared one.
     """
     context = context_of(module, own_state(module))
-    names: dict[Unit, str] = {}
+    names: dict[UnitStep, str] = {}
     for unit in context.units:
-        count = sum(other.name == unit.name for other in names)
-        names[unit] = unit.name if count == 0 else f"{unit.name} ({count + 1})"
-    states = {state for child in module.modules() if (state := state_of(child)) is not None}
-    kept = {
-        names[unit]
-        for state in states
-        for unit in state.units
-        if state.reshard_after_forward is False
-        or (state.reshard_after_forward is None and unit in context.roots)
-    }
+        count = sum(step.name == unit.name for step in names)
+        names[unit.step] = unit.name if count == 0 else f"{unit.name} ({count + 1})"
+    orders = context.machine.orders.variants
     return Plan(
-        units=tuple(replace(UnitPlan.of(unit), name=names[unit]) for unit in context.units),
-        variants=tuple(tuple(names[unit] for unit in order) for order in context.orders.variants),
-        roots=frozenset(names[unit] for unit in context.roots),
-        kept=frozenset(kept),
-        max_reductions=min((unit.options.max_reductions for unit in context.units), default=1),
+        units=tuple(_planned(unit, names) for unit in context.units),
+        variants=tuple(tuple(names[step] for step in order) for order in orders),
+        roots=frozenset(names[unit.step] for unit in context.roots),
+    )
+
+
+def _planned(unit: Unit, names: dict[UnitStep, str]) -> UnitPlan:
+    options = unit.options
+    settings = {one.name: getattr(options, one.name) for one in fields(Settings)}
+    ahead = {
+        key: None if (steps := settings.pop(key)) is None else tuple(names[one] for one in steps)
+        for key in ("forward_prefetch", "backward_prefetch")
+    }
+    return replace(
+        plan_unit(unit),
+        name=names[unit.step],
+        path=() if unit.name == "root" else tuple(unit.name.split(".")),
+        keeps_piece=unit.step.keeps_piece,
+        settings=Settings(**settings),
+        **ahead,
     )

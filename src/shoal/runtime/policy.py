@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from shoal.errors import UsageError
 from shoal.mesh import FSDPMeshInfo
+from shoal.step.settings import Settings
 
 
 @dataclass(frozen=True)
@@ -114,27 +115,17 @@ class ReduceScatter(Comm, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What may change between steps; the setters of `FSDPModule` replace it as a whole."""
+class Options(Settings):
+    """What may change between steps, with how; `FSDPModule`'s setters replace it as a whole."""
 
-    reduces: bool = True
-    """Whether gradients are reduced, or kept for a later backward."""
     all_reduces: bool = True
     """Whether they are also summed over the replicas."""
-    reshards_after_backward: bool = True
-    gathers_in_backward: bool = True
-    prefetches_late: bool = False
-    """Whether a unit's backward ends before the gather of the next one starts."""
-    reduces_unused: bool = False
-    """Whether parameters without a gradient count as having a zero one."""
     divide_factor: float | None = None
     """What the sum of gradients is divided by; by default the number of ranks."""
     halves_division: bool = False
     """Whether to divide once before the sum and once after it, in every dtype."""
     only_sums: bool = False
     """Whether collectives may only add, so that division is a step of its own."""
-    max_reductions: int = 1
-    """How many reductions may be in flight when the next one begins."""
     reduce_group: dist.ProcessGroup | None = None
     """Where gradients are reduced, if not where parameters are gathered."""
     all_gather: AllGather | None = None

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
 import torch
@@ -32,7 +32,6 @@ from shoal.runtime.full import (
     own_grad,
 )
 from shoal.runtime.gather import Gather
-from shoal.runtime.phase import ALLOWED, Phase, check_transition
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, Options
 from shoal.runtime.post_forward import PostForward
 from shoal.runtime.reduction import Reduction
@@ -40,6 +39,9 @@ from shoal.runtime.rows import Cuts, Rows
 from shoal.runtime.shards import Member, Shards, Source
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
+from shoal.step.action import ActionKind, Actions
+from shoal.step.phase import Phase
+from shoal.step.unit_step import UnitStep, undo
 
 if TYPE_CHECKING:
     from shoal.runtime.in_graph import InGraph
@@ -48,18 +50,6 @@ _requires_grad = attrgetter("requires_grad")
 
 Version: TypeAlias = tuple[int, int, int]
 """How often parameters were stepped, replaced, and changed in place."""
-
-
-class Pass:
-    """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
-
-    __slots__ = ("__weakref__", "left_in", "version")
-
-    def __init__(self, version: Version) -> None:
-        self.version = version
-        """The parameters' version in forward."""
-        self.left_in = 0
-        """The number of the backward that has left it last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +77,8 @@ class Unit:
         policy: MixedPrecisionPolicy,
         offload: OffloadPolicy,
     ) -> None:
+        self.step = UnitStep(self, name)
+        """When: where the unit is in its step."""
         self.name = name
         self.policy = policy
         self.device = device
@@ -107,36 +99,17 @@ class Unit:
         self.rank = 0 if self.transport is None else self.transport.rank
         packing = layout.pack([source.spec for source in sources], self.size)
         self.shards = Shards(name, sources, packing, self.rank, offload)
-        self.post: PostForward | None = None
+        self._post: PostForward | None = None
         self.in_graph: InGraph | None = None
         """How graphs gather and reduce it, once one was captured."""
-        self.open_passes: set[Pass] = set()
-        """Those that backward has come to and not left."""
-        self.passes: weakref.WeakSet[Pass] = weakref.WeakSet()
-        """All that some backward may come to; noted where units are reduced in turn."""
-        self.backward_prefetch: list[Unit] | None = None
-        """What to gather when its backward begins; None: the unit before it."""
-        self.is_kept = False
-        """Whether the user asked for the full parameters, and has not given them back."""
-        self.is_lent = False
-        """Whether a `full_parameters` block has them: then state dicts show them, not shards."""
-        self.stays = False
-        """Whether it is held after forward, also where no backward follows."""
         self.num_updates = 0
         self.noted: int | None = None
         """What `note_operations` saw, while a backward of the model runs."""
-        self.was_entered = False
-        """Whether this backward has come to the unit."""
-        self.has_late_grads = False
-        """Whether gradients came when the unit was not in its backward."""
-        self.was_reduced = False
-        """Whether this backward has reduced something already."""
-        self._phase = Phase.SHARDED
         self._rests = False
         self._wait: Callable[[], object] | None = None
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
-        self.notices: Callable[[Unit], None] | None = None
+        self.notices: Callable[..., None] | None = None
         self._counted: set[int] = set()
         self._watches_all = False
         self.trained: tuple[int, ...] = ()
@@ -160,7 +133,7 @@ class Unit:
         if self._prepared is not None:
             self.use(streams)
         self.shards.rename(self.name)
-        if self._phase is Phase.SHARDED:
+        if self.phase is Phase.SHARDED:
             self.shards.follow()
             self.shards.follow_hooks()
             self._check_materialised()
@@ -276,29 +249,32 @@ class Unit:
 
     @options.setter
     def options(self, new: Options) -> None:
-        self._options = new
+        self._options = self.step.settings = new
         self._note_reductions()
+
+    @property
+    def name(self) -> str:
+        """What the unit is called in the model."""
+        return self.step.name
+
+    @name.setter
+    def name(self, new: str) -> None:
+        self.step.name = new
 
     @property
     def phase(self) -> Phase:
         """What the unit is doing."""
-        return self._phase
+        return self.step.phase
 
-    @phase.setter
-    def phase(self, new: Phase) -> None:
-        if (self._phase, new) not in ALLOWED:  # ten times per step, so not by a call
-            check_transition(self.name, self._phase, new)
-        self._phase = new
-        if self._rests and new is not Phase.HELD:
-            self._rests = False
-            if new is not Phase.SHARDED:
-                self.full.wake()
+    @property
+    def post(self) -> PostForward | None:
+        """What is kept of the unit between forward and backward, to gather from, if anything."""
+        return self._post
 
-    def rest(self) -> None:
-        """The full parameters stay, and nothing computes with them until the phase changes."""
-        if self._phase is Phase.HELD and not self._rests:
-            self._rests = True
-            self.full.rest()
+    @post.setter
+    def post(self, new: PostForward | None) -> None:
+        self._post = new
+        self.step.keeps_piece = new is not None
 
     @property
     def is_stale(self) -> bool:
@@ -322,20 +298,36 @@ class Unit:
             return self.version
         return self.num_updates, self.shards.num_changes, self.noted
 
-    @property
-    def is_bare(self) -> bool:
-        """Whether nothing is kept of the full parameters while they are freed."""
-        return self.post is None or not self.post.is_active
-
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
         return [member.sharded for member in self.shards.members]
 
-    # Parameters: from shards to full ones, and back.
+    # What users and state dicts ask for, outside of a step.
+
+    def prefetch(self) -> None:
+        """Start the gather, unless the full parameters are there or on their way."""
+        self._perform(self.step.prefetch())
+
+    def hold(self) -> None:
+        """Make the full parameters valid, from whatever phase this is."""
+        self._perform(self.step.hold())
+
+    def reshard(self) -> None:
+        """Let go of the full parameters, from whatever phase this is."""
+        self._perform(self.step.release())
+
+    def _perform(self, actions: Actions) -> None:
+        for number, action in enumerate(actions):
+            try:
+                PERFORM[action.kind](self)
+            except BaseException:
+                undo(actions[number:])
+                raise
+
+    # Parameters: from shards to full ones, and back. Each is the effect of one action.
 
     def launch_gather(self) -> None:
-        """SHARDED → GATHERING: start the all-gather of this unit's shards."""
-        self.phase = Phase.GATHERING
+        """Start the all-gather of this unit's shards."""
         if self.post is not None and self.post.is_active:
             self._wait = self.post.launch().wait
             return
@@ -354,7 +346,6 @@ class Unit:
         except BaseException:  # a hook, a custom collective, or no memory: nothing is on its way
             if has_begun:
                 self.full.cancel()
-            self._phase = Phase.SHARDED
             raise
 
     def follow(self) -> None:
@@ -372,7 +363,7 @@ class Unit:
                 self.extension.wait()
 
     def finish_gather(self) -> None:
-        """GATHERING → HELD: wait, lay the parameters out, register them on the modules."""
+        """Wait, lay the parameters out, register them on the modules."""
         self.wait_gather()
         if self.post is not None and self.post.is_active:
             self.post.restore(self.full)
@@ -381,40 +372,48 @@ class Unit:
         if not _torch.inside_backward():
             self.follow_requires_grad()
         self.register_full()
-        self.phase = Phase.HELD
+
+    def cancel_gather(self) -> None:
+        """Wait, and give the memory back unread."""
+        self.wait_gather()
+        if self.post is None or not self.post.is_active:
+            self.full.cancel()
+        self.drop_piece()
 
     def register_full(self) -> None:
         """Put the full parameters on the modules."""
         for homes, name, parameter in self._registrations:
             homes[name] = parameter
 
-    def hold(self) -> None:
-        """Make the full parameters valid, from whatever phase this is."""
-        if self.phase is Phase.SHARDED:
-            self.launch_gather()
-        if self.phase is Phase.GATHERING:
-            self.finish_gather()
-        self.rest()
+    def rest(self) -> None:
+        """The full parameters stay, and nothing computes with them for a while."""
+        if not self._rests:
+            self._rests = True
+            self.full.rest()
 
-    def reshard(self, *, to_post: bool = False) -> None:
-        """Let go of the full parameters, from whatever phase this is."""
-        self.is_kept = False
-        phase = self._phase
-        if phase is Phase.SHARDED:
-            if self.post is not None and not to_post:
-                self._drop_post()
-            return
-        if phase is Phase.GATHERING:
-            self._cancel_gather()
-            return
-        if phase is not Phase.HELD:
-            self.phase = Phase.HELD
-        self.phase = Phase.SHARDED
+    def wake(self) -> None:
+        """Full parameters that stayed are about to be computed with."""
+        if self._rests:
+            self._rests = False
+            self.full.wake()
+        if not _torch.inside_backward():
+            self.follow_requires_grad()
+
+    def free_full(self) -> None:
+        """Free the full parameters, and whatever was kept of them."""
+        self._let_go(keeps=False)
+
+    def keep_piece(self) -> None:
+        """Free the full parameters, but for the piece that backward gathers from."""
+        self._let_go(keeps=True)
+
+    def _let_go(self, *, keeps: bool) -> None:
+        self._rests = False
         written = self.full.written()
-        if to_post and self.post is not None:
+        if keeps and self.post is not None:
             self.post.keep(self.full)
         else:
-            self._drop_post()
+            self.drop_piece()
             self.shards.register()
         self.full.free()
         if written is not None:
@@ -426,15 +425,8 @@ class Unit:
                 "writeback=True), on all ranks alike."
             )
 
-    def _cancel_gather(self) -> None:
-        """GATHERING → SHARDED: wait, and give the memory back unread."""
-        self.wait_gather()
-        if self.post is None or not self.post.is_active:
-            self.full.cancel()
-        self._drop_post()
-        self.phase = Phase.SHARDED
-
-    def _drop_post(self) -> None:
+    def drop_piece(self) -> None:
+        """Give up the piece that backward would have gathered from."""
         if self.post is not None and self.post.is_active:
             self.post.drop()
             self.shards.register()
@@ -459,6 +451,7 @@ class Unit:
         self._trained_flags = flags
         self.trained = trained = tuple(i for i, flag in enumerate(flags) if flag)
         self.trained_set = frozenset(trained)
+        self.step.is_trained = bool(trained)
         for index, parameter in enumerate(self.full.parameters):
             parameter.requires_grad_(index in trained)
         for index in trained if self._watches_all else trained[:1]:
@@ -472,12 +465,10 @@ class Unit:
         """Whether the shards live in other memory than the full parameters."""
         return self.shards.buffer.device != self.device
 
-    @property
-    def waits_for_reduction(self) -> bool:
-        """Whether the end of a backward has to reduce though no gradient came in it."""
-        options = self.options
-        unused = options.reduces_unused and not self.was_reduced and bool(self.trained)
-        return options.reduces and (bool(self._kept_grads) or unused)
+    def note_grads(self) -> None:
+        """Tell the machine whether there are gradients to take."""
+        parameters = self.full.parameters
+        self.step.has_grads = any(own_grad(parameters[i]) is not None for i in self.trained)
 
     def take_grads(self) -> dict[int, torch.Tensor]:
         """Take the gradients that arrived off the full parameters."""
@@ -499,9 +490,9 @@ class Unit:
             grads[index] = members[index].form.grad_data(grad)
         return grads
 
-    def keep_grads(self) -> None:
-        """Add the gradients to those kept from backwards without a reduction."""
-        for index, grad in self.take_grads().items():
+    def keep_grads(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Add the gradients, and maybe some taken before, to those that wait for a reduction."""
+        for index, grad in (*self.take_grads().items(), *(taken or {}).items()):
             kept = self._kept_grads.get(index)
             if kept is not None:
                 kept += grad
@@ -510,7 +501,8 @@ class Unit:
         self._note_reductions()
 
     def _note_reductions(self) -> None:
-        waits = bool(self._kept_grads) or self._partial is not None
+        self.step.has_sums = bool(self._kept_grads)
+        waits = self.step.has_sums or self._partial is not None
         if waits:
             self.waiting.add(self)
         else:
@@ -526,9 +518,8 @@ class Unit:
             parameter = self.full.parameters[index]
             own = own_grad(parameter)
             parameter.grad = grad if own is None else own.add_(grad)
-        self.was_entered = True
         assert self.notices is not None
-        self.notices(self)
+        self.notices(self, is_handed_over=True)
 
     def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
         """Start the reduction of gradients, with those kept from earlier."""
@@ -536,7 +527,6 @@ class Unit:
             grads[index] = kept.add_(grads[index]) if index in grads else kept
         self._kept_grads = {}
         self._note_reductions()
-        self.was_reduced = True
         if not grads and not self.options.reduces_unused:
             return None
         return self.rows.launch(grads)
@@ -642,10 +632,10 @@ class Unit:
     # A backward that raised: gradients that have not reached the shards stay, unless the user
     # zeroes gradients before the next backward.
 
-    def keep_broken_grads(self) -> None:
-        """Keep what a backward has accumulated that raised."""
+    def keep_broken_grads(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
+        """Keep what a backward has accumulated, and maybe taken, that raised."""
         try:
-            self.keep_grads()
+            self.keep_grads(taken)
         except NotImplementedError:  # gradients that cannot be kept, which is why it raised
             self._drop_own_grads()
         self.mark_waiting()
@@ -653,7 +643,7 @@ class Unit:
 
     def _show_after_break(self) -> None:
         """Let users see the gradients of shards; the phase tells where it broke until the next."""
-        if self._phase not in (Phase.SHARDED, Phase.GATHERING):
+        if self.phase not in (Phase.SHARDED, Phase.GATHERING):
             self._rests = True
             self.full.rest()
 
@@ -716,6 +706,20 @@ class Unit:
     def _drop_own_grads(self) -> None:
         for parameter in self.full.parameters:
             drop_own_grad(parameter)
+
+
+PERFORM: dict[ActionKind, Callable[[Unit], None]] = {
+    ActionKind.GATHER: methodcaller("launch_gather"),
+    ActionKind.WAIT: methodcaller("finish_gather"),
+    ActionKind.CANCEL: methodcaller("cancel_gather"),
+    ActionKind.WAKE: methodcaller("wake"),
+    ActionKind.FOLLOW: methodcaller("follow"),
+    ActionKind.REST: methodcaller("rest"),
+    ActionKind.KEEP: methodcaller("keep_piece"),
+    ActionKind.DROP: methodcaller("drop_piece"),
+    ActionKind.FREE: methodcaller("free_full"),
+}
+"""The actions that concern one unit's parameters, for whoever performs them."""
 
 
 def _notifier(unit: Unit) -> Callable[[object], None]:

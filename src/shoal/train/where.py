@@ -10,7 +10,7 @@ from torch import nn
 
 from shoal.runtime.fsdp_module import own_state
 from shoal.runtime.module_state import context_of, state_of
-from shoal.runtime.phase import Phase
+from shoal.step.phase import Phase
 
 
 @contextmanager

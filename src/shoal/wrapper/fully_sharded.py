@@ -163,9 +163,11 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 offload,
             )
             prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-            unit.options = Options(halves_division=True, prefetches_late=prefetches_late)
-            if self.backward_prefetch is None:
-                unit.backward_prefetch = []
+            unit.options = Options(
+                halves_division=True,
+                prefetches_late=prefetches_late,
+                backward_prefetch=() if self.backward_prefetch is None else None,
+            )
             keep_low_grads(unit, self.mixed_precision)
             units.append(unit)
         state = ModuleState(

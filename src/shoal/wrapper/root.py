@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import torch.distributed as dist
 
@@ -53,8 +55,8 @@ def _share_order(root: Wrapper) -> ForwardOrder:
     for one in wrappers_below(root):
         one._order = order
         state = state_of(one)
-        if order.is_watched and state is not None:
-            state.forward_prefetch = []
+        for unit in state.units if order.is_watched and state is not None else ():
+            unit.options = replace(unit.options, forward_prefetch=())
     return order
 
 

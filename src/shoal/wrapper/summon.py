@@ -16,8 +16,8 @@ from shoal.layout.buffer import full_tensors, shard_of, shard_views
 from shoal.runtime.form import bytes_of
 from shoal.runtime.fsdp_module import UnshardHandle
 from shoal.runtime.module_state import state_of
-from shoal.runtime.phase import Phase
 from shoal.runtime.unit import Unit
+from shoal.step.phase import Phase
 from shoal.wrapper.base import Wrapper, wrappers_below
 from shoal.wrapper.names import PREFIX
 from shoal.wrapper.plain_form import before_of
@@ -145,8 +145,7 @@ class Summoning(Wrapper):
         units = () if self._unit is None else (self._unit,)
         for unit in units:
             unit.prepare_alone()
-            if unit.phase is Phase.SHARDED:
-                unit.launch_gather()
+            unit.prefetch()
         handle = UnshardHandle(units)
         if async_op:
             return handle

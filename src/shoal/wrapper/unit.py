@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
 
-from shoal.runtime.phase import Phase
 from shoal.runtime.reach import Reach, map_tensors
 from shoal.runtime.reduction import Reduction
 from shoal.runtime.unit import Unit
+from shoal.step.phase import Phase
 
 _COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
 
@@ -36,30 +37,28 @@ class WrappedUnit(Unit):
         """How often gradients were taken, or given up."""
         super().__init__(*args, **kwargs)
 
-    @property
-    def phase(self) -> Phase:
-        """See `Unit.phase`."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, new: Phase) -> None:
-        Unit.phase.fset(self, new)  # pyright: ignore[reportOptionalCall]
-        if self._shows_shards and new is not Phase.HELD:
-            self._shows_shards = False
-            if new in _COMPUTES:
-                self.register_full()
-
     def rest(self) -> None:
         """See `Unit.rest`; here users see what optimizers hold by `show_shards`."""
 
+    def wake(self) -> None:
+        """See `Unit.wake`."""
+        if self._shows_shards:
+            self._shows_shards = False
+            self.register_full()
+        super().wake()
+
+    def _let_go(self, *, keeps: bool) -> None:
+        self._shows_shards = False
+        super()._let_go(keeps=keeps)
+
     def _show_after_break(self) -> None:
-        if self._phase in (*_COMPUTES, Phase.HELD) and not self.is_kept:
+        if self.phase in (*_COMPUTES, Phase.HELD) and not self.step.is_kept:
             self.shards.register()
             self._shows_shards = True
 
     def show_shards(self) -> None:
         """Put what optimizers hold on the modules until the unit computes again."""
-        if self.phase is Phase.HELD and not self.is_kept:
+        if self.phase is Phase.HELD and not self.step.is_kept:
             self.shards.register()
             self._shows_shards = True
 
@@ -74,10 +73,10 @@ class WrappedUnit(Unit):
         self.num_backwards += 1
         return super().take_grads()
 
-    def keep_grads(self) -> None:
+    def keep_grads(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
         """See `Unit.keep_grads`; in the dtype of compute, and where `zero_grad` finds them."""
         kept = self._taken_back()
-        for index, grad in self.take_grads().items():
+        for index, grad in (*self.take_grads().items(), *(taken or {}).items()):
             kept[index] = kept[index].add_(grad) if index in kept else grad
         self._kept_grads = kept
         for index, grad in kept.items():

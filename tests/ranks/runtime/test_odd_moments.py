@@ -39,7 +39,7 @@ from shoal.errors import InvariantError
 from shoal.runtime.events import EventKind
 from shoal.runtime.module_state import state_of
 from shoal.runtime.observe import plan_of, watch
-from shoal.runtime.schedule import ActionKind
+from shoal.step.action import ActionKind
 
 
 def check_shoal(scenario: Callable[..., Any], *args: Any) -> None:

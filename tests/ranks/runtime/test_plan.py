@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import zoo
 from differential import SHOAL, loss_of, stack
 from harness import ranks
+from shoal.errors import UsageError
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Even, Flat, Layout, Rows, Whole
 from shoal.runtime.events import EventKind
 from shoal.runtime.observe import plan_of, watch
-from shoal.runtime.schedule import ActionKind
+from shoal.step.action import ActionKind
 
 
 def launches(model: nn.Module, batch: torch.Tensor) -> tuple[list[str], list[str]]:
@@ -92,3 +95,55 @@ def test_bytes_and_fingerprints(world_size: int) -> None:
     assert flat.fingerprint == plan(layout=Flat(), mp_policy=half).fingerprint
     others = [plan(layout=Flat()), plan(layout=Whole(), mp_policy=half), plan(mp_policy=half)]
     assert len({flat.fingerprint, *(other.fingerprint for other in others)}) == 4
+
+
+SETTINGS: dict[str, Callable[[Any], None]] = {
+    "default": lambda model: None,
+    "held": lambda model: model.set_reshard_after_forward(False),
+    "freed root": lambda model: model.set_reshard_after_forward(True),
+    "held after backward": lambda model: model.set_reshard_after_backward(False),
+    "without a reduction": lambda model: model.set_requires_gradient_sync(False),
+    "unused units": lambda model: model.set_reduce_scatter_unused_params(True),
+    "two in flight": lambda model: model.set_reduce_scatter_max_input_buffers(2),
+    "two ahead": lambda model: model.set_prefetch_depth(2),
+    "none ahead": lambda model: model.set_prefetch_depth(0),
+    "named": lambda model: model.blocks[0].set_modules_to_forward_prefetch([model.blocks[1]]),
+    "named in backward": lambda model: model.set_modules_to_backward_prefetch(
+        [model.blocks[1], model.blocks[0]]
+    ),
+}
+
+
+@ranks(2)
+@pytest.mark.sampled
+@pytest.mark.parametrize("case", list(zoo.CASES))
+@pytest.mark.parametrize("sets", list(SETTINGS))
+@pytest.mark.parametrize("layout", [Even(), Flat(), Whole()], ids=repr)
+def test_the_engine_does_what_the_machine_says_action_for_action(
+    case: str, sets: str, layout: Layout
+) -> None:
+    model: Any = zoo.build(case)
+    for block in model.blocks:
+        fully_shard(block, layout=layout)
+    fully_shard(model, layout=layout)
+    tokens = next(zoo.batches(1))
+    zoo.loss_of(model, tokens).backward()
+    SETTINGS[sets](model)
+    for _ in range(2):  # in the first one, units are as the settings before have left them
+        model.reshard()
+        for block in model.blocks:
+            block.reshard()
+        plan = plan_of(model)
+        with watch(model) as recorder:
+            zoo.loss_of(model, tokens).backward()
+        done = [f"{kind} {unit}" for kind, unit in recorder.actions]
+        assert done == [str(action) for action in plan.schedule()]
+    assert str(plan).count("\n") == len(done)
+
+
+@ranks(2)
+def test_prefetch_depths_that_cannot_be(world_size: int) -> None:
+    model: Any = fully_shard(nn.Linear(4, 4))
+    for depth in (-1, True, 1.5, "2"):
+        with pytest.raises(UsageError, match="prefetch depth"):
+            model.set_prefetch_depth(depth)

@@ -26,7 +26,7 @@ from shoal.compile.step.update import MissingStateError, clip, count_on_device, 
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
 from shoal.runtime.module_state import state_of, units_of
-from shoal.runtime.phase import Phase
+from shoal.step.phase import Phase
 
 Loss = Callable[[Any, Any], Tensor]
 

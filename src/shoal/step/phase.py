@@ -1,4 +1,4 @@
-"""What a unit is doing: one enum, one table of allowed transitions.
+"""What a unit is doing.
 
 | phase     | registered on the module | full parameters | left when                          |
 |-----------|--------------------------|-----------------|------------------------------------|
@@ -16,8 +16,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from shoal.errors import TransitionError
-
 
 class Phase(StrEnum):
     """The phases of a unit."""
@@ -27,27 +25,3 @@ class Phase(StrEnum):
     HELD = "held"
     FORWARD = "forward"
     BACKWARD = "backward"
-
-
-ALLOWED = frozenset(
-    {
-        (Phase.SHARDED, Phase.GATHERING),
-        (Phase.GATHERING, Phase.HELD),
-        (Phase.GATHERING, Phase.SHARDED),
-        (Phase.HELD, Phase.FORWARD),
-        (Phase.HELD, Phase.BACKWARD),
-        (Phase.HELD, Phase.SHARDED),
-        (Phase.FORWARD, Phase.HELD),
-        (Phase.BACKWARD, Phase.HELD),
-    }
-)
-
-
-def check_transition(unit: str, old: Phase, new: Phase) -> None:
-    """Raise unless a unit may go from `old` to `new`."""
-    if (old, new) not in ALLOWED:
-        allowed = sorted(after for before, after in ALLOWED if before is old)
-        raise TransitionError(
-            f"unit {unit!r} cannot go from {old} to {new}; from {old} it can go to "
-            f"{', '.join(allowed)}. This is a bug in shoal, or a hook that calls into the engine."
-        )

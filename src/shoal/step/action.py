@@ -1,0 +1,65 @@
+"""What the machine asks its executor to do."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from shoal.step.unit_step import UnitStep
+
+
+class ActionKind(StrEnum):
+    """What is done for a unit."""
+
+    GATHER = "gather"
+    """Launch its all-gather."""
+    WAIT = "wait"
+    """Wait for it, and lay the full parameters out."""
+    CANCEL = "cancel"
+    """Wait for it, and give the memory back unread."""
+    WAKE = "wake"
+    """Full parameters that stayed are about to be computed with."""
+    FORWARD = "forward"
+    """Compute."""
+    BACKWARD = "backward"
+    """Compute."""
+    REST = "rest"
+    """The full parameters stay, and nothing computes with them."""
+    KEEP = "keep"
+    """Take the full parameters' memory away, but for the piece that backward gathers from."""
+    DROP = "drop"
+    """Give that piece up."""
+    FREE = "free"
+    """Take the full parameters' memory away, and whatever was kept of them."""
+    FOLLOW = "follow"
+    """Look whether its shards were moved or replaced, since nothing has in this step."""
+    TAKE = "take"
+    """Take the gradients off the full parameters."""
+    SUM = "sum"
+    """Add the gradients to those that wait for a later reduction."""
+    REDUCE = "reduce"
+    """Copy the gradients that were taken together, and launch their reduction."""
+    FINISH = "finish"
+    """Wait for the reduction, and give its memory back."""
+    PLACE = "place"
+    """Put reduced gradients on the shards; of all units, when the step ends."""
+    REFUSE_CHANGED = "refuse, changed"
+    """Raise: the parameters were changed between forward and backward."""
+    REFUSE_BLIND = "refuse, blind"
+    """Raise: backward came to freed parameters, past the outputs of their module."""
+
+
+class Action(NamedTuple):
+    """One thing to do."""
+
+    kind: ActionKind
+    unit: UnitStep
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.unit.name}"
+
+
+Actions = tuple[Action, ...]
+UNDONE = frozenset({ActionKind.GATHER, ActionKind.WAIT, ActionKind.FORWARD, ActionKind.BACKWARD})
+"""The kinds that have not happened if their executor raises; of others the effect is there."""

@@ -1,0 +1,153 @@
+"""Where one unit is in its step, and the moves that concern it alone."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from shoal.step.action import UNDONE, Action, ActionKind, Actions
+from shoal.step.phase import Phase
+from shoal.step.settings import Settings
+
+_BEFORE = {
+    ActionKind.GATHER: Phase.SHARDED,
+    ActionKind.WAIT: Phase.GATHERING,
+    ActionKind.FORWARD: Phase.HELD,
+    ActionKind.BACKWARD: Phase.HELD,
+    ActionKind.FREE: Phase.HELD,
+    ActionKind.KEEP: Phase.HELD,
+    ActionKind.CANCEL: Phase.GATHERING,
+}
+"""In which phase a unit is whose action did not happen."""
+
+
+class Pass:
+    """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
+
+    __slots__ = ("__weakref__", "left_in", "version")
+
+    def __init__(self, version: object = None) -> None:
+        self.version = version
+        """The parameters' version in forward."""
+        self.left_in = 0
+        """The number of the backward that has left it last."""
+
+
+class UnitStep:
+    """What the machine knows of a unit."""
+
+    def __init__(self, owner: Any, name: str = "") -> None:
+        self.owner = owner
+        """Whatever the executor performs actions on."""
+        self.name = name or str(owner)
+        self.settings = Settings()
+        self.phase = Phase.SHARDED
+        self.is_trained = True
+        """Whether it has parameters that get gradients."""
+        self.has_grads = False
+        """Whether autograd has put gradients on its full parameters; said before moments that
+        may reduce it."""
+        self.has_sums = False
+        """Whether gradients of earlier backwards wait to be reduced."""
+        self.keeps_piece = False
+        """Whether something is kept of it between forward and backward, to gather from."""
+        self.is_stashed = False
+        """Whether that is all that there is of it now."""
+        self.is_kept = False
+        """Whether the user asked for the full parameters, and has not given them back."""
+        self.is_lent = False
+        """Whether a `full_parameters` block has them: then state dicts show them, not shards."""
+        self.stays = False
+        """Whether it is held after forward, also where no backward follows."""
+        self.open_passes: set[Pass] = set()
+        """Those that backward has come to and not left."""
+        self.passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+        """All that some backward may come to; noted where units are reduced in turn."""
+        self.is_entered = False
+        """Whether this backward has come to the unit."""
+        self.has_late_grads = False
+        """Whether gradients came when the unit was not in its backward."""
+        self.is_reduced = False
+        """Whether this backward has reduced something already."""
+        self._actions = {kind: Action(kind, self) for kind in ActionKind}
+
+    def __repr__(self) -> str:
+        return f"UnitStep({self.name!r}, {self.phase})"
+
+    def do(self, kind: ActionKind) -> Action:
+        """The action of a kind; made once."""
+        return self._actions[kind]
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether there is nothing of it but shards."""
+        return self.phase is Phase.SHARDED and not self.is_stashed
+
+    @property
+    def waits_for_reduction(self) -> bool:
+        """Whether the end of a backward has to reduce though no gradient came in it."""
+        settings = self.settings
+        unused = settings.reduces_unused and not self.is_reduced and self.is_trained
+        return settings.reduces and (self.has_sums or unused)
+
+    # What users may ask for at any moment, also before there is a model.
+
+    def prefetch(self) -> Actions:
+        """Start its gather, unless it is there or on its way."""
+        return (self.launch(),) if self.phase is Phase.SHARDED else ()
+
+    def hold(self) -> Actions:
+        """Have its full parameters, from whatever phase this is."""
+        actions = self.prefetch()
+        if self.phase is Phase.GATHERING:
+            actions += (self.arrive(),)
+        return (*actions, self.do(ActionKind.REST)) if self.phase is Phase.HELD else actions
+
+    def release(self) -> Actions:
+        """Let go of its full parameters, from whatever phase this is."""
+        self.is_kept = False
+        phase = self.phase
+        if phase is Phase.SHARDED:
+            if not self.is_stashed:
+                return ()
+            self.is_stashed = False
+            return (self.do(ActionKind.DROP),)
+        self.phase = Phase.SHARDED
+        self.is_stashed = False
+        return (self.do(ActionKind.CANCEL if phase is Phase.GATHERING else ActionKind.FREE),)
+
+    # Single moves, of which the machine's answers are made.
+
+    def launch(self) -> Action:
+        """SHARDED → GATHERING."""
+        self.phase = Phase.GATHERING
+        return self.do(ActionKind.GATHER)
+
+    def arrive(self) -> Action:
+        """GATHERING → HELD."""
+        self.phase = Phase.HELD
+        return self.do(ActionKind.WAIT)
+
+    def begin(self, phase: Phase) -> Action:
+        """HELD → FORWARD or BACKWARD."""
+        self.phase = phase
+        return self.do(ActionKind.FORWARD if phase is Phase.FORWARD else ActionKind.BACKWARD)
+
+    def stash(self) -> Action:
+        """HELD → SHARDED, between forward and backward."""
+        self.phase = Phase.SHARDED
+        self.is_stashed = self.keeps_piece
+        return self.do(ActionKind.KEEP if self.keeps_piece else ActionKind.FREE)
+
+    def forget_backward(self) -> None:
+        """What was noted of a backward that is over."""
+        self.open_passes.clear()
+        self.is_entered = self.has_late_grads = self.is_reduced = False
+
+
+def undo(actions: Actions) -> None:
+    """The first of these raised: units are again where they were before what did not happen."""
+    for action in reversed(actions[0 if actions[0].kind in UNDONE else 1 :]):
+        before = _BEFORE.get(action.kind)
+        if before is not None:
+            action.unit.phase = before
