@@ -1,8 +1,8 @@
 """Compares what the ranks are about to communicate, before any of it hangs.
 
-Each rank puts a description of its units into the store that the job was started with; the first
-rank compares and publishes the verdict. No collective is involved: one that only some ranks enter
-would hang in just the case that this is for.
+Each rank puts a digest of what it would do into the store that the job was started with; the first
+rank compares, asks for the text of one that differs, and publishes the verdict. No collective is
+involved: one that only some ranks enter would hang in just the case that this is for.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from shoal import _torch
 from shoal.errors import RankError
-from shoal.runtime.plan import UnitPlan
+from shoal.runtime.plan import plan_unit
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
 
 _TIMEOUT = timedelta(minutes=5)
-_FAILURE = "failure"
-"""What a rank says that has nothing to compare, because it raised."""
+_FAILED, _ASKED = "failed: ", "asked: "
+"""How a rank begins that raised, and so has nothing to compare; and a verdict that needs a text."""
 
 
 def check_ranks_agree(units: Sequence[Unit]) -> None:
@@ -38,7 +38,7 @@ def check_ranks_agree(units: Sequence[Unit]) -> None:
         if len(ranks) > 1 and not _is_imagined(shared[0]):
             _compare(
                 ranks,
-                [UnitPlan.of(unit).described(frozen=unit.compares_frozen) for unit in shared],
+                [plan_unit(unit).described(frozen=unit.compares_frozen) for unit in shared],
                 "{} and {} have sharded different models",
                 "Build the same model, with the same units, on every rank.",
             )
@@ -63,7 +63,7 @@ def check_order_agrees(unit: Unit, timeout: timedelta = _TIMEOUT) -> None:
     if len(ranks) > 1 and not _is_imagined(unit):
         _compare(
             ranks,
-            [UnitPlan.of(unit).described()],
+            [plan_unit(unit).described()],
             "Forward order differs across ranks, or what is trained in it: {} and {} are about to "
             "gather different units",
             "Let every rank run the same modules in the same order, and freeze the same ones.",
@@ -103,11 +103,7 @@ def tell_failure(group: dist.ProcessGroup, failure: str) -> None:
     """Tell the ranks that compare collectives why this one does not. Waits for nobody."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     if len(ranks) > 1 and not _are_others_imagined(group):
-        store, rank = _torch.default_store(), dist.get_rank()
-        key = _next_key(store, ranks, rank)
-        store.set(f"{key}/{rank}", json.dumps([{_FAILURE: failure}]))
-        if rank == ranks[0]:
-            store.set(f"{key}/verdict", failure)
+        Meeting(_torch.default_store(), ranks, dist.get_rank(), "").fail(failure)
 
 
 def _is_imagined(unit: Unit) -> bool:
@@ -129,49 +125,92 @@ def _compare(
     timeout: timedelta = _TIMEOUT,
 ) -> None:
     store, rank = _torch.default_store(), dist.get_rank()
-    key = _next_key(store, ranks, rank)
-    store.set(f"{key}/{rank}", json.dumps(mine))
-    if rank == ranks[0]:
-        verdict = ""
-        for other in ranks[1:]:
-            theirs = json.loads(_awaited(store, f"{key}/{other}", mine, other, advice, timeout))
-            if verdict:
-                continue
-            if theirs and _FAILURE in theirs[0]:
-                verdict = theirs[0][_FAILURE]
-            elif difference := _difference(mine, theirs):
-                verdict = f"{accusation.format(f'rank {rank}', f'rank {other}')}: {difference}"
-        store.set(f"{key}/verdict", verdict)
-    verdict = _awaited(store, f"{key}/verdict", mine, ranks[0], advice, timeout).decode()
+    meeting = Meeting(store, ranks, rank, advice, timeout)
+    verdict = meeting.verdict(mine, accusation)
     if verdict:
         raise RankError(verdict if advice in verdict else f"{verdict}. {advice}")
 
 
-def _next_key(store: dist.Store, ranks: tuple[int, ...], rank: int) -> str:
-    """Where ranks meet that compare something for the same time."""
-    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
-    # The store counts, not the process: ranks may be threads, and a new job has a new store.
-    number = store.add(f"shoal/agree/{digest}/count/{rank}", 1)
-    return f"shoal/agree/{digest}/{number}"
+class Meeting:
+    """Ranks that compare descriptions through a store, in a few bytes each if they agree.
 
+    each rank     leaves a digest of its description, and waits for the verdict
+    the first     reads all digests; equal: nothing more is said
+                  else asks one rank that differs for its text, and publishes the first difference
+    """
 
-def _awaited(
-    store: dist.Store,
-    key: str,
-    mine: list[dict[str, object]],
-    other: int,
-    advice: str,
-    timeout: timedelta,
-) -> bytes:
-    """What another rank says, which may have gone elsewhere."""
-    try:
-        store.wait([key], timeout)
-    except dist.DistStoreError as error:
-        raise RankError(
-            f"rank {dist.get_rank()} is at {_place(mine)}, and rank {other} did not come there "
-            f"within {timeout}. {advice}"
-        ) from error
-    return store.get(key)
+    def __init__(
+        self,
+        store: dist.Store,
+        ranks: tuple[int, ...],
+        rank: int,
+        advice: str,
+        timeout: timedelta = _TIMEOUT,
+    ) -> None:
+        self._store, self._ranks, self._rank = store, ranks, rank
+        self._advice, self._timeout = advice, timeout
+        digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+        # The store counts, not the process: ranks may be threads, and a new job has a new store.
+        number = store.add(f"shoal/agree/{digest}/count/{rank}", 1)
+        self._key = f"shoal/agree/{digest}/{number}"
+
+    def fail(self, failure: str) -> None:
+        """Tell the others why this rank has nothing to compare. Waits for nobody."""
+        self._store.set(f"{self._key}/{self._rank}", f"{_FAILED}{failure}")
+        if self._rank == self._ranks[0]:
+            self._store.set(f"{self._key}/verdict", failure)
+
+    def verdict(self, mine: list[dict[str, object]], accusation: str) -> str:
+        """In what ranks differ, if they do; the same on all of them."""
+        text = json.dumps(mine)
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        self._store.set(f"{self._key}/{self._rank}", digest)
+        if self._rank == self._ranks[0]:
+            self._judge(mine, digest, accusation)
+        verdict = self._read("verdict", mine, self._ranks[0])
+        if verdict.startswith(_ASKED):
+            if int(verdict.removeprefix(_ASKED)) == self._rank:
+                self._store.set(f"{self._key}/text", text)
+            verdict = self._read("difference", mine, self._ranks[0])
+        return verdict
+
+    def _judge(self, mine: list[dict[str, object]], digest: str, accusation: str) -> None:
+        others = self._ranks[1:]
+        keys = [f"{self._key}/{other}" for other in others]
+        try:
+            self._store.wait(keys, self._timeout)
+        except dist.DistStoreError as error:
+            missing = [other for other, key in zip(others, keys, strict=True) if not self._has(key)]
+            raise self._absence(mine, missing or others) from error
+        said = [value.decode() for value in self._store.multi_get(keys)]
+        failures = [one.removeprefix(_FAILED) for one in said if one.startswith(_FAILED)]
+        differing = [other for other, one in zip(others, said, strict=True) if one != digest]
+        if failures or not differing:
+            self._store.set(f"{self._key}/verdict", failures[0] if failures else "")
+            return
+        other = differing[0]
+        self._store.set(f"{self._key}/verdict", f"{_ASKED}{other}")
+        difference = _difference(mine, json.loads(self._read("text", mine, other)))
+        accused = accusation.format(f"rank {self._rank}", f"rank {other}")
+        self._store.set(f"{self._key}/difference", f"{accused}: {difference}")
+
+    def _has(self, key: str) -> bool:
+        return self._store.check([key])
+
+    def _read(self, what: str, mine: list[dict[str, object]], other: int) -> str:
+        """What another rank says, which may have gone elsewhere."""
+        key = f"{self._key}/{what}"
+        try:
+            self._store.wait([key], self._timeout)
+        except dist.DistStoreError as error:
+            raise self._absence(mine, (other,)) from error
+        return self._store.get(key).decode()
+
+    def _absence(self, mine: list[dict[str, object]], others: Sequence[int]) -> RankError:
+        return RankError(
+            f"rank {self._rank} is at {_place(mine)}, and rank {others[0]} did not come there "
+            f"within {self._timeout}. {self._advice}"
+        )
 
 
 def _difference(mine: list[dict[str, object]], theirs: list[dict[str, object]]) -> str | None:
