@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 
+import shoal.compile  # noqa: F401 - so that torch knows the backend in a source folder
 from shoal import replicate
 from shoal.bench.host import describe_host
 

@@ -7,7 +7,7 @@ Names are imported when they are first used, so that `import shoal`, and with it
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from shoal import _register, _requirements
+from shoal import _requirements
 from shoal.version import __version__
 
 if TYPE_CHECKING:
@@ -68,4 +68,3 @@ def __dir__() -> list[str]:
 
 
 _requirements.check_torch()
-_register.register_when_needed()

@@ -35,7 +35,7 @@ LAYERS = (
 )
 DOORS = ("fsdp", "sharded_tensor", "sharding_spec", "sharded_optim", "passes", "aot")
 """Thin modules that show folders under torch's names: over every layer."""
-TOP = ("_register", "_requirements", "__init__", "__main__")
+TOP = ("_requirements", "__init__", "__main__")
 ORDER = {name: height for height, name in enumerate((*GROUND, *LAYERS, *DOORS, *TOP))}
 
 ADAPTER = sorted((PACKAGE / "_torch").rglob("*.py"))
@@ -178,7 +178,7 @@ def test_imports_are_recognised(source, found):
 def test_importing_shoal_does_nothing_and_needs_torch_alone():
     script = """
 import os, sys, threading, warnings
-before = dict(os.environ)
+before, finders = dict(os.environ), list(sys.meta_path)
 import torch
 imported_by_torch = set(sys.modules)
 threads = threading.active_count()
@@ -186,6 +186,7 @@ import shoal
 new = set(sys.modules) - imported_by_torch
 print(sorted(new & {"rich", "safetensors", "jinja2"}))
 print(threading.active_count() - threads, dict(os.environ) == before)
+print(sys.meta_path == finders)
 print(torch.distributed.is_initialized(), torch.cuda.is_initialized())
 from shoal import _torch
 print(sorted(set(sys.modules) & {"torch._dynamo", "torch._inductor"}))
@@ -197,5 +198,5 @@ print(sorted(set(sys.modules) & {"torch._dynamo", "torch._inductor"}))
         text=True,
         timeout=60,
     )
-    assert done.stdout.splitlines() == ["[]", "0 True", "False False", "[]"], done.stderr
+    assert done.stdout.splitlines() == ["[]", "0 True", "True", "False False", "[]"], done.stderr
     assert done.stderr == ""

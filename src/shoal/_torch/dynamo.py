@@ -164,6 +164,16 @@ def _name_of(compiler: Any) -> str | None:
     return None
 
 
+def register_backend(name: str, load: Callable[[], Callable[..., Any]]) -> None:
+    """Let `torch.compile(backend=name)` call what `load` returns, which is loaded when needed."""
+    from torch._dynamo import register_backend as register
+
+    def compile_graph(module: GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        return load()(module, inputs, **kwargs)
+
+    register(compile_graph, name=name)
+
+
 @functools.cache
 def skip_in_dynamo(module: str) -> None:
     """Let Dynamo call the functions of a module instead of tracing them."""

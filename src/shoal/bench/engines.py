@@ -84,6 +84,8 @@ def _wrap_plain_shoal(model: Transformer, run: Run) -> nn.Module:
 
 
 def _compile_by_shoal(model: nn.Module, run: Run) -> nn.Module:
+    import shoal.compile  # noqa: F401 - so that torch knows the backend in a source folder
+
     cudagraphs = run.mode is Mode.CUDAGRAPHS
     model.compile(backend="shoal", options={"inner": "inductor", "cudagraphs": cudagraphs})
     return model

@@ -1,1 +1,21 @@
-"""The compiler: what is captured ahead of time, and how it runs."""
+"""The compiler: what is captured ahead of time, and how it runs.
+
+An installed shoal tells torch of its backend `"shoal"` by an entry point. In a source folder there
+is none, so importing this package registers the name.
+"""
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from typing import Any
+
+
+def _backend() -> Callable[..., Any]:
+    from shoal.compile.backend import shoal
+
+    return shoal
+
+
+if not any(point.name == "shoal" for point in entry_points(group="torch_dynamo_backends")):
+    from shoal._torch.dynamo import register_backend
+
+    register_backend("shoal", _backend)

@@ -50,6 +50,8 @@ def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Mod
         fully_shard(block.to(world.device), mesh=world.mesh, mp_policy=policy)
     sharded = fully_shard(model.to(world.device), mesh=world.mesh, mp_policy=policy)
     if config.parallel.compile != "off":
+        import shoal.compile  # noqa: F401 - so that torch knows the backend in a source folder
+
         inner = _INNER[config.parallel.compile]
         sharded.compile(backend="shoal", fullgraph=True, options={"inner": inner})
     return sharded

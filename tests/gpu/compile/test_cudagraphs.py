@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import shoal.compile  # noqa: F401 - so that torch knows the backend in a source folder
 from gpu.runtime.steps import EPS
 from harness import nccl_ranks
 from oracle import batches, build, full, loss_of, shard
