@@ -21,6 +21,7 @@ LAYERS = (
     "step",
     "comm",
     "tensor",
+    "optim",
     "runtime",
     "wrapper",
     "ddp",

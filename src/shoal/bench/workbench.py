@@ -20,6 +20,7 @@ from shoal.bench.peaks import read_peak, reset_peak
 from shoal.bench.run import Mode, Run
 from shoal.bench.values import check_gathers, check_gradients, check_losses
 from shoal.comm.modelled import ModelledGroup
+from shoal.optim import AdamW
 
 SEED = 0
 
@@ -40,7 +41,8 @@ class Workbench:
         self._run = run
         self._model = model
         self._device = run.device
-        self._optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, fused=True)
+        adamw = AdamW if run.engine.startswith("shoal") else torch.optim.AdamW
+        self._optimizer = adamw(model.parameters(), lr=0.0, fused=True)
         self._losses: list[Tensor] = []
         case = run.case
         generator = torch.Generator().manual_seed(SEED)

@@ -22,7 +22,6 @@ from torch.optim.optimizer import (
 
 from shoal.errors import InvariantError
 from shoal.runtime.full import full_name
-from shoal.runtime.step_lists import speed_up
 
 
 class Updatable(Protocol):
@@ -72,7 +71,6 @@ class _Known:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.held = _held(optimizer)
-        self.is_new = True
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         replaced = [name for p in parameters if (name := replaced_name(p)) is not None]
         if replaced:
@@ -132,8 +130,5 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     known = _owners_in.get(optimizer)
     if known is None:  # units were made in its step
         return
-    if known.is_new and known.owners:
-        known.is_new = False
-        speed_up(optimizer)
     for owner in known.owners:
         owner.num_updates += 1

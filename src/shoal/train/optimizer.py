@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from shoal.optim import AdamW
 from shoal.train.config import OptimConfig
 from shoal.wrapper.clip import Clipping
 from shoal.wrapper.optim_keys import entries_of
@@ -19,7 +20,7 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
     num_dims = {entry.parameter: entry.num_dims for entry in entries_of(model).values()}
     matrices = [parameter for parameter in model.parameters() if num_dims[parameter] >= 2]
     vectors = [parameter for parameter in model.parameters() if num_dims[parameter] < 2]
-    optimizer = torch.optim.AdamW(
+    optimizer = AdamW(
         [{"params": matrices}, {"params": vectors}],
         # One call for all parameters: the loop over them costs more than the arithmetic.
         foreach=True,

@@ -16,16 +16,21 @@ from torch import nn
 from harness import ranks
 from oracle import batches, build, full, loss_of, shard
 from shoal.layout import Even, Flat, Layout, Rows, Whole
-from shoal.runtime import step_lists, updates
+from shoal.optim import Adam, AdamW
+from shoal.optim.adam import _OnLocalTensors
 
 LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Whole()]
 
 
-def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
+TORCH = {Adam: torch.optim.Adam, AdamW: torch.optim.AdamW}
+
+
+def adamw(model: nn.Module, *, ours: bool = True, **options: Any) -> torch.optim.Optimizer:
     """Matrices decay, the rest does not."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     rest = [p for p in model.parameters() if p.dim() <= 1]
-    kind = options.pop("kind", torch.optim.AdamW)
+    kind: Any = options.pop("kind", AdamW)
+    kind = kind if ours else TORCH[kind]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
     return kind(groups, lr=1e-2, **options)
 
@@ -52,7 +57,7 @@ def trained(layout: Layout, *, max_norm: float | None, reloads: bool, **options:
 OPTIONS: list[dict[str, Any]] = [
     {"fused": True},
     {"foreach": True},
-    {"fused": True, "kind": torch.optim.Adam, "maximize": True},
+    {"fused": True, "kind": Adam, "maximize": True},
     {"foreach": True, "amsgrad": True},
     {"foreach": False, "fused": False},
 ]
@@ -63,17 +68,16 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=lambda one: "-".join(one))
 def test_steps_are_those_of_torch(layout: Layout, options: dict[str, Any]) -> None:
     found: list[Any] = []
-    find = step_lists._Filler._find
+    find = _OnLocalTensors._find
 
     def counting(*args: Any) -> Any:
         result = find(*args)
         found.append(result is not None)
         return result
 
-    with patch.object(step_lists._Filler, "_find", counting):
+    with patch.object(_OnLocalTensors, "_find", counting):
         fast = trained(layout, max_norm=0.05, reloads=True, **options)
-    with patch.object(updates, "speed_up", lambda optimizer: None):
-        slow = trained(layout, max_norm=0.05, reloads=True, **options)
+    slow = trained(layout, max_norm=0.05, reloads=True, ours=False, **options)
     for a, b in zip(fast, slow, strict=True):
         assert torch.equal(a, b)
     is_plain = "amsgrad" not in options and options != OPTIONS[-1]
@@ -89,7 +93,7 @@ def test_parameters_without_gradients_get_no_state(layout: Layout) -> None:
         parameter.requires_grad_(False)
     model = shard(model, layout=layout)
     frozen = [*model.blocks[0].parameters()]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    optimizer = AdamW(model.parameters(), lr=1e-2, fused=True)
     for _, part in batches(3, dist.get_rank(), dist.get_world_size()):
         loss_of(model, part).backward()
         optimizer.step()
@@ -101,9 +105,9 @@ def test_parameters_without_gradients_get_no_state(layout: Layout) -> None:
 @ranks(2)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_scaled_losses(layout: Layout) -> None:
-    def run() -> list[Any]:
+    def run(*, ours: bool) -> list[Any]:
         model: Any = shard(build(), layout=layout)
-        optimizer = adamw(model, fused=True)
+        optimizer = adamw(model, ours=ours, fused=True)
         for index, (_, part) in enumerate(batches(4, dist.get_rank(), dist.get_world_size())):
             loss_of(model, part).backward()
             # What a scaler tells an optimizer that skips steps by itself.
@@ -115,9 +119,7 @@ def test_scaled_losses(layout: Layout) -> None:
         steps = [state["step"] for state in optimizer.state.values()]
         return [*(full(p) for p in model.parameters()), *steps]
 
-    fast = run()
-    with patch.object(updates, "speed_up", lambda optimizer: None):
-        slow = run()
+    fast, slow = run(ours=True), run(ours=False)
     for a, b in zip(fast, slow, strict=True):
         assert torch.equal(a, b)
     assert {step.item() for step in fast[-4:]} == {3.0}
@@ -127,9 +129,9 @@ def test_scaled_losses(layout: Layout) -> None:
 def test_replaced_moments_are_noticed() -> None:
     """Whoever writes another tensor into the state wants it used."""
 
-    def run() -> list[Any]:
+    def run(*, ours: bool) -> list[Any]:
         model: Any = shard(build())
-        optimizer = adamw(model, fused=True)
+        optimizer = adamw(model, ours=ours, fused=True)
         for _, part in batches(4, dist.get_rank(), dist.get_world_size()):
             loss_of(model, part).backward()
             optimizer.step()
@@ -138,9 +140,7 @@ def test_replaced_moments_are_noticed() -> None:
                 state["exp_avg"] = state["exp_avg"] * 0.5
         return [full(p) for p in model.parameters()]
 
-    fast = run()
-    with patch.object(updates, "speed_up", lambda optimizer: None):
-        slow = run()
+    fast, slow = run(ours=True), run(ours=False)
     for a, b in zip(fast, slow, strict=True):
         assert torch.equal(a, b)
 
@@ -152,7 +152,7 @@ def test_an_optimizer_is_not_kept_alive() -> None:
     for _, part in batches(2, dist.get_rank(), dist.get_world_size()):
         loss_of(model, part).backward()
         optimizer.step()
-    assert "_init_group" in vars(optimizer)
+    assert "_shoal_known" in vars(optimizer)
     gc.disable()
     try:
         gone = weakref.ref(optimizer)
@@ -182,4 +182,4 @@ def test_copies_and_pickles_have_their_own() -> None:
     for _, part in batches(2, dist.get_rank(), dist.get_world_size()):
         loss_of(model, part).backward()
         optimizer.step()
-    assert "_init_group" not in optimizer.__getstate__()
+    assert "_shoal_known" not in optimizer.__getstate__()
