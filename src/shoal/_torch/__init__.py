@@ -219,6 +219,7 @@ from shoal._torch.settings import (
     compiler_versions,
     device_text,
     dispatch_text,
+    hooks_of_all_modules,
     inductor_settings,
     is_autocast,
     what_intercepts,

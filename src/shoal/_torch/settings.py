@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -104,6 +105,16 @@ def _kernel_flags() -> tuple[Any, ...]:
         torch._C._get_float32_matmul_precision(),
         torch._C._get_mkldnn_enabled(),
     )
+
+
+def hooks_of_all_modules() -> list[dict[int, Any]]:
+    """The dicts of hooks that torch calls around every module, and of how it calls them."""
+    module: Any = sys.modules["torch.nn.modules.module"]
+    return [
+        *(module._global_forward_pre_hooks, module._global_forward_hooks),
+        *(module._global_backward_pre_hooks, module._global_backward_hooks),
+        *(module._global_forward_hooks_with_kwargs, module._global_forward_hooks_always_called),
+    ]
 
 
 def device_text(device: torch.device) -> str:

@@ -57,6 +57,10 @@ class Captured:
         return list(self.inputs), [one for one in self.tangents if one is not None]
 
 
+class LeftFakeError(AssertionError):
+    """A program reads a fake tensor that did not come with its arguments."""
+
+
 class BackwardMutationError(NotImplementedError, AssertionError):
     """Backward changes something in place in a way that cannot be carried out.
 
@@ -334,7 +338,7 @@ def _check_constants(module: GraphModule) -> None:
     for node in module.graph.find_nodes(op="get_attr"):
         value = _torch.attribute(module, str(node.target))
         if isinstance(value, _torch.FakeTensor):
-            raise AssertionError(
+            raise LeftFakeError(
                 f"Unexpected fake tensor in the graph as {node.target}: the function reads one "
                 f"that is not among its arguments; got {value}. Pass it as an argument, or use a "
                 "real tensor."

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from shoal import _torch
 from shoal.compile.agreement import check_ranks_agree
+from shoal.compile.aot.capture import LeftFakeError
 from shoal.compile.backend import pipeline_of
 from shoal.compile.communication import schedule_collectives
 from shoal.compile.observe.observation import observing
@@ -20,7 +21,7 @@ from shoal.compile.partition.ops import Kind, kind
 from shoal.compile.step.data import Data
 from shoal.compile.step.fingerprint import Fingerprint
 from shoal.compile.step.parts import Parts, Places
-from shoal.compile.step.refusals import check_can_capture
+from shoal.compile.step.refusals import changes_python, check_can_capture
 from shoal.compile.step.replay import Replay, why_not
 from shoal.compile.step.update import MissingStateError, clip, count_on_device, update
 from shoal.ddp.replicated import replicas_of
@@ -294,24 +295,37 @@ def _leaving_python(read: Fingerprint) -> Iterator[None]:
 
     It is traced on fake tensors, which nobody must find afterwards.
     """
-    change = None
+    reads = read.reads
+    if reads.unrepeatable is not None:
+        raise NotImplementedError(
+            "shoal: compile_step cannot capture a step that may read from an iterator, "
+            f"{reads.unrepeatable}: a graph would not go on in it. Give what it yields with the "
+            "inputs."
+        )
+    change = drawn = None
     try:
         yield
-        change = read.reads.change()
+        change, drawn = reads.change(), reads.drawn()
     except Exception as error:
         told = _torch.why_not_traced(error)
+        if isinstance(error, LeftFakeError):
+            told, change = "it keeps a tensor, and reads it in a later step", reads.change()
+        if change is not None:
+            raise changes_python(change) from error
         if told is None:
             raise
         raise NotImplementedError(
             f"shoal: compile_step cannot capture this step: {told}"
         ) from error
     finally:
-        read.reads.restore()
+        reads.restore()
     if change is not None:
+        raise changes_python(change)
+    if drawn is not None:
         raise NotImplementedError(
-            f"shoal: compile_step cannot capture a step that changes Python's state: {change} "
-            "after it ran. A captured step would not repeat that. Keep it in a buffer that is "
-            "written in place, or do it outside of the step."
+            f"shoal: compile_step cannot capture a step that draws random numbers from {drawn}: a "
+            "graph would repeat one draw for ever. Draw outside of the step and give it the "
+            "result, or draw with torch and compute with the tensor."
         )
 
 

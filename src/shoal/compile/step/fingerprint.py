@@ -9,7 +9,7 @@ A captured step stands for the written one only while this is the same:
 | parameters | `requires_grad`, hooks |
 | optimizer | members and numbers of its groups; learning rates are inputs |
 | engine | what the setters of `fully_shard` and `replicate` set |
-| Python | `Reads`: the tree of modules, modes, attributes, hooks, closures, globals |
+| Python | `Reads`: the tree of modules, modes, attributes, hooks, classes, closures, globals |
 
 `Parts` compares which tensors the model and the optimizer hold, and in which memory.
 """
@@ -58,13 +58,18 @@ class Fingerprint:
         self._structure, self._described = data.structure, data.described
         self._settings = _torch.GlobalSettings()
         self._named = dict(model.named_parameters())
+        if isinstance(loss_fn, nn.Module):
+            self._named.update(loss_fn.named_parameters("loss_fn"))
         self._parameters = list(self._named.values())
         self._trained = list(map(_trains, self._parameters))
         self._groups = _Groups(optimizer)
         self._hooks = _Hooks(self._parameters, optimizer)
         self._units, self._replicas = units_of(model), replicas_of(model)
         self._engine = self._engine_now()
-        self.reads = Reads({"": model, "loss_fn": loss_fn})
+        hooks = _torch.hooks_of_all_modules()
+        self.reads = Reads(
+            {"": model, "loss_fn": loss_fn, "hooks of all modules": hooks}, optimizer
+        )
 
     def matches(self, data: Data) -> bool:
         """Whether a step with this data would read the same now."""

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal import _torch
 from shoal.compile.step.data import Data
+from shoal.compile.step.refusals import changes_python
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
 from shoal.runtime.in_graph import InGraph
@@ -66,8 +67,8 @@ class Parts:
         )
         """The plain parameters that a backward comes to, by their numbers."""
         self._loose = [
-            (place, key, one, self._add(one))
-            for _, place, key, one in loose
+            (path, place, key, one, self._add(one))
+            for path, place, key, one in loose
             if id(one) in self._numbers or _can_be_input(one, data)
         ]
         self.rates = [_rate_of(group, self.device) for group in optimizer.param_groups]
@@ -107,7 +108,7 @@ class Parts:
         return number
 
     def _check_known(self) -> None:
-        updated = {p for group in self.optimizer.param_groups for p in group["params"]}
+        updated = chain.from_iterable(group["params"] for group in self.optimizer.param_groups)
         strangers = [p for p in updated if p not in self._homes and id(p) not in self._numbers]
         if strangers:
             raise UsageError(
@@ -158,7 +159,7 @@ class Parts:
         lowered = [_lowered(unit) for unit in self.units]
         before = [one.leaf for one in lowered]
         with ExitStack() as stack:
-            for place, key, one, number in self._loose:
+            for _, place, key, one, number in self._loose:
                 _put(place, key, stand_ins[number])
                 stack.callback(_put, place, key, one)
             stack.enter_context(_torch.parameters_replaced(self._model, named))
@@ -168,10 +169,17 @@ class Parts:
                 one.reached.clear()
             try:
                 yield [*leaves, *own.values()]
+                self._check_loose(stand_ins)
                 self._write_back(given, named)
             finally:
                 for one, leaf in zip(lowered, before, strict=True):
                     one.leaf = leaf
+
+    def _check_loose(self, stand_ins: Mapping[int, Tensor]) -> None:
+        """Refuse a step that puts another tensor in the place of one that is no buffer."""
+        for path, place, key, _, number in self._loose:
+            if _held_at(place, key) is not stand_ins[number]:
+                raise changes_python(f"{path} is another tensor")
 
     def _write_back(self, given: Sequence[Tensor], named: Mapping[str, Tensor]) -> None:
         """Write what a forward put in the place of a buffer into the buffer."""
@@ -266,6 +274,14 @@ def _put(place: Any, key: Any, one: Tensor) -> None:
         place.cell_contents = one
     else:
         place[key] = one
+
+
+def _held_at(place: Any, key: Any) -> Any:
+    """What a place holds; None if it lost that."""
+    try:
+        return place.cell_contents if isinstance(place, CellType) else place[key]
+    except (KeyError, IndexError, ValueError):
+        return None
 
 
 def _rate_of(group: dict[str, Any], device: torch.device) -> Tensor:

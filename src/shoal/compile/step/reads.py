@@ -1,23 +1,30 @@
 """What the Python of a step may read beside its arguments: attributes, closures, globals.
 
 A captured step does not run Python again, so all that its code can see has to be as it was. The
-code itself says which names it uses: `forward`, and the methods, functions and hooks that these
-names lead to. Attributes of these names are watched, on every object that the code can reach.
+code itself says which names it uses: `forward`, and the methods, functions, classes and hooks that
+these names lead to. Attributes of these names are watched, on every object that the code can reach.
 
-Not watched: globals of torch and of installed packages, objects with slots, elements of arrays.
+Not watched: globals of torch and of installed packages, elements of arrays, clocks and files.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
+import importlib.util
+import os
+import random
 import sys
 import sysconfig
+import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from contextvars import ContextVar
 from enum import Enum
 from itertools import chain
-from operator import attrgetter, itemgetter
+from operator import attrgetter, itemgetter, methodcaller
 from pathlib import Path
 from typing import Any, cast
 
@@ -30,7 +37,7 @@ _LIBRARIES = (
     "<frozen",
 )
 _PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, Enum, Tensor, type, torch.dtype),
+    *(type(None), bool, int, float, complex, str, bytes, Enum, Tensor, torch.dtype),
     *(torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator, range, slice),
 )
 _OPAQUE = frozenset({"torch", "shoal", "logging", "threading", "_thread", "weakref", "numpy"})
@@ -44,6 +51,19 @@ _WATCHED_DICTS = (
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"} | {"_flat_weights", "_flat_weight_refs"}
 """What torch keeps on every module, and on recurrent ones, which look after these lists."""
 _NOT_CALLED = frozenset({"__init__", "__new__", "__setstate__", "__getstate__", "__repr__"})
+_CONSTRUCTORS = ("__init__", "__new__", "__post_init__")
+_OF_FUNCTIONS = ("forward", "setup_context", "backward", "jvp", "vjp", "vmap")
+"""What autograd calls of a `torch.autograd.Function` of which code names `apply` alone."""
+_OF_OPTIMIZERS = frozenset(
+    {
+        *("defaults", "param_groups", "state", "step"),
+        *("_opt_called", "_warned_capturable_if_run_uncaptured", "_zero_grad_profile_name"),
+    }
+)
+"""What torch keeps on every optimizer; groups, state and methods are compared elsewhere."""
+_BY_ANY_NAME = frozenset({"getattr", "vars", "__dict__", "attrgetter", "methodcaller"})
+"""Names in code that reads attributes by names that it computes."""
+_MISSING = object()
 
 Found = list[tuple[str, Any]]
 """Objects, each with the words for where it is."""
@@ -52,15 +72,27 @@ Found = list[tuple[str, Any]]
 class Reads:
     """The values of all that the code under some roots may read, as they were at one moment."""
 
-    def __init__(self, roots: Mapping[str, object]) -> None:
-        walk = _Walk(roots)
+    def __init__(
+        self, roots: Mapping[str, object], optimizer: torch.optim.Optimizer | None = None
+    ) -> None:
+        walk = _Walk(roots, optimizer)
         self._columns: list[_Column] = [
             *(_Attributes(keys, found) for keys, found in walk.attributes.items()),
+            *(_Slots(keys, found) for keys, found in walk.slots.items()),
             _Column(type, walk.objects),
-            _Column(len, walk.wholes),
-            _Column(attrgetter("cell_contents"), walk.cells),
+            _Column(len, [*walk.wholes, *((path, vars(cls)) for path, cls in walk.classes)]),
+            _Cells(attrgetter("cell_contents"), walk.cells),
+            _Column(attrgetter("__code__", "__defaults__", "__kwdefaults__"), walk.functions),
+            _Variables(methodcaller("get", _MISSING), walk.variables),
             _Containers([one for one in walk.containers if one[1]]),
         ]
+        if walk.reads_environment:
+            self._columns.append(_Column(dict, [("os.environ", os.environ)]))
+        self._classes = [(cls, dict(vars(cls))) for _, cls in walk.classes]
+        self._random = [_RandomState(path, one) for path, one in walk.generators]
+        self._caches = [(cache, cache.cache_info().misses) for cache in walk.caches]
+        self.unrepeatable = next(iter(walk.iterators), None)
+        """Where the code may reach an iterator: nobody knows how far it is, nor can go back."""
         self._empty = [one for _, one in walk.containers if not one]
         self._emptied = [one for one in walk.containers if not one[1]]
         self._wholes = [(held, dict(held)) for _, held in walk.wholes]
@@ -86,8 +118,19 @@ class Reads:
         filled = (f"{path} was empty and is {_shown(one)}" for path, one in self._emptied if one)
         return next(chain(words, filled), "a tensor was replaced by another one")
 
+    def drawn(self) -> str | None:
+        """Which of Python's random states is not as it was, in words; None if all are."""
+        return next((state.path for state in self._random if not state.is_same()), None)
+
     def restore(self) -> None:
-        """Undo what a trace did to all of it, but for changes of classes."""
+        """Undo what a trace did to all of it, but for objects that were given another class."""
+        for state in self._random:
+            state.restore()
+        for cls, before in self._classes:
+            _restore_class(cls, before)
+        for cache, num_misses in self._caches:
+            if cache.cache_info().misses != num_misses:
+                cache.cache_clear()  # it may hold fake tensors
         for held, before in self._wholes:
             for key in [key for key in held if key not in before]:
                 del held[key]
@@ -106,18 +149,25 @@ class _Column:
         self.paths = [path for path, _ in found]
         self.objects = [one for _, one in found]
         self.values = list(map(read, self.objects))
+        self.types = list(map(type, self.parts_of(self.values)))
 
     def is_same(self) -> bool:
-        return list(map(self.read, self.objects)) == self.values
+        now = list(map(self.read, self.objects))
+        # 1, 1.0 and True are equal, but not the same to a program.
+        return now == self.values and list(map(type, self.parts_of(now))) == self.types
+
+    def parts_of(self, values: list[Any]) -> Iterable[Any]:
+        """The values one by one, where `read` gives several of each object."""
+        return values
 
     def changes(self) -> Iterator[str]:
         for path, one, before in zip(self.paths, self.objects, self.values, strict=True):
             try:
                 now = self.read(one)
-            except (KeyError, ValueError):
+            except (AttributeError, KeyError, ValueError):
                 yield f"{path} lost something that it had"
                 continue
-            if not _are_equal(now, before):
+            if not _are_same(now, before):
                 yield self.words(path, before, now)
 
     def words(self, path: str, before: Any, now: Any) -> str:
@@ -126,22 +176,42 @@ class _Column:
         return f"{path} was {_shown(before)} and is {_shown(now)}"
 
     def restore(self) -> None:
-        if isinstance(self.read, attrgetter):
-            for cell, before in zip(self.objects, self.values, strict=True):
-                cell.cell_contents = before
+        """Undo what a trace did to the values, where they are not undone as parts of others."""
+
+
+class _Cells(_Column):
+    """Variables of closures."""
+
+    def restore(self) -> None:
+        for cell, before in zip(self.objects, self.values, strict=True):
+            cell.cell_contents = before
+
+
+class _Variables(_Column):
+    """Context variables."""
+
+    def restore(self) -> None:
+        for variable, before in zip(self.objects, self.values, strict=True):
+            if variable.get(_MISSING) is not before and before is not _MISSING:
+                variable.set(before)
 
 
 class _Attributes(_Column):
     """Attributes of the same names, of many objects."""
 
+    getter: Callable[..., Callable[[Any], Any]] = itemgetter
+
     def __init__(self, keys: tuple[str, ...], found: Found) -> None:
         self._keys = keys
-        super().__init__(itemgetter(*keys), found)
+        super().__init__(self.getter(*keys), found)
+
+    def parts_of(self, values: list[Any]) -> Iterable[Any]:
+        return values if len(self._keys) == 1 else chain.from_iterable(values)
 
     def words(self, path: str, before: Any, now: Any) -> str:
         pairs = [(before, now)] if len(self._keys) == 1 else zip(before, now, strict=True)
         for key, (old, new) in zip(self._keys, pairs, strict=True):
-            if not _are_equal(old, new):
+            if not _are_same(old, new):
                 return f"{_joined(path, key)} was {_shown(old)} and is {_shown(new)}"
         return f"{path} changed"
 
@@ -152,26 +222,66 @@ class _Attributes(_Column):
                 held.update(zip(self._keys, one_by_one, strict=True))
 
 
+class _Slots(_Attributes):
+    """Attributes of objects that have slots for them."""
+
+    getter = attrgetter
+
+    def restore(self) -> None:
+        for one, values in zip(self.objects, self.values, strict=True):
+            one_by_one = (values,) if len(self._keys) == 1 else values
+            for key, before in zip(self._keys, one_by_one, strict=True):
+                if getattr(one, key, _MISSING) is not before:
+                    object.__setattr__(one, key, before)  # frozen ones too
+
+
 class _Containers(_Column):
     """Containers that are compared with copies of themselves."""
 
     def __init__(self, found: Found) -> None:
         super().__init__(_copy_of, found)
+        self._dicts = [one for one in self.objects if isinstance(one, dict)]
+        self._lists = [one for one in self.objects if isinstance(one, (list, deque))]
+        self._details = self._details_now()
 
     def is_same(self) -> bool:
-        return self.objects == self.values
+        return self.objects == self.values and self._details_now() == self._details
+
+    def _details_now(self) -> tuple[list[Any], list[Any]]:
+        """What equality does not tell: the order of keys, and the types of equal numbers."""
+        items = chain(map(dict.values, self._dicts), self._lists)
+        return list(map(tuple, self._dicts)), list(map(type, chain.from_iterable(items)))
 
     def restore(self) -> None:
         for one, before in zip(self.objects, self.values, strict=True):
-            if not _are_equal(one, before):
+            if not _are_same(_copy_of(one), before):
                 one.clear()
                 one.extend(before) if isinstance(one, (list, deque)) else one.update(before)
+
+
+class _RandomState:
+    """The state of a random generator of Python's or numpy's, as it was at one moment."""
+
+    def __init__(self, path: str, generator: Any) -> None:
+        self.path = path
+        self._read, self._write = _state_of(generator)
+        self._before = self._read()
+        self._words = repr(self._before)
+
+    def is_same(self) -> bool:
+        return repr(self._read()) == self._words  # tuples of numbers, with arrays among them
+
+    def restore(self) -> None:
+        if not self.is_same():
+            self._write(self._before)
 
 
 class _Walk:
     """Everything that code under some roots can reach, and what of it to watch."""
 
-    def __init__(self, roots: Mapping[str, object]) -> None:
+    def __init__(
+        self, roots: Mapping[str, object], optimizer: torch.optim.Optimizer | None
+    ) -> None:
         self._names: set[str] = {"forward"}
         self._reads_any = False
         num_names = 0
@@ -183,11 +293,25 @@ class _Walk:
             self.containers: Found = []
             self.cells: Found = []
             self.objects: Found = []
+            self.slots: dict[tuple[str, ...], Found] = {}
+            self.classes: Found = []
+            self.functions: Found = []
+            self.variables: Found = []
+            self.generators: Found = _shared_generators()
+            self.iterators: list[str] = []
+            self.caches: list[Any] = []
+            self.reads_environment = False
             self.loose: list[tuple[str, Any, Any, Tensor]] = []
+            self._named_classes: set[type] = set()
             for path, root in roots.items():
                 self._visit(path, root)
+            if optimizer is not None:
+                self._visit_optimizer(optimizer)
 
     def _visit(self, path: str, one: object) -> None:
+        if isinstance(one, type):
+            self._visit_named_class(one)
+            return
         if isinstance(one, _PLAIN) or self._has_seen(one):
             return
         match one:
@@ -205,6 +329,17 @@ class _Walk:
             case types.ModuleType():
                 if not _is_of_library(getattr(one, "__file__", None)):
                     self._watch(one.__name__, vars(one), self._names)
+            case attrgetter() | methodcaller():
+                self._names.update(chain.from_iterable(map(_names_in, one.__reduce__()[1])))
+            case functools._lru_cache_wrapper():
+                self.caches.append(one)
+                self._visit(path, one.__wrapped__)
+            case ContextVar():
+                self.variables.append((path, one))
+            case _ if _is_generator(one):
+                self.generators.append((path, one))
+            case Iterator() if type(one).__module__ in ("builtins", "itertools"):
+                self.iterators.append(path)
             case _:
                 self._visit_object(path, one)
 
@@ -231,15 +366,52 @@ class _Walk:
             self._visit(_joined(path, name), child)
 
     def _visit_object(self, path: str, one: object) -> None:
-        held = getattr(one, "__dict__", None)
-        if isinstance(held, dict) and type(one).__module__.partition(".")[0] not in _OPAQUE:
-            self._visit_class(path, type(one), one)
+        kind, held = type(one), getattr(one, "__dict__", None)
+        slots = [name for name in _slots_of(kind) if hasattr(one, name)]
+        is_opaque = kind.__module__.partition(".")[0] in _OPAQUE
+        if is_opaque and not isinstance(one, threading.local):
+            return
+        if slots or isinstance(held, dict):
+            self._visit_class(path, kind, one)
+        if isinstance(held, dict):
             self.wholes.append((path, held))
-            self._watch(path, held, self._read_of(held, type(one)))
+            self._watch(path, held, self._read_of(held, kind))
+        keys = tuple(name for name in slots if self._reads_any or name in self._names)
+        if keys:
+            self.slots.setdefault(keys, []).append((path, one))
+        for key in keys:
+            self._visit(_joined(path, key), getattr(one, key))
+
+    def _visit_optimizer(self, one: torch.optim.Optimizer) -> None:
+        """Visit what an optimizer that is not torch's reads beside its groups and state."""
+        kind, held = type(one), vars(one)
+        if kind.__module__.partition(".")[0] in _OPAQUE:
+            return
+        self._visit_class("the optimizer", kind, one)
+        self._visit(f"{kind.__qualname__}.step", vars(kind).get("step"))
+        names = self._read_of(held, kind) - _OF_OPTIMIZERS
+        self._watch("optimizer", held, {n for n in names if not n.startswith("_optimizer_")})
+
+    def _visit_named_class(self, cls: type) -> None:
+        """Visit a class that code names: it reads from it, or makes objects of it."""
+        if cls in self._named_classes:
+            return
+        self._named_classes.add(cls)
+        for base in cls.__mro__:
+            if _is_of_library(_file_of(base)):
+                continue
+            called = _OF_FUNCTIONS if issubclass(base, torch.autograd.Function) else _CONSTRUCTORS
+            for name in called:
+                for function in _functions_in(vars(base).get(name)):
+                    self._visit(f"{base.__qualname__}.{name}", function)
+            self._visit_bases(base)
 
     def _visit_class(self, path: str, cls: type, one: object) -> None:
         """Watch an object's class, and read the methods of it that names lead to."""
         self.objects.append((f"the class of {path or 'the model'}", one))
+        self._visit_bases(cls)
+
+    def _visit_bases(self, cls: type) -> None:
         for base in cls.__mro__:
             if base is nn.Module or base is object:
                 return
@@ -249,8 +421,8 @@ class _Walk:
                 if name in self._names or (name[:2] == "__" and name not in _NOT_CALLED):
                     for function in _functions_in(member):
                         self._visit(f"{base.__qualname__}.{name}", function)
-            file = getattr(sys.modules.get(base.__module__), "__file__", None)
-            if not _is_of_library(file):
+            if not _is_of_library(_file_of(base)):
+                self.classes.append((base.__qualname__, base))
                 self._watch(base.__qualname__, cast(Any, vars(base)), self._names)
 
     def _visit_items(self, path: str, one: Any) -> None:
@@ -263,12 +435,17 @@ class _Walk:
         codes = list(_codes_in(function.__code__))
         names = set(chain.from_iterable(code.co_names for code in codes))
         is_of_library = _is_of_library(function.__code__.co_filename)
-        if "getattr" in names:
+        if not names.isdisjoint(_BY_ANY_NAME):
             self._reads_any |= not is_of_library
             names.update(filter(_is_name, chain.from_iterable(code.co_consts for code in codes)))
         self._names |= names
+        self._visit(path, vars(function).get("__wrapped__"))  # by decorators such as no_grad()
         if is_of_library:
             return
+        self.functions.append((path, function))
+        self.reads_environment |= not names.isdisjoint(("environ", "getenv"))
+        for module in chain.from_iterable(_imported_by(code, function) for code in codes):
+            self._visit(module.__name__, module)
         for name, cell in zip(
             function.__code__.co_freevars, function.__closure__ or (), strict=True
         ):
@@ -280,7 +457,8 @@ class _Walk:
         self._watch(function.__module__, function.__globals__, names)
 
     def _visit_item(self, path: str, place: Any, key: Any, one: object) -> None:
-        if isinstance(one, Tensor) and not isinstance(place, (tuple, set, frozenset)):
+        # No other tensor can be put into the rest while the step is traced.
+        if isinstance(one, Tensor) and isinstance(place, (list, dict, deque, types.CellType)):
             self.loose.append((path, place, key, one))
         self._visit(path, one)
 
@@ -300,6 +478,68 @@ class _Walk:
 def _is_of_library(file: str | None) -> bool:
     """Whether code is installed, and not the program's own; builtins have no file."""
     return file is None or file.startswith(_LIBRARIES)
+
+
+def _file_of(cls: type) -> str | None:
+    return getattr(sys.modules.get(cls.__module__), "__file__", None)
+
+
+def _slots_of(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        slots = vars(base).get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+def _imported_by(code: types.CodeType, function: types.FunctionType) -> Iterator[types.ModuleType]:
+    """The modules that a function imports when it is called."""
+    done = list(dis.get_instructions(code))
+    for at, one in enumerate(done):
+        if one.opname == "IMPORT_NAME":
+            level = done[at - 2].argval  # pushed before the names that are imported
+            package = function.__globals__.get("__package__") or ""
+            name = "." * level + one.argval if isinstance(level, int) else one.argval
+            with suppress(ImportError):
+                module = sys.modules.get(importlib.util.resolve_name(name, package))
+                if module is not None:
+                    yield module
+
+
+def _names_in(one: object) -> Sequence[str]:
+    """The names of a path such as `config.scale`."""
+    return one.split(".") if isinstance(one, str) else ()
+
+
+def _shared_generators() -> Found:
+    """The random generators that functions of `random` and `numpy.random` draw from."""
+    numpy = sys.modules.get("numpy.random")
+    return [(one.__name__, one) for one in (random, numpy) if one is not None]
+
+
+def _is_generator(one: object) -> bool:
+    numpy = cast(Any, sys.modules.get("numpy.random"))
+    kinds = () if numpy is None else (numpy.Generator, numpy.RandomState)
+    is_of_system = isinstance(one, random.SystemRandom)  # it has no state
+    return isinstance(one, (random.Random, *kinds)) and not is_of_system
+
+
+def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """Functions that read and write the state of a random generator."""
+    if hasattr(generator, "getstate"):
+        return generator.getstate, generator.setstate
+    if hasattr(generator, "get_state"):
+        return generator.get_state, generator.set_state
+    bits = generator.bit_generator
+    return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
+
+
+def _restore_class(cls: type, before: Mapping[str, Any]) -> None:
+    for key, now in dict(vars(cls)).items():
+        if key not in before:
+            delattr(cls, key)
+        elif now is not before[key]:
+            setattr(cls, key, before[key])
+    for key in before.keys() - vars(cls).keys():
+        setattr(cls, key, before[key])
 
 
 def _functions_in(member: object) -> Sequence[object]:
@@ -339,9 +579,17 @@ def _copy_of(one: Any) -> Any:
     return next(kind for kind in (list, dict, set, deque) if isinstance(one, kind))(one)
 
 
-def _are_equal(one: object, other: object) -> bool:
+def _are_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
     try:
-        return one is other or bool(one == other)
+        if isinstance(one, (tuple, list, deque)):
+            return len(one) == len(other) and all(map(_are_same, one, other))
+        if isinstance(one, dict):
+            return _are_same(list(one.items()), list(other.items()))
+        return bool(one == other)
     except Exception:
         return False  # tensors and arrays: only the very same one is the same
 

@@ -36,6 +36,11 @@ def check_can_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
     """Raise if a captured step would not do what the written one does."""
     if not torch.is_grad_enabled():
         raise UsageError("compile_step trains: call it with gradients enabled, not in no_grad()")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise NotImplementedError(
+            "shoal: compile_step cannot look into a model of TorchScript; give it the model as it "
+            "was before torch.jit.script or torch.jit.trace"
+        )
     _check_optimizer(optimizer)
     kind = type(optimizer).__name__
     if units_of(model) and kind not in ELEMENTWISE:
@@ -56,11 +61,26 @@ def check_can_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
         )
 
 
+def changes_python(change: str) -> NotImplementedError:
+    """What to raise where a step leaves other attributes, lists or closures behind."""
+    return NotImplementedError(
+        f"shoal: compile_step cannot capture a step that changes Python's state: {change} "
+        "after it ran. A captured step would not repeat that. Keep it in a buffer that is "
+        "written in place, or do it outside of the step."
+    )
+
+
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if kind in _ON_HOST and type(optimizer).__module__.startswith("torch."):
         raise NotImplementedError(
             f"shoal: compile_step cannot capture {kind}, which {_ON_HOST[kind]}. {_WRITTEN_OUT}"
+        )
+    foreign = [key for key in optimizer.state if not isinstance(key, torch.Tensor)]
+    if foreign:
+        raise NotImplementedError(
+            f"shoal: compile_step cannot capture {kind}, which keeps state under {foreign[0]!r}: "
+            f"that is no parameter, so a graph would lose it. {_WRITTEN_OUT}"
         )
     obstacle = _torch.around_step(optimizer)
     if obstacle is not None:
