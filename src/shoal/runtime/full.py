@@ -52,6 +52,7 @@ class ShardOf:
 
 _SHARD = "_shoal_shard"
 _GRAD: Any = torch.Tensor.grad  # of the tensor itself, past all subclasses
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
 
 
 def attach(parameter: nn.Parameter, shard: ShardOf) -> None:
@@ -96,6 +97,23 @@ class HeldParameter(nn.Parameter):
         shard = vars(self).get(_SHARD)
         if grad is None and shard is not None and shard.member is not None:
             shard.member.sharded.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether it is trained."""
+        return _REQUIRES_GRAD.__get__(self)
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        self.requires_grad_(requires_grad)
+
+    def requires_grad_(self, requires_grad: bool = True) -> HeldParameter:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Freeze or unfreeze it, and its shard with it, which says so from the next forward on."""
+        _REQUIRES_GRAD.__set__(self, requires_grad)
+        shard = vars(self).get(_SHARD)
+        if shard is not None and shard.member is not None:
+            shard.member.sharded.requires_grad_(requires_grad)
+        return self
 
 
 class FreedParameter(HeldParameter):

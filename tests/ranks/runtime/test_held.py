@@ -288,3 +288,53 @@ def test_full_parameters_may_be_written_to(writeback: bool) -> None:
         model.head.bias.add_(1)
     torch.testing.assert_close(full(model.head.bias.detach()), before + 1 if writeback else before)
     dist.barrier()
+
+
+def leave_full(model: Any, how: str) -> None:
+    """Leave full parameters on the root and on its first block."""
+    if how == "unshard":
+        model.unshard()
+        model.blocks[0].unshard()
+    elif how == "kept":
+        model.set_reshard_after_backward(False)
+        model(batch(0)).sum().backward()
+        model.zero_grad()
+    else:
+        model.raises = how == "raised"
+        try:
+            model(batch(0))
+        except ArithmeticError:
+            model.raises = False
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", [Even(), Flat(), Rows(), Block(3), Whole()], ids=repr)
+@pytest.mark.parametrize("how", ["forward", "raised", "unshard", "kept"])
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.sampled
+def test_freezing_full_parameters_freezes_their_shards(
+    layout: Layout, how: str, trains: bool
+) -> None:
+    """And unfreezing them: a head that is unfrozen after a forward of evaluation is trained."""
+    sharded, plain = shard(layout=layout), seeded(Model)
+    for model in (sharded, plain):
+        model.requires_grad_(not trains)
+        model.stem.requires_grad_(True)
+    leave_full(sharded, how)
+    for model in (sharded, plain):
+        model.head.requires_grad_(trains)
+        for parameter in model.blocks[0].parameters():
+            parameter.requires_grad = trains
+    for step in range(3):
+        for model in (sharded, plain):
+            model.zero_grad()
+            model(batch(step)).square().mean().backward()
+        for (name, p), (_, q) in zip(
+            plain.named_parameters(), sharded.named_parameters(), strict=True
+        ):
+            assert p.requires_grad is q.requires_grad, name
+            assert (p.grad is None) is (q.grad is None), name
+            if p.grad is not None:
+                torch.testing.assert_close(full(q.grad), p.grad, msg=name)
+        sharded.reshard()
+        sharded.blocks[0].reshard()
