@@ -34,6 +34,7 @@ from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.gather_hooks import refusal
 from shoal.runtime.managed_class import become
 from shoal.runtime.mistakes import (
+    ignored_of,
     layout_of,
     mesh_of,
     offload_of,
@@ -87,6 +88,7 @@ def fully_shard(
     """
     refuse_unknown("fully_shard", unknown)
     policy, offload = precision_of(mp_policy), offload_of(offload_policy)
+    ignored = ignored_of(ignored_params)
     layout = layout_of(layout)
     modules = modules_of(module, "fully_shard")
     mesh = mesh_of(mesh)
@@ -97,7 +99,7 @@ def fully_shard(
         info,
         policy,
         offload,
-        ignored_params or set(),
+        ignored,
         reshard_after_forward,
         shard_placement_fn,
         layout,

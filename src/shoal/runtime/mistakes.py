@@ -5,9 +5,9 @@ All of it is decided from arguments that every rank has, before anything changes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -98,6 +98,16 @@ def offload_of(given: object) -> OffloadPolicy:
         f"offload_policy must be an OffloadPolicy, got {_shown(given)}: pass CPUOffloadPolicy() to "
         "keep shards in host memory, or leave it out"
     )
+
+
+def ignored_of(given: Iterable[object] | None) -> set[nn.Parameter]:
+    """The parameters to leave alone."""
+    ignored = list(given or ())
+    for one in ignored:
+        if not isinstance(one, nn.Parameter):
+            hint = "model.get_parameter(name) gives one by its name"
+            raise UsageError(f"ignored_params must be parameters, got {_shown(one)}: {hint}")
+    return set(cast(list[nn.Parameter], ignored))
 
 
 def layout_of(given: object) -> Layout | None:

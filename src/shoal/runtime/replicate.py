@@ -19,7 +19,7 @@ from shoal.mesh import (
 from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.fully_shard import COPY_REFUSAL, check_device, make_units, modules_of
 from shoal.runtime.managed_class import become
-from shoal.runtime.mistakes import mesh_of, offload_of, precision_of, refuse_unknown
+from shoal.runtime.mistakes import ignored_of, mesh_of, offload_of, precision_of, refuse_unknown
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.torch_state import torch_state
 
@@ -47,6 +47,7 @@ def replicate(
     """
     refuse_unknown("replicate", unknown)
     policy, offload = precision_of(mp_policy), offload_of(offload_policy)
+    ignored = ignored_of(ignored_params)
     _check_not_sharded(module)
     modules = modules_of(module, "replicate")
     mesh = mesh_of(mesh, ("replicate",))
@@ -56,7 +57,7 @@ def replicate(
         _info_of(mesh, dp_mesh_dims),
         policy,
         offload,
-        ignored_params or set(),
+        ignored,
         reshard_after_forward=False,
     )
     for one in modules:

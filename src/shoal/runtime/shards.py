@@ -102,7 +102,7 @@ class Shards:
             Member(source, self._adopt(source, local, index in self.extended))
             for index, (source, local) in enumerate(zip(sources, locals_, strict=True))
         )
-        self.unit = unit
+        self.rename(unit)
         self.num_changes = 0
         """How often parameters were replaced or moved."""
         self.num_recaptures = 0

@@ -86,6 +86,11 @@ def inner_layer() -> None:
     model.blocks[1].up(torch.ones(2, DIM))
 
 
+def inner_layer_at_first() -> None:
+    """Before the model has run, when nobody knows yet what the unit is called in it."""
+    SHOAL.shard(stack(), layout=Flat()).blocks[1].up(torch.ones(2, DIM))
+
+
 def unregistered_method() -> None:
     model = nn.Sequential(Encoder())
     fully_shard(model[0], layout=Rows())
@@ -157,6 +162,16 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         NotImplementedError,
         ["'blocks.1.up.", "register_fsdp_forward_method"],
     ),
+    "an inner layer before the first forward": (
+        inner_layer_at_first,
+        NotImplementedError,
+        ["Block.up.", "register_fsdp_forward_method"],
+    ),
+    "names of ignored parameters": (
+        with_group(ignored_params={"weight"}),
+        ValueError,
+        ["ignored_params", "'weight'", "get_parameter"],
+    ),
     "a method that is not registered": (
         unregistered_method,
         NotImplementedError,
@@ -221,6 +236,14 @@ def test_torchs_own_policies_for_replicas() -> None:
     assert model(SHOAL.batches(1)[0]).dtype is torch.bfloat16
     with pytest.raises(TypeError, match="each block"):
         replicate(stack(), auto_wrap_policy=None)
+
+
+@ranks(2)
+@pytest.mark.parametrize("shard", [fully_shard, replicate])
+def test_ignored_parameters_may_come_in_a_list(shard: Any) -> None:
+    model = nn.Linear(DIM, DIM + 1)
+    weight = model.weight
+    assert shard(model, ignored_params=[weight]).weight is weight
 
 
 @ranks(2)
