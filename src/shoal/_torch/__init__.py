@@ -303,6 +303,7 @@ from shoal._torch.traces import (
     trace,
     traced_nodes,
     tracing,
+    without_fused_rnn,
 )
 from shoal._torch.trees import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from shoal._torch.wrapping import (

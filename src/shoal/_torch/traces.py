@@ -28,6 +28,21 @@ def trace(
         return make_fx(function, decomposition_table=decompositions)(*args)
 
 
+@contextmanager
+def without_fused_rnn() -> Iterator[None]:
+    """Let a trace see what an LSTM is made of.
+
+    oneDNN's operator on CPU keeps what backward reads only while autograd records, and a graph that
+    has its own backward runs without.
+    """
+    before = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)
+
+
 def traced_nodes() -> list[torch.fx.Node]:
     """The nodes that the running trace has made so far; none without a trace."""
     mode = get_proxy_mode()

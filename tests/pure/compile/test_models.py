@@ -174,6 +174,29 @@ def test_recurrent_layer() -> None:
     compare(run, inputs, scenarios=("train", "infer"), steps=2, fullgraph=False)
 
 
+@pytest.mark.parametrize("num_layers", [1, 2])
+def test_recurrent_layer_in_a_graph(num_layers: int) -> None:
+    """oneDNN's layer keeps what backward reads only while autograd records."""
+
+    def steps(wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        layer = nn.LSTM(WIDTH, WIDTH, num_layers, batch_first=True)
+        call, x = wrap(layer), torch.randn(2, 5, WIDTH)
+        for _ in range(2):
+            hidden, (last, _) = call(x)
+            (hidden.square().sum() + last.sum()).backward()
+        return [p.grad for p in layer.parameters() if p.grad is not None]
+
+    for left, right in zip(steps(aot_layer), steps(lambda layer: layer), strict=True):
+        torch.testing.assert_close(left, right)
+
+
+def aot_layer(layer: nn.Module) -> nn.Module:
+    from shoal.aot import aot_module, nop
+
+    return aot_module(layer, nop)
+
+
 def trained(inputs: Callable[[], Any], wrap: Callable[[nn.Module], Any]) -> list[Tensor]:
     torch.manual_seed(0)
     model, x = inputs()

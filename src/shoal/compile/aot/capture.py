@@ -250,7 +250,8 @@ def capture(
     try:
         with _torch.below_python(mode), draws, _torch.without_outer_hooks():
             if signature.trains:
-                module = _torch.trace(joint, (inputs, own), decompositions)
+                with _torch.without_fused_rnn():
+                    module = _torch.trace(joint, (inputs, own), decompositions)
             else:
                 module = _torch.trace(forward, tuple(inputs), decompositions)
     finally:

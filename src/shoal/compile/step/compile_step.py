@@ -242,7 +242,7 @@ class CompiledStep:
             torch.no_grad(),
         ):
             try:
-                with _leaving_python(read):
+                with _leaving_python(read), _torch.without_fused_rnn():
                     lowered = pipeline.lower(run, [*parts.tensors, *data.values], range(num_fixed))
             except MissingStateError:
                 self.why_not_captured = "the optimizer has to make state for some parameters"

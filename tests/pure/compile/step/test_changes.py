@@ -81,6 +81,22 @@ def test_frozen_parameters_stay_and_thawed_ones_train(make: Make, frozen_from: i
     assert not torch.equal(pair.models[0][0].weight, before)
 
 
+class Recurrent(nn.Module):
+    """An LSTM, whose operator on CPU depends on whether autograd records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.head = nn.LSTM(6, 5), nn.Linear(5, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x)[0])
+
+
+def test_a_recurrent_layer_trains() -> None:
+    Pair(ADAMW, Recurrent).train(4)
+
+
 def test_a_first_step_that_raises_leaves_nothing_behind() -> None:
     pair = Pair(ADAMW)
     with pytest.raises(RuntimeError):
