@@ -487,7 +487,8 @@ class Unit:
                     "(Embedding(sparse=False))"
                 )
             drop_own_grad(parameter)
-            grads[index] = members[index].form.grad_data(grad)
+            if members[index].sharded.requires_grad:  # frozen since forward, autograd gives none
+                grads[index] = members[index].form.grad_data(grad)
         return grads
 
     def keep_grads(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:

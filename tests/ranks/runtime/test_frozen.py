@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 from collectives import LoggedReduce, log_traffic
-from differential import DIM, Engine, check_engines_agree, gradients, loss_of, stack, train
+from differential import DIM, SHOAL, Engine, check_engines_agree, gradients, loss_of, stack, train
 from harness import ranks
+from shoal.layout import Even, Flat, Layout, Rows, Whole
 
 
 class Adapted(nn.Module):
@@ -74,6 +75,33 @@ def reduced_elements(engine: Engine) -> list[Any]:
         module.set_custom_reduce_scatter(comms[-1])
     loss_of(model(engine.batches(1)[0])).backward()
     return [sorted(log), [sum(b.numel() for b in comm.buffers) for comm in comms]]
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", [Even(), Flat(), Rows(), Whole()], ids=repr)
+@pytest.mark.parametrize("waits", [False, True])
+def test_parameters_frozen_between_forward_and_backward(layout: Layout, waits: bool) -> None:
+    """They get nothing of this backward, and keep what waits of the one before."""
+    models = stack(Adapted), stack(Adapted)
+    sharded: Any = SHOAL.shard(models[1], layout=layout)
+    torch.manual_seed(1)
+    before, x = torch.randn(2, 3, DIM)
+    sharded.set_requires_gradient_sync(not waits)
+    for model in models:
+        if waits:
+            loss_of(model(before)).backward()
+        loss = loss_of(model(x))
+        for name in ("blocks.0.up", "blocks.1", "head"):
+            model.get_submodule(name).requires_grad_(False)
+        if model is sharded:
+            sharded.set_requires_gradient_sync(True)
+        loss.backward()
+    theirs = dict(models[0].named_parameters())
+    for name, parameter in sharded.named_parameters():
+        grad = theirs[name].grad
+        assert (parameter.grad is None) == (grad is None), name
+        if grad is not None:
+            torch.testing.assert_close(parameter.grad.full_tensor(), grad, msg=name)
 
 
 @ranks(2)
