@@ -139,10 +139,12 @@ def check_not_outer(found: Sequence[Found], modules: Sequence[nn.Module]) -> Non
         owner = owners.get(id(item.parameter))
         if owner is not None:
             kinds = ", ".join(type(module).__name__ for module in modules)
+            members = owner.shards.members
+            name = next(one.spec.name for one in members if one.sharded is item.parameter)
             raise ShardedTwiceError(
-                f"parameter {item.name!r} of {kinds} belongs to the unit of a module around it "
-                f"({owner.name}), which was sharded before. Call fully_shard from the inside out: "
-                "on the blocks first, then on the whole model"
+                f"parameter {name!r} of {owner.name} belongs to the unit of that module, which is "
+                f"around this {kinds} and was sharded before. Call fully_shard from the inside "
+                "out: on the blocks first, then on the whole model"
             )
 
 

@@ -109,7 +109,13 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
     "the root before its blocks": (
         root_first,
         ValueError,
-        ["of Block belongs", "(Stack)", "from the inside out", "blocks first"],
+        [
+            "'blocks.1.gain'",
+            " of Stack belongs",
+            "this Block",
+            "from the inside out",
+            "blocks first",
+        ],
     ),
     "the root before its blocks, flat": (root_first_flat, ValueError, ["from the inside out"]),
     "the name of a layout": (with_group(layout="flat"), ValueError, ["'flat'", "pass Flat("]),
