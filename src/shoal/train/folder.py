@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shoal.checkpoint import drop_unfinished
+from shoal.checkpoint import drop_unfinished, latest
 from shoal.errors import CheckpointError, UsageError
 from shoal.files import check_folder, is_still, read_regular, replace
 from shoal.train.config import RunConfig, TrainConfig
@@ -132,11 +132,16 @@ class RunFolder:
 
         Another folder that has its name now is left alone.
         """
-        if is_still(self.path, home):
-            drop_unfinished(self.checkpoints)
+        if not is_still(self.path, home):
+            return
+        drop_unfinished(self.checkpoints)
+        # Whoever took config.json away alone still has metrics, and keeps all the rest.
+        if latest(self.checkpoints) is None and not os.path.lexists(self.metrics):
+            for path in (self.timeline, self.sample, self.report, self.lock):
+                path.unlink(missing_ok=True)
+        for path in (self.checkpoints, self.logs, self.path):
             with suppress(OSError):
-                for path in (self.checkpoints, self.logs, self.path):
-                    path.rmdir()  # if it is empty
+                path.rmdir()  # if it is empty
 
     def check_unused(self) -> None:
         """Raise a `UsageError` if a run writes here now."""

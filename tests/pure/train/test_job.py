@@ -130,8 +130,13 @@ def test_a_folder_is_lost_when_it_is_removed_or_replaced(config):
     assert not folder.is_lost(home)
     staging = folder.checkpoints / ".step-00000001.saving-x"
     staging.mkdir()
+    folder.metrics.touch()
+    folder.timeline.touch()
     folder.config.rename(folder.path.parent / "config")
     assert folder.is_lost(home), "somebody is removing it"
+    folder.drop_remains(home)
+    assert {path.name for path in folder.path.iterdir()} == {"metrics.jsonl", "timeline.json"}
+    folder.metrics.unlink()
     folder.drop_remains(home)
     assert not folder.path.exists()
     shutil.copytree(folder.path.parent, folder.path / "copy")
