@@ -132,6 +132,8 @@ class Machine:
             backwards = self.units[::-1]
             self._turns = [unit for unit in backwards if unit.is_trained]
             for unit in backwards:
+                if unit.phase is Phase.SHARDED:
+                    actions.append(unit.do(ActionKind.FOLLOW))
                 if unit.settings.gathers_in_backward:
                     actions += unit.prefetch()
         return tuple(actions)
