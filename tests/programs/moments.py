@@ -196,6 +196,7 @@ class SaveAndLoad:
                     parameter.fill_(1.0)
             model.load_state_dict(saved, assign=self.assigns)
         if self.assigns:
+            twins.forget_broken()
             twins.make_optimizers()
         for optimizer, state in zip(twins.optimizers, states, strict=True):
             optimizer.load_state_dict(state)

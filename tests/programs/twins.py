@@ -139,7 +139,7 @@ class Twins:
         for name, grad in zip(named, grads, strict=True):
             if grad is not None:
                 self.unreduced[name] = self.unreduced.get(name, 0) + grad
-            elif self.setup.is_parallel and reduces:
+            elif self.setup.is_parallel:
                 self.unreduced.setdefault(name, torch.zeros_like(named[name]))
         if reduces:
             for name, unreduced in self.unreduced.items():
@@ -160,8 +160,15 @@ class Twins:
         for name, parameter in parameters.items():
             if parameter.grad is not None:
                 self.unreduced[name] = self.unreduced.get(name, 0) + parameter.grad
+            elif self.setup.is_parallel and parameter.requires_grad:
+                self.unreduced.setdefault(name, torch.zeros_like(parameter))
             parameter.grad = before[name]
         self.is_broken = True
+
+    def forget_broken(self) -> None:
+        """Parameters were replaced: new ones know nothing of a backward that raised."""
+        if self.is_broken:
+            self.unreduced, self.is_broken = {}, False
 
     def drop_grads(self) -> None:
         """Zero all gradients, also those that wait for a reduction."""

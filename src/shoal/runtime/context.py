@@ -25,7 +25,7 @@ from shoal.runtime.streams import Streams
 from shoal.runtime.unit import PERFORM, Unit
 from shoal.step.action import Action, ActionKind, Actions
 from shoal.step.machine import Machine
-from shoal.step.phase import Phase
+from shoal.step.phase import COMPUTING, Phase
 from shoal.step.unit_step import Pass, undo
 
 
@@ -77,7 +77,7 @@ class Context:
     def enter_forward(self, unit: Unit) -> None:
         """A unit is about to compute."""
         step = unit.step
-        is_stale = not step.is_bare and step.phase not in _COMPUTES and unit.is_stale
+        is_stale = not step.is_bare and step.phase not in COMPUTING and unit.is_stale
         is_nested = _torch.inside_backward()
         self._perform(self.machine.enter_forward(step, is_stale=is_stale, is_nested=is_nested))
 
@@ -128,8 +128,8 @@ class Context:
     @_torch.unwrapped_by_dynamo
     def leave_backward(self, unit: Unit, run: Pass) -> None:
         """One pass has reached its inputs."""
-        for one in self.units if self.machine.is_in_turn else (unit,):
-            one.note_grads()
+        for step in self.machine.reducible(unit.step, run):
+            step.owner.note_grads()
         self._perform(self.machine.leave_backward(unit.step, run))
 
     @_torch.unwrapped_by_dynamo
@@ -337,7 +337,6 @@ class Context:
             self.recorder.span(kind, unit.name, start, self.recorder.mark())
 
 
-_COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
 _ENDS = (ActionKind.TAKE, ActionKind.SUM, ActionKind.REST, ActionKind.KEEP, ActionKind.FREE)
 """The actions of which the first says that a unit has computed."""
 

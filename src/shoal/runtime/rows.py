@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 from math import prod
 from typing import TYPE_CHECKING
@@ -35,6 +36,7 @@ class Rows:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
+        self._dtypes = {param.dtype for param in unit.compute_packing.params}
         self._packing: Packing | None = None
         self._parts: Parts | None = None
         self.trained: tuple[int, ...] = ()
@@ -48,17 +50,20 @@ class Rows:
         self.part_bytes: int | None = None
         """The size to reduce a larger matrix in parts of."""
 
-    def launch(self, grads: dict[int, torch.Tensor]) -> Reduction:
-        """Copy gradients in and start reducing them."""
+    def launch(
+        self, grads: dict[int, torch.Tensor], unused: AbstractSet[int] = frozenset()
+    ) -> Reduction:
+        """Copy gradients in, zeros for those that other ranks may have, and start reducing."""
         unit = self._unit
-        dtype = unit.policy.sum_dtype(self._common_dtype(grads))
         trained = unit.trained
-        if not unit.trained_set.issuperset(grads):  # frozen since its gradient was kept
-            trained = tuple(sorted({*trained, *grads}))
+        kept = grads.keys() | unused if unused else grads.keys()
+        if not unit.trained_set.issuperset(kept):  # frozen since its gradient was kept
+            trained = tuple(sorted({*trained, *kept}))
+        dtype = unit.policy.sum_dtype(self._common_dtype(grads, trained))
         self._settle(trained, dtype)
         indices = self.trained
-        if len(grads) != len(indices) and not unit.options.reduces_unused:
-            indices = tuple(sorted(grads))
+        if len(kept) != len(indices) and not unit.options.reduces_unused:
+            indices = tuple(sorted(kept))
         if self._parts is not None and self._is_plain():
             parts = self._parts.copy_in(grads, dtype, unit.device)
         else:
@@ -82,10 +87,13 @@ class Rows:
             return self._unit.arena.take_rows(numel, dtype)
         return custom.allocate((numel,), dtype=dtype, device=self._unit.device)
 
-    def _common_dtype(self, grads: Mapping[int, torch.Tensor]) -> torch.dtype:
+    def _common_dtype(
+        self, grads: Mapping[int, torch.Tensor], trained: tuple[int, ...]
+    ) -> torch.dtype:
+        """One for all ranks: where dtypes differ, not that of the gradients that happen to be."""
         dtypes = {grad.dtype for grad in grads.values()}
-        if not dtypes:
-            return self._dtype or self._unit.full.parameters[self._unit.trained[0]].dtype
+        if not dtypes or len(self._dtypes) > 1:
+            dtypes = {self._unit.full.parameters[index].dtype for index in trained}
         return functools.reduce(torch.promote_types, dtypes)
 
     def _settle(self, trained: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -7,8 +7,7 @@ to the other: a gather, and for gradients a reduction. It decides nothing about 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
@@ -118,6 +117,9 @@ class Unit:
         self._trained_flags: list[bool] = []
         self._prepared: torch.Tensor | None = None
         self._kept_grads: dict[int, torch.Tensor] = {}
+        self._kept_unused: set[int] = set()
+        """The parameters that are reduced with the next backward whether or not this rank keeps a
+        gradient of them, because another rank may."""
         self._partial: tuple[tuple[int, ...], torch.Tensor, tuple[int, ...]] | None = None
         self._marks: dict[int, Mark] = {}
         self.waiting: set[Unit] = set()
@@ -499,10 +501,12 @@ class Unit:
                 kept += grad
             else:
                 self._kept_grads[index] = grad.to(self.policy.sum_dtype(grad.dtype))
+        if self.options.reduces_unused:
+            self._kept_unused.update(self.trained)
         self._note_reductions()
 
     def _note_reductions(self) -> None:
-        self.step.has_sums = bool(self._kept_grads)
+        self.step.has_sums = bool(self._kept_grads or self._kept_unused)
         waits = self.step.has_sums or self._partial is not None
         if waits:
             self.waiting.add(self)
@@ -526,11 +530,11 @@ class Unit:
         """Start the reduction of gradients, with those kept from earlier."""
         for index, kept in self._kept_grads.items():
             grads[index] = kept.add_(grads[index]) if index in grads else kept
-        self._kept_grads = {}
+        kept_unused, self._kept_grads, self._kept_unused = self._kept_unused, {}, set()
         self._note_reductions()
-        if not grads and not self.options.reduces_unused:
+        if not grads and not kept_unused and not self.options.reduces_unused:
             return None
-        return self.rows.launch(grads)
+        return self.rows.launch(grads, kept_unused)
 
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor
@@ -621,7 +625,7 @@ class Unit:
 
     def zero_grad(self, *, set_to_none: bool) -> None:
         """Zero the gradients of the shards, and drop those that have not reached them."""
-        self._drop_waiting({*self._kept_grads, *range(len(self.shards.members))})
+        self._drop_waiting(range(len(self.shards.members)))
         for parameter in self.shards.sharded:
             if parameter.grad is None:
                 continue
@@ -651,7 +655,7 @@ class Unit:
     def mark_waiting(self) -> None:
         """Mark the parameters whose gradients wait for a reduction."""
         partial = () if self._partial is None else self._partial[0]
-        self.mark({*self._kept_grads, *partial})
+        self.mark({*self._kept_grads, *self._kept_unused, *partial})
 
     def mark(self, indices: Iterable[int]) -> None:
         """Leave a gradient of zeros where there is none: whoever zeroes gradients finds it."""
@@ -684,10 +688,11 @@ class Unit:
         local = member.form.local_of(grad)
         return grad._version + (0 if local is None else local._version)
 
-    def _drop_waiting(self, indices: AbstractSet[int]) -> None:
+    def _drop_waiting(self, indices: Collection[int]) -> None:
         """Drop gradients that wait for a reduction."""
         for index in indices:
             self._kept_grads.pop(index, None)
+        self._kept_unused.difference_update(indices)
         if self._partial is not None:
             before, partial, trained = self._partial
             left = tuple(index for index in before if index not in indices)
@@ -700,7 +705,7 @@ class Unit:
     def forget_grads(self) -> None:
         """Drop every gradient that has not reached the shards."""
         self.settle_marks()
-        self._kept_grads, self._partial = {}, None
+        self._kept_grads, self._kept_unused, self._partial = {}, set(), None
         self._note_reductions()
         self._drop_own_grads()
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 from shoal.step.action import Action, ActionKind, Actions
 from shoal.step.orders import Orders
-from shoal.step.phase import Phase
+from shoal.step.phase import COMPUTING, Phase
 from shoal.step.unit_step import Pass, UnitStep
 
-_COMPUTES = (Phase.BACKWARD, Phase.FORWARD)
 _FREED = (Phase.SHARDED, Phase.GATHERING)
 
 
@@ -57,7 +57,7 @@ class Machine:
         happens inside of a backward. In BACKWARD this is a recomputation, and everything is there.
         In FORWARD it is another module of the unit, or the same one called by itself.
         """
-        if unit.phase in _COMPUTES:
+        if unit.phase in COMPUTING:
             return ()
         actions = list(unit.release()) if is_stale else []
         self._hold(unit, actions)
@@ -156,6 +156,14 @@ class Machine:
         if not unit.settings.prefetches_late:
             self._prefetch_backward(unit, actions)
         return tuple(actions)
+
+    def reducible(self, unit: UnitStep, run: Pass) -> Sequence[UnitStep]:
+        """What `leave_backward` may reduce: it has to know of these whether they have gradients."""
+        if len(unit.open_passes) != 1 or run not in unit.open_passes:
+            return ()
+        if not self.is_in_turn:
+            return (unit,)
+        return list(takewhile(lambda one: one is unit or self._is_over(one), self._turns))
 
     def leave_backward(self, unit: UnitStep, run: Pass) -> Actions:
         """One pass has reached its inputs; after the last one the unit is reduced and freed."""
@@ -279,7 +287,8 @@ class Machine:
 
     def _reduce(self, unit: UnitStep, actions: list[Action]) -> None:
         if not unit.settings.reduces:
-            if unit.has_grads:
+            # Other ranks may have gradients of it: they have to count on the same ones later.
+            if unit.has_grads or (unit.settings.reduces_unused and unit.is_trained):
                 actions.append(unit.do(ActionKind.SUM))
             return
         if not (unit.has_grads or unit.waits_for_reduction):

@@ -25,3 +25,7 @@ class Phase(StrEnum):
     HELD = "held"
     FORWARD = "forward"
     BACKWARD = "backward"
+
+
+COMPUTING = (Phase.FORWARD, Phase.BACKWARD)
+"""The phases in which full parameters are read."""

@@ -17,13 +17,12 @@ from shoal.runtime.form import bytes_of
 from shoal.runtime.fsdp_module import UnshardHandle
 from shoal.runtime.module_state import state_of
 from shoal.runtime.unit import Unit
-from shoal.step.phase import Phase
+from shoal.step.phase import COMPUTING
 from shoal.wrapper.base import Wrapper, wrappers_below
 from shoal.wrapper.names import PREFIX
 from shoal.wrapper.plain_form import before_of
 
 _STATES = _torch.TrainingState
-_COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
 _CPU = torch.device("cpu")
 
 
@@ -40,7 +39,7 @@ class Summoning(Wrapper):
         """What the wrapper is doing, in torch's terms."""
         if self._is_summoned:
             return _STATES.SUMMON_FULL_PARAMS
-        computes = self._unit is not None and self._unit.phase in _COMPUTES
+        computes = self._unit is not None and self._unit.phase in COMPUTING
         return _STATES.FORWARD_BACKWARD if computes else _STATES.IDLE
 
     def _assert_state(self, state: _torch.TrainingState | list[_torch.TrainingState]) -> None:
@@ -199,7 +198,7 @@ def shown_whole(
 def _whole(
     wrapper: Wrapper, unit: Unit, writeback: bool, is_shown: bool, device: torch.device | None
 ) -> Iterator[None]:
-    if unit.phase in _COMPUTES:
+    if unit.phase in COMPUTING:
         raise AssertionError(
             f"the parameters of {unit.name!r} are in use by its {unit.phase}: take state dicts and "
             "whole parameters outside of forward and backward"

@@ -10,9 +10,7 @@ import torch
 from shoal.runtime.reach import Reach, map_tensors
 from shoal.runtime.reduction import Reduction
 from shoal.runtime.unit import Unit
-from shoal.step.phase import Phase
-
-_COMPUTES = (Phase.FORWARD, Phase.BACKWARD)
+from shoal.step.phase import COMPUTING, Phase
 
 
 class WrappedUnit(Unit):
@@ -52,7 +50,7 @@ class WrappedUnit(Unit):
         super()._let_go(keeps=keeps)
 
     def _show_after_break(self) -> None:
-        if self.phase in (*_COMPUTES, Phase.HELD) and not self.step.is_kept:
+        if self.phase in (*COMPUTING, Phase.HELD) and not self.step.is_kept:
             self.shards.register()
             self._shows_shards = True
 

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, note, settings
 
 from harness import on_ranks
 from programs.draw import programs
-from programs.moments import Train
+from programs.moments import FailInBackward, Freeze, SaveAndLoad, Train
 from programs.net import Way
 from programs.program import Program
 from programs.twins import Setup
-from shoal.layout import Flat, Rows, Whole
+from shoal.layout import Even, Flat, Rows, Whole
 
 
 def budget(num: int) -> Any:
@@ -60,6 +60,38 @@ def accumulating(last: Way) -> Program:
 @pytest.mark.parametrize("last", [Way(num_cells=1), Way(num_cells=2, detaches_at=1)])
 def test_sums_that_wait_are_reduced_by_a_compiled_backward(last: Way) -> None:
     on_ranks(2, Program.run, accumulating(last), timeout_s=60)
+
+
+def frozen_while_sums_wait(*, names: tuple[str, ...]) -> Program:
+    """One rank alone has gradients of a cell, of which parameters are frozen before they go out."""
+    layouts = (Rows(), Whole(), Even(), Whole())
+    reshards = (False, False, True, True)
+    setup = Setup(("plain", "plain", "twice"), layouts, reshards, "SGD", is_parallel=True)
+    ways = [
+        Way(is_parallel=True, uses=uses)
+        for uses in (
+            ((True, True, False), (True, False, True)),
+            ((True, True, False), (False, False, False)),
+        )
+    ]
+    alone = Way(num_cells=1, is_alone=True)
+    moments = [Train(ways[0], reduces=False), Train(ways[1], reduces=False)]
+    return Program(setup, [*moments, Freeze(2, names, trains=False), Train(alone)])
+
+
+@pytest.mark.parametrize(
+    "names", [("gain",), ("up.weight", "up.bias", "down.weight", "down.bias", "gain")]
+)
+def test_ranks_reduce_alike_what_was_frozen_while_its_sums_wait(names: tuple[str, ...]) -> None:
+    on_ranks(2, Program.run, frozen_while_sums_wait(names=names), timeout_s=60)
+
+
+@pytest.mark.parametrize("is_parallel", [False, True])
+def test_assigned_parameters_know_nothing_of_a_backward_that_raised(is_parallel: bool) -> None:
+    setup = Setup(("plain",) * 3, (Whole(),) * 4, (False,) * 4, is_parallel=is_parallel)
+    moments = [Train(Way(), reduces=False), FailInBackward(0, reduces=True, drops=False)]
+    program = Program(setup, [*moments, SaveAndLoad(assigns=True), Train(Way())])
+    on_ranks(2, Program.run, program, timeout_s=60)
 
 
 @pytest.mark.soak
