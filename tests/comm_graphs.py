@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from shoal import _torch
+from shoal._torch import groups
 from shoal.compile.passes.metadata import inconsistencies
 from shoal.passes import check_graph, count_traffic
 
@@ -29,7 +29,7 @@ Function = Callable[..., Any]
 @contextmanager
 def one_rank() -> Iterator[None]:
     """A default group of this process alone."""
-    _torch.run_gloo_in_one_thread()  # two corrupt the heap, coalesced gathers above all
+    groups.run_gloo_in_one_thread()  # two corrupt the heap, coalesced gathers above all
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         yield

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import debug
 
 from harness.messages import GroupState, Seat
-from shoal import _torch
+from shoal._torch import groups
 
 TIMEOUT = timedelta(minutes=10)
 """Longer than any test: the pool's own timeout must strike first, since it shows the stacks."""
@@ -25,7 +25,7 @@ class Groups:
             "127.0.0.1", seat.store_port, is_master=False, wait_for_workers=False
         )
         # Two would corrupt the heap once in many thousand collectives, in whichever test is next.
-        _torch.run_gloo_in_one_thread()
+        groups.run_gloo_in_one_thread()
         self._join(seat.prefix, binds=seat.setup.uses_cuda)
 
     def _join(self, prefix: str, *, binds: bool) -> None:

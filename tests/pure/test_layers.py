@@ -189,7 +189,7 @@ print(sorted(new & {"rich", "safetensors", "jinja2"}))
 print(threading.active_count() - threads, dict(os.environ) == before)
 print(sys.meta_path == finders)
 print(torch.distributed.is_initialized(), torch.cuda.is_initialized())
-from shoal import _torch
+from shoal import fully_shard
 print(sorted(set(sys.modules) & {"torch._dynamo", "torch._inductor"}))
 """
     done = subprocess.run(

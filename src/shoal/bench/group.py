@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import subclasses, trees
 from shoal.bench.figures import Collectives
 from shoal.bench.run import Run
 from shoal.comm.modelled import ModelledGroup, init_modelled
@@ -51,7 +51,7 @@ def count(group: ModelledGroup | None, step: Step) -> Collectives:
     return Collectives(num_calls=traffic.num_collectives, num_bytes=traffic.num_bytes)
 
 
-class _Counter(_torch.TorchDispatchMode):
+class _Counter(subclasses.TorchDispatchMode):
     """Counts c10d's calls, and for each the bytes of its larger side: what is gathered, or what is
     reduced before it is scattered."""
 
@@ -75,5 +75,5 @@ class _Counter(_torch.TorchDispatchMode):
 
 
 def _num_bytes(tensors: object) -> int:
-    leaves = _torch.tree_leaves(tensors)
+    leaves = trees.tree_leaves(tensors)
     return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor))

@@ -18,7 +18,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from shoal import _torch
+from shoal._torch import dynamo
 from shoal.bench.engines import ENGINES
 from shoal.bench.figures import Built, ComputeRound, Memory, OptimizerRound
 from shoal.bench.run import Run
@@ -149,7 +149,7 @@ def _context() -> SpawnContext | ForkServerContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     # Of torch only: where shoal is found depends on the caller's path, which the server lacks.
-    context.set_forkserver_preload(["torch.distributed.fsdp", _torch.DYNAMO_MODULE])
+    context.set_forkserver_preload(["torch.distributed.fsdp", dynamo.DYNAMO_MODULE])
     return context
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shoal import _torch
+from shoal._torch import collectives, kernels
 from shoal.comm.calls import Call, Kind, Reduction, Slots, move, reduction_name
 
 
@@ -96,7 +96,7 @@ def _spread(slots: Slots, piece: Tensor, rank: int) -> None:
     if slots.flat is None:
         # Lists are for small things: sizes, pickled objects.
         pieces = [slot.data for slot in slots.pieces]
-        _torch.foreach_copy(pieces, [piece.data.reshape(pieces[0].shape)] * slots.size)
+        kernels.foreach_copy(pieces, [piece.data.reshape(pieces[0].shape)] * slots.size)
     elif slots.is_even:
         rows, row = wide(slots.flat.view(slots.size, -1), piece.data.reshape(1, -1))
         # The piece may be this rank's slot, so that one is not written from itself.
@@ -137,7 +137,7 @@ def _reduce_clones(output: object, piece: object, op: Reduction | None, size: in
 
 def reduction_of(op: Reduction) -> Callable[[Tensor, Tensor, int, Reduction], None]:
     """What writes to an output the reduction of a piece over so many clones."""
-    reduce = _REDUCE.get(_torch.reduction_kind(op))
+    reduce = _REDUCE.get(collectives.reduction_kind(op))
     if reduce is None:
         raise NotImplementedError(f"reduction {reduction_name(op)} is not supported here")
     return reduce
@@ -150,7 +150,7 @@ def _sum(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
 
 
 def _premultiplied_sum(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:
-    torch.mul(piece, size * _torch.premultiplier(op), out=output)
+    torch.mul(piece, size * collectives.premultiplier(op), out=output)
 
 
 def _product(output: Tensor, piece: Tensor, size: int, op: Reduction) -> None:

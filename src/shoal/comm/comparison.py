@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
+from shoal._torch import groups
 from shoal.errors import RankError
 
 LIMIT_S = 300.0
@@ -59,9 +59,9 @@ class Comparison:
 
     def _store(self) -> dist.Store:
         """The store of the job, over a connection that a wait does not block for others."""
-        default = _torch.default_store()
+        default = groups.default_store()
         if default not in self._stores:
-            self._stores[default] = store = _torch.separate_store()
+            self._stores[default] = store = groups.separate_store()
             store.set_timeout(timedelta(seconds=self._limit_s))
         return self._stores[default]
 

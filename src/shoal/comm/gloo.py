@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import collectives
 from shoal.comm.calls import Reduction
 from shoal.comm.pending import Started
 from shoal.comm.reduction import reduce_in_order
@@ -34,7 +34,7 @@ def start_gather(swap: Swap, gather: Swap, output: Tensor, input: Tensor, size: 
     """
     staged = _scratch.take(output)
     staged.view(size, -1).copy_(input.data)
-    work = _torch.shown_as(gather, output, input, lambda: swap(output, staged))
+    work = collectives.shown_as(gather, output, input, lambda: swap(output, staged))
     return work, lambda: _scratch.give_back(staged)
 
 
@@ -46,7 +46,7 @@ def start_reduce_scatter(
     `scatter` is the group's own, which whoever counts collectives is shown.
     """
     received = _scratch.take(input)
-    work = _torch.shown_as(scatter, output, input, lambda: swap(received, input))
+    work = collectives.shown_as(scatter, output, input, lambda: swap(received, input))
 
     def finish() -> None:
         reduce_in_order(received.chunk(size), op, output)

@@ -20,7 +20,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import cuda
 from shoal.comm.calls import Slots
 from shoal.comm.clones import is_in_place
 
@@ -33,7 +33,7 @@ class KeptGathers:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pools: dict[torch.dtype, _torch.StreamPool] = {}
+        self._pools: dict[torch.dtype, cuda.StreamPool] = {}
         self._drawn: set[tuple[int, int]] = set()
         self.num_refused = 0
         """Gathers of floats that had to be written all the same, since `forget`."""
@@ -71,7 +71,7 @@ class KeptGathers:
             return False
         pool = self._pools.get(flat.dtype)
         if pool is None:
-            pool = self._pools[flat.dtype] = _torch.StreamPool(self._device)
+            pool = self._pools[flat.dtype] = cuda.StreamPool(self._device)
         storage.resize_(0)
         pool.allocate(storage.resize_, flat.nbytes)
         return True

@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch.futures import Future
 
-from shoal import _torch
+from shoal._torch import cuda
 from shoal.comm.calls import Call, Kind
 from shoal.comm.python_group import PythonWork
 
@@ -92,7 +92,7 @@ class CudaLink:
         self._wire = wire
         self._device_index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
-        self._make_current = _torch.maker_of_current(self._stream)
+        self._make_current = cuda.maker_of_current(self._stream)
         self._reached = torch.cuda.Event()
         self._unwaited: dict[CudaWork, None] = {}
 
@@ -104,7 +104,7 @@ class CudaLink:
         asynchronous: bool,
     ) -> PythonWork:
         """Queue the copies, then the spin, behind what the link already carries."""
-        in_use = _torch.stream_in_use(self._device_index)
+        in_use = cuda.stream_in_use(self._device_index)
         current = in_use.stream
         if not asynchronous and duration_us == 0:
             move()  # nobody has to queue for a link that takes no time
@@ -145,7 +145,7 @@ class CudaLink:
         if last is not None and last.stream is not stream and last.captured == captured:
             stream.wait_event(last.event)
         move()
-        _torch.spin(int(duration_us * wire.cycles_per_us))
+        cuda.spin(int(duration_us * wire.cycles_per_us))
         event.record(stream)
         wire.last = _Launch(stream, event, captured)
         return event
@@ -184,7 +184,7 @@ class CudaWork(PythonWork):
 
     def finish(self) -> None:
         """Make the current stream wait; a barrier makes the host wait too."""
-        current = _torch.stream_in_use(self._stream.device_index).stream
+        current = cuda.stream_in_use(self._stream.device_index).stream
         if self._event is not None:
             current.wait_event(self._event)
         if not self._waited and self._calls[0].kind == Kind.BARRIER:
@@ -212,11 +212,11 @@ def cycles_per_us(device: torch.device) -> float:
     num_cycles = 10_000_000
     rates: list[float] = []
     with torch.cuda.device(device):
-        _torch.spin(40 * num_cycles)  # about 0.2 s: idle clocks are slower
+        cuda.spin(40 * num_cycles)  # about 0.2 s: idle clocks are slower
         for _ in range(5):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             start.record()
-            _torch.spin(num_cycles)
+            cuda.spin(num_cycles)
             end.record()
             end.synchronize()
             rates.append(num_cycles / (start.elapsed_time(end) * 1e3))

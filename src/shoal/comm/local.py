@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shoal import _torch
+from shoal._torch import thread_ranks
 from shoal.comm.baton import Aborted, Baton
 from shoal.comm.calls import Call, Kind
 from shoal.comm.local_store import LocalStore
@@ -151,7 +151,7 @@ def run_local(
         raise UsageError("run_local is running already in this process, and cannot run twice")
     random_state = RandomState.capture()
     try:
-        with _torch.ranks_as_threads() as begin_thread:
+        with thread_ranks.ranks_as_threads() as begin_thread:
             return _run_threads(world_size, fn, args, timeout_s, begin_thread)
     finally:
         random_state.restore()

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
-from shoal import _torch
+from shoal._torch import collectives, dynamo
 from shoal.comm.calls import Call, Kind, Reduction, Slots
 
 # Works that only C++ refers to: it holds the C++ half of a work, and the Python half, where the
@@ -30,12 +30,12 @@ _held_for_c: set[PythonWork] = set()
 _answered_from_c: torch.library.Library | None = None
 
 
-@_torch.untraced
+@dynamo.untraced
 class PythonWork(Work):
     """A collective in flight; a subclass says how to wait."""
 
     def __init_subclass__(cls) -> None:
-        _torch.untraced(cls)
+        dynamo.untraced(cls)
 
     def __init__(self, calls: Sequence[Call]) -> None:
         super().__init__()
@@ -103,14 +103,14 @@ class WorkBatch(PythonWork):
         return all(work.is_completed() for work in self._works)
 
 
-@_torch.untraced
+@dynamo.untraced
 class PythonGroup(ProcessGroup):
     """A process group whose collectives are calls to `run`."""
 
     backend_name = "python"
 
     def __init_subclass__(cls) -> None:
-        _torch.untraced(cls)
+        dynamo.untraced(cls)
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # pyright: ignore[reportCallIssue]
@@ -323,7 +323,7 @@ class PythonGroup(ProcessGroup):
     _end_coalescing = end_coalescing
 
     def _start(self, calls: Sequence[Call], opts: Any = None) -> PythonWork:
-        work = self.run(calls, _torch.is_asynchronous(opts))
+        work = self.run(calls, collectives.is_asynchronous(opts))
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -352,4 +352,4 @@ def _answer_gathers_from_c() -> None:
         _held_for_c.add(work)
         return work
 
-    _answered_from_c = _torch.answer_gathers_from_c(answer)
+    _answered_from_c = collectives.answer_gathers_from_c(answer)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shoal import _torch
+from shoal._torch import collectives
 from shoal.comm.calls import Reduction, reduction_name
 
 _STEP: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
@@ -36,7 +36,7 @@ def reduce_in_order(pieces: Sequence[Tensor], op: Reduction, out: Tensor) -> Non
 
     Not for autograd: none of them may require a gradient, unless gradients are switched off.
     """
-    kind = _torch.reduction_kind(op)
+    kind = collectives.reduction_kind(op)
     step = _STEP.get(kind)
     if step is None:
         raise NotImplementedError(f"reduction {reduction_name(op)} is not supported here")
@@ -52,6 +52,6 @@ def reduce_in_order(pieces: Sequence[Tensor], op: Reduction, out: Tensor) -> Non
     if kind == ReduceOp.AVG:
         total.div_(len(pieces))
     elif kind == ReduceOp.PREMUL_SUM:
-        total.mul_(_torch.premultiplier(op))
+        total.mul_(collectives.premultiplier(op))
     if wide:
         out.copy_(total)

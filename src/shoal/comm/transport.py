@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from shoal import _torch
+from shoal._torch import collectives
 from shoal.comm import gloo, observer
 from shoal.comm.calls import Call, Kind, Reduction, Slots
 from shoal.comm.pending import Pending, Prepared
@@ -74,9 +74,9 @@ class Transport:
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = dict(pairs)
         self._uses_gloo = "gloo" in self._backends.values()
-        self._gather = _torch.gather_method(group)
+        self._gather = collectives.gather_method(group)
         self._scatters: dict[str, Callable[[Tensor, Tensor], dist.Work]] = {}
-        self._swap = _torch.all_to_all_method(group)
+        self._swap = collectives.all_to_all_method(group)
 
     def all_gather(self, output: Tensor, input: Tensor, *, reason: str = "all-gather") -> Pending:
         """Concatenate every rank's `input`, in rank order, into `output`."""
@@ -105,7 +105,7 @@ class Transport:
             call = Call(Kind.ALL_GATHER, sent, Slots.like(sent, received, self.size))
             run = group.gather_in_stream(call)
         else:
-            run = partial(_torch.gather_method(group, asynchronous=False), received, sent)
+            run = partial(collectives.gather_method(group, asynchronous=False), received, sent)
 
         def gather() -> None:
             observer.launching(reason, group, output)
@@ -122,7 +122,7 @@ class Transport:
         if isinstance(group, PythonGroup):
             run = group.reduce_scatter_in_stream(op)
         else:
-            run = _torch.scatter_method(group, op, asynchronous=False)
+            run = collectives.scatter_method(group, op, asynchronous=False)
 
         def reduce_scatter(output: Tensor, input: Tensor) -> None:
             observer.launching(reason, group, output)
@@ -165,7 +165,7 @@ class Transport:
         key = str(op)
         method = self._scatters.get(key)
         if method is None:
-            method = _torch.scatter_method(self.group, op)
+            method = collectives.scatter_method(self.group, op)
             if op in (ReduceOp.SUM, ReduceOp.AVG):  # others may carry a factor
                 self._scatters[key] = method
         return method
@@ -187,8 +187,8 @@ class Transport:
             if op == ReduceOp.AVG:
                 op, finish = ReduceOp.SUM, partial(tensor.div_, self.size)
             elif op == ReduceOp.PREMUL_SUM:
-                op, finish = ReduceOp.SUM, partial(tensor.mul_, _torch.premultiplier(op))
-        reduce = _torch.all_reduce_method(self.group, op)
+                op, finish = ReduceOp.SUM, partial(tensor.mul_, collectives.premultiplier(op))
+        reduce = collectives.all_reduce_method(self.group, op)
         return Prepared(tensor, reason, lambda: (reduce(tensor), finish), self.group)
 
     def broadcast(self, tensor: Tensor, source: int, *, reason: str = "broadcast") -> Pending:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from shoal import _torch
+from shoal._torch import compilers, dynamo, functionals, settings, storage, traces, trees
 from shoal.compile.aot.capture import Decompositions
 from shoal.compile.aot.inner import Given, Role
 from shoal.compile.aot.pipeline import Partition, Pipeline
@@ -73,8 +73,8 @@ def aot_function(
     known: dict[Any, Callable[..., Any]] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        flat, spec = _torch.tree_flatten((args, kwargs))
-        if any(map(_torch.is_functional, flat)):
+        flat, spec = trees.tree_flatten((args, kwargs))
+        if any(map(functionals.is_functional, flat)):
             return fn(*args, **kwargs)
         key = (spec, torch.is_grad_enabled(), _autocast(flat), *_key_of(flat, dynamic))
         entry = known.get(key)
@@ -87,9 +87,11 @@ def aot_function(
 
 def _autocast(flat: list[Any]) -> str | None:
     """Where autocast is on, if anywhere: a graph has its casts in it."""
-    if not _torch.is_autocast():
+    if not settings.is_autocast():
         return None
-    return str(_torch.autocast_state({one.device.type for one in flat if isinstance(one, Tensor)}))
+    return str(
+        settings.autocast_state({one.device.type for one in flat if isinstance(one, Tensor)})
+    )
 
 
 def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
@@ -106,11 +108,11 @@ def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
         keys.append((kind_of(one), one.requires_grad, one.is_leaf, at))
         for inner in inner_tensors(one, symbols=False):
             shared = None
-            if _torch.has_storage(inner):
+            if storage.has_storage(inner):
                 earlier, other = memory.setdefault(inner.untyped_storage()._cdata, (i, inner))
                 if other is not inner:
                     shared = (earlier, other.storage_offset(), inner.storage_offset())
-            is_free = dynamic and _torch.storage_key(inner) not in crowded
+            is_free = dynamic and storage.storage_key(inner) not in crowded
             sizes = inner.dim() if is_free else _place_of(inner)
             keys.append((inner.dtype, inner.device, sizes, shared))
     return keys
@@ -126,7 +128,7 @@ def _crowded(flat: list[Any]) -> frozenset[int]:
     """The memory that several tensors lie in: whether these overlap depends on their sizes."""
     tensors = {id(one): one for one in flat if isinstance(one, Tensor)}.values()
     inner = (part for one in tensors for part in inner_tensors(one, symbols=False))
-    counts = Counter(map(_torch.storage_key, inner))
+    counts = Counter(map(storage.storage_key, inner))
     return frozenset(key for key, count in counts.items() if key is not None and count > 1)
 
 
@@ -136,22 +138,22 @@ def _compile(
     out_spec: list[Any] = []
 
     def flat_fn(*values: Any) -> list[Any]:
-        args, kwargs = _torch.tree_unflatten(list(values), spec)
-        result, result_spec = _torch.tree_flatten(fn(*args, **kwargs))
+        args, kwargs = trees.tree_unflatten(list(values), spec)
+        result, result_spec = trees.tree_flatten(fn(*args, **kwargs))
         out_spec[:] = [result_spec]
         return result
 
     compiled = pipeline.compile(flat_fn, flat)
 
     def run(values: list[Any]) -> Any:
-        return _torch.tree_unflatten(list(compiled(*values)), out_spec[0])
+        return trees.tree_unflatten(list(compiled(*values)), out_spec[0])
 
     return run
 
 
 def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """A module that runs `mod` compiled; its parameters and buffers are `mod`'s own."""
-    _torch.check_unlike_jit(mod)
+    compilers.check_unlike_jit(mod)
 
     def functional_call(params: Mapping[str, Tensor], *call: Any, **named: Any) -> Any:
         return torch.func.functional_call(mod, dict(params), call, named)
@@ -219,8 +221,8 @@ def aot_module_simplified(
 
     def flat_fn(*values: Any) -> Any:
         given = dict(zip(names, values, strict=False))
-        with _torch.keep_metadata():
-            result = _torch.call_with(mod, given, values[len(names) :])
+        with traces.keep_metadata():
+            result = traces.call_with(mod, given, values[len(names) :])
         if not isinstance(result, (tuple, list)):
             raise RuntimeError(
                 "aot_module_simplified needs a module that returns a flat tuple or list; got "
@@ -233,7 +235,7 @@ def aot_module_simplified(
     def forward(*runtime_args: Any) -> Any:
         return compiled(*tensors, *runtime_args)
 
-    call: Any = make_boxed_func(forward) if _torch.stands_for_lists(mod) else forward
+    call: Any = make_boxed_func(forward) if dynamo.stands_for_lists(mod) else forward
     call.zero_grad = mod.zero_grad
     call.named_parameters = mod.named_parameters
     call.named_buffers = mod.named_buffers

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shoal import _torch
+from shoal._torch import autograd, compilers, dynamo, traces
 from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.aot.inner import Inductor, directly
 from shoal.compile.aot.pipeline import Pipeline
@@ -52,7 +52,7 @@ def shoal(
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """Compile a graph of Dynamo's."""
-    if _torch.inside_compiled_autograd():
+    if autograd.inside_compiled_autograd():
         raise NotImplementedError(
             "torch.compile(backend='shoal') does not take the backwards that compiled autograd "
             "captures: give that another backend, or switch it off "
@@ -61,12 +61,12 @@ def shoal(
         )
     chosen = Options.of({**_MODES[check_mode(mode)], **(options or {})})
     function, lifted = lift_attributes(module)
-    fixed = [*range(len(lifted)), *(len(lifted) + i for i in _torch.fixed_inputs(module))]
+    fixed = [*range(len(lifted)), *(len(lifted) + i for i in dynamo.fixed_inputs(module))]
     args = [*lifted, *example_inputs]
     pipeline = pipeline_of(chosen)
     # Tracing differentiates, which is nobody's backward.
-    with _torch.without_compiled_autograd(), observing(chosen.logs) as observation:
-        observation.tell(where=_torch.first_line(module), num_nodes_before=count_calls(module))
+    with autograd.without_compiled_autograd(), observing(chosen.logs) as observation:
+        observation.tell(where=dynamo.first_line(module), num_nodes_before=count_calls(module))
         say(Topic.BREAKS, news.text)
         say(Topic.GRAPHS, lambda: graph_text("from Dynamo", module))
         if chosen.cache:
@@ -77,7 +77,7 @@ def shoal(
         check_ranks_agree(lowered)
         compiled = pipeline.build(lowered)
         compiled = where_shared_alike(compiled, function, lowered, args, fixed)
-        sources = [*(None for _ in lifted), *_torch.sources_of(module)]
+        sources = [*(None for _ in lifted), *dynamo.sources_of(module)]
         guard_sharing(lowered, args, sources, fixed)
         compiled = with_shards_of_now(compiled, args)
     return partial(compiled, *lifted) if lifted else compiled
@@ -94,7 +94,7 @@ def with_shards_of_now(run: Callable[..., Any], args: Sequence[Any]) -> Callable
     if not reached:
         return run
     # They are looked at by each call below, and need not be by Dynamo.
-    _torch.forget_inner_guards(one for _, unit in units if unit for one in unit.sharded)
+    dynamo.forget_inner_guards(one for _, unit in units if unit for one in unit.sharded)
 
     def call(*values: Any) -> Any:
         given = list(values)
@@ -115,7 +115,7 @@ def pipeline_of(options: Options) -> Pipeline:
         partition=partial(min_cut_rematerialization_partition, memory_budget=options.memory_budget)
         if options.partition == "min_cut"
         else default_partition,
-        decompositions=_torch.inductor_decompositions() if is_inductor else None,
+        decompositions=compilers.inductor_decompositions() if is_inductor else None,
         rewrites=(compare_instead_of_scatter, keep_old_values) if is_inductor else (),
         tidies=not is_inductor,
         donates=is_inductor,
@@ -127,12 +127,12 @@ def lift_attributes(module: GraphModule) -> tuple[Callable[..., Any], list[Tenso
     names = [
         str(node.target)
         for node in module.graph.nodes
-        if node.op == "get_attr" and isinstance(_torch.attribute(module, str(node.target)), Tensor)
+        if node.op == "get_attr" and isinstance(traces.attribute(module, str(node.target)), Tensor)
     ]
     names = list(dict.fromkeys(names))
-    lifted = [_torch.attribute(module, name) for name in names]
+    lifted = [traces.attribute(module, name) for name in names]
 
-    class Lifted(_torch.Replay):
+    class Lifted(traces.Replay):
         def __init__(self, given: Mapping[str, Any]) -> None:
             super().__init__(module)
             self._given = given
@@ -144,7 +144,7 @@ def lift_attributes(module: GraphModule) -> tuple[Callable[..., Any], list[Tenso
 
     def run(*args: Any) -> Any:
         given = dict(zip(names, args, strict=False))
-        with _torch.keep_metadata():
+        with traces.keep_metadata():
             return Lifted(given).run(*args[len(names) :])
 
     return run, lifted

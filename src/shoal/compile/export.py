@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shoal import _torch
+from shoal._torch import aot_settings
+from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.analyse import Analysis, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange, sharing_memory
 from shoal.compile.aot.capture import Decompositions, capture
@@ -40,8 +41,8 @@ def aot_export_joint_simple(
     _check_arguments(args)
     tensors = _told_apart(args if trace_joint else [one.detach() for one in args])
     arrangement = arrange(tensors)
-    mode = _torch.current_fake_mode(tensors) or _torch.new_fake_mode(dynamic=False)
-    fakes = [_torch.fake_of(mode, one, dynamic=False) for one in tensors]
+    mode = torch_fakes.current_fake_mode(tensors) or torch_fakes.new_fake_mode(dynamic=False)
+    fakes = [torch_fakes.fake_of(mode, one, dynamic=False) for one in tensors]
 
     def flat_func(*values: Any) -> list[Any]:
         return list(_flat_results(func(*values)))
@@ -82,7 +83,7 @@ def _analysed(
 
 
 def _check_arguments(args: Sequence[Any]) -> None:
-    if _torch.functionalises_rng():
+    if aot_settings.functionalises_rng():
         raise RuntimeError(
             "Functionalized RNG is not currently supported in the aot_export workflow: expected "
             "torch._functorch.config.functionalize_rng_ops to be False"

@@ -8,11 +8,11 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shoal import _torch
+from shoal._torch import compilers
 
 Compiler = Callable[[GraphModule, list[Any]], Callable[..., Any]]
 
-default_decompositions = _torch.pointwise_decompositions()
+default_decompositions = compilers.pointwise_decompositions()
 """Operators taken apart into those that a simple compiler knows how to fuse."""
 
 
@@ -48,7 +48,7 @@ def print_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
 
 def ts_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
     """Compile a graph with TorchScript."""
-    return _torch.torchscript(module, inputs)
+    return compilers.torchscript(module, inputs)
 
 
 def debug_compile(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import kernels
 from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
 
@@ -26,7 +26,7 @@ def broadcast(tensors: Iterable[Tensor], transport: Transport, *, reason: str) -
             if len(packet) == 1 and packet[0].data_ptr() == flat.data_ptr():
                 continue
             if transport.rank != _SOURCE:
-                _torch.foreach_copy(packet, _views(flat, packet))
+                kernels.foreach_copy(packet, _views(flat, packet))
 
 
 def _start(packet: list[Tensor], transport: Transport, reason: str) -> tuple[list[Tensor], Pending]:
@@ -35,7 +35,7 @@ def _start(packet: list[Tensor], transport: Transport, reason: str) -> tuple[lis
         return packet, transport.broadcast(first.detach().view(-1), _SOURCE, reason=reason)
     flat = first.new_empty(sum(tensor.numel() for tensor in packet))
     if transport.rank == _SOURCE:
-        _torch.foreach_copy(_views(flat, packet), packet)
+        kernels.foreach_copy(_views(flat, packet), packet)
     return packet, transport.broadcast(flat, _SOURCE, reason=reason)
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from shoal import _torch
+from shoal._torch import cuda, kernels
 from shoal.comm import observer
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
@@ -79,7 +79,7 @@ class Bucket:
     def note_stream(self) -> None:
         """A gradient was made on the current stream, which is not always the same one."""
         if self._streams is not None:
-            self._streams.add(_torch.stream_in_use(self._index_of_device).stream)
+            self._streams.add(cuda.stream_in_use(self._index_of_device).stream)
 
     def launch(self, hook: Start | None) -> None:
         """Copy the gradients here, and start to average them."""
@@ -121,13 +121,13 @@ class Bucket:
             targets.append(view)
         self._order_streams(sources)
         if sources:
-            _torch.foreach_copy(targets, sources)
+            kernels.foreach_copy(targets, sources)
 
     def _order_streams(self, sources: Sequence[Tensor]) -> None:
         """Read gradients after whoever made them; keep their memory until they are read."""
         if not self._streams:
             return
-        current = _torch.stream_in_use(self._index_of_device).stream
+        current = cuda.stream_in_use(self._index_of_device).stream
         others = self._streams - {current}
         self._streams.clear()
         for stream in others:
@@ -161,7 +161,7 @@ class Bucket:
                 targets.append(grad)
         if sources:
             with torch.no_grad():
-                _torch.foreach_copy(targets, sources)
+                kernels.foreach_copy(targets, sources)
 
     def forget(self) -> None:
         """Be ready for another backward; a collective that is still in flight is waited for."""

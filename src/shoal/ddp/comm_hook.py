@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import groups
 from shoal.comm.pending import Pending
 from shoal.errors import UsageError
 
@@ -89,7 +89,7 @@ class _Future:
 def run_hook(hook: Hook, state: object, bucket: GradBucket, flat: Tensor, reason: str) -> Pending:
     """Let a hook start to average a bucket, whose result will be in `flat`."""
     future = hook(state, bucket)
-    if not isinstance(future, _torch.Future):
+    if not isinstance(future, groups.Future):
         raise UsageError(
             f"{reason}: the communication hook must return a torch.futures.Future, as "
             f"work.get_future() does, got {_described(future)}"

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal import _torch
+from shoal._torch import dynamo, graph_collectives, wrapping
 from shoal.comm.transport import Transport
 from shoal.ddp.comm_hook import Hook
 
@@ -35,13 +35,13 @@ class InGraph:
         """Whether a graph can do what the communication hook does."""
         names = _all_names(module, frozenset(trained))
         # A constant while tracing: a guard for each name would cost more than the graph.
-        self._names = _torch.constant_in_graph(lambda: names)
+        self._names = dynamo.constant_in_graph(lambda: names)
         self._group, self._size = transport.group, transport.size
-        self._averaged = _torch.allowed_in_graph(lambda tensor: _Averaged.apply(tensor, self))
-        self.average_traced = _torch.allowed_in_graph(self.average)
+        self._averaged = dynamo.allowed_in_graph(lambda tensor: _Averaged.apply(tensor, self))
+        self.average_traced = dynamo.allowed_in_graph(self.average)
         """The mean of a gradient, where a backward is traced by itself (compiled autograd)."""
-        self._of_first_rank = _torch.allowed_in_graph(
-            lambda tensor: _torch.broadcast_in_graph(tensor, _SOURCE, self._group)
+        self._of_first_rank = dynamo.allowed_in_graph(
+            lambda tensor: graph_collectives.broadcast_in_graph(tensor, _SOURCE, self._group)
         )
 
     def average_by(self, state: object, hook: Hook) -> None:
@@ -49,7 +49,7 @@ class InGraph:
 
         Known are those of torch's that send gradients in another dtype, in the module's own group.
         """
-        self.wire = _torch.compressing_hooks().get(hook)
+        self.wire = wrapping.compressing_hooks().get(hook)
         group = dist.group.WORLD if state is None else state
         self.can_average = self.wire is not None and group is self._group
 
@@ -91,7 +91,7 @@ class InGraph:
             return grad
         # Divided first, which keeps 16-bit sums in range.
         sent = grad.to(self.wire or grad.dtype) / self._size
-        return _torch.all_reduce_in_graph(sent, self._group).to(grad.dtype)
+        return graph_collectives.all_reduce_in_graph(sent, self._group).to(grad.dtype)
 
 
 class _Averaged(torch.autograd.Function):

@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from torch import Tensor, nn
 
-from shoal import _torch
+from shoal._torch import autograd
 
 GradHook: TypeAlias = Callable[[Tensor], None]
 
@@ -64,13 +64,13 @@ def listen(parameter: nn.Parameter, own: GradHook, waiting: set[Listeners]) -> L
     `waiting` gets those that have anybody to call.
     """
     listeners = Listeners(own, waiting)
-    for handle, hook in (_torch.grad_hooks(parameter) or {}).items():
+    for handle, hook in (autograd.grad_hooks(parameter) or {}).items():
         listeners[handle] = hook
-    _torch.set_grad_hooks(parameter, listeners)
+    autograd.set_grad_hooks(parameter, listeners)
     return listeners
 
 
 def hooks_of(parameter: nn.Parameter) -> dict[int, GradHook]:
     """The hooks on a parameter's gradient that are not `replicate`'s own."""
-    hooks = _torch.grad_hooks(parameter)
+    hooks = autograd.grad_hooks(parameter)
     return hooks.users if isinstance(hooks, Listeners) else hooks or {}

@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, nn
 
-from shoal import _torch
+from shoal._torch import autograd
 from shoal.comm import observer
 from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
@@ -131,7 +131,7 @@ class Reducer:
         """Be told when backward begins, and what it will come to."""
         reach = Reach.of(output)
         for tensor in reach.differentiable:
-            _torch.hook_gradient(tensor, self._on_backward)
+            autograd.hook_gradient(tensor, self._on_backward)
         if reach.is_opaque or not reach.differentiable:  # what cannot be looked into leads anywhere
             self._misses_all = False
             return
@@ -167,7 +167,7 @@ class Reducer:
                 self._forget()
 
         self._end = weakref.ref(end)
-        _torch.call_after_backward(end)
+        autograd.call_after_backward(end)
 
     def _begin(self) -> None:
         """The first gradient of a backward was accumulated."""

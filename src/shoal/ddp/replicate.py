@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import composable, dynamo
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
 from shoal.ddp.bucket import Named
@@ -88,8 +88,8 @@ def replicate(
     replica.attach(module)
     if device is not None:
         move_inputs(module, device)
-    _torch.fuse_traced_averages(bucket_cap_mb)
-    _torch.register_composable(module, "replicate")
+    dynamo.fuse_traced_averages(bucket_cap_mb)
+    composable.register_composable(module, "replicate")
     become(module, ReplicatedModule, "DDP", _COPY_REFUSAL)
     return module
 
@@ -102,13 +102,13 @@ def _check_unmanaged(module: nn.Module) -> None:
             f"FullyShardedDataParallel manages this {type(module).__name__} or a module in it, so "
             "it cannot be replicated; use ShardingStrategy.HYBRID_SHARD, or NO_SHARD"
         )
-    if state_of(module) is not None or _torch.is_fully_sharded(module):
+    if state_of(module) is not None or composable.is_fully_sharded(module):
         raise ShardedTwiceError(
             f"fully_shard manages this {type(module).__name__} already, so it cannot be "
             "replicated; use one of the two, or fully_shard on a mesh with an axis that replicates"
         )
     for name, one in module.named_modules():
-        if _torch.replicates(one):
+        if composable.replicates(one):
             raise ShardedTwiceError(
                 f"replicate() manages {name or type(one).__name__!r} already; call it once, on "
                 "the whole model"
@@ -139,7 +139,7 @@ def _managed(root: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Mod
     found: dict[nn.Module, str] = {}
 
     def visit(module: nn.Module, prefix: str) -> None:
-        is_sharded = state_of(module) is not None or _torch.is_fully_sharded(module)
+        is_sharded = state_of(module) is not None or composable.is_fully_sharded(module)
         if module in found or module in ignored or is_sharded:
             return
         found[module] = prefix

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal import _torch
+from shoal._torch import autograd, dynamo, traces
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
 from shoal.ddp.comm_hook import Hook
@@ -64,9 +64,9 @@ class Replica:
         if not (torch.compiler.is_compiling() and _is_captured()):
             self._after_eager(output)
 
-    @_torch.unwrapped_by_dynamo
+    @dynamo.unwrapped_by_dynamo
     def _before_eager(self) -> None:
-        if _torch.inside_backward():
+        if autograd.inside_backward():
             return  # a checkpoint recomputes
         is_averaged = torch.is_grad_enabled() and self.averages
         if torch.is_grad_enabled():
@@ -79,9 +79,9 @@ class Replica:
             self.broadcast_buffers()
         self.have_buffers_changed = is_averaged
 
-    @_torch.unwrapped_by_dynamo
+    @dynamo.unwrapped_by_dynamo
     def _after_eager(self, output: object) -> None:
-        if self.averages and torch.is_grad_enabled() and not _torch.inside_backward():
+        if self.averages and torch.is_grad_enabled() and not autograd.inside_backward():
             self.reducer.after_forward(output)
 
     def enter_graph(self, module: nn.Module) -> dict[str, Tensor]:
@@ -99,10 +99,10 @@ class Replica:
         return self.in_graph.parameters(module) if by_graph else {}
 
 
-@_torch.constant_in_graph
+@dynamo.constant_in_graph
 def _is_captured() -> bool:
     """Whether a graph that is being traced takes the averages in."""
-    return _torch.tracing_backend() == "shoal"
+    return dynamo.tracing_backend() == "shoal"
 
 
 class ReplicatedModule(nn.Module):
@@ -116,7 +116,7 @@ class ReplicatedModule(nn.Module):
         """Run the module; in a graph of shoal's, with parameters whose gradients are averaged."""
         replica: Replica = self.__dict__[_REPLICA]
         if torch.compiler.is_compiling() and _is_captured():
-            with _torch.parameters_replaced(self, replica.enter_graph(self)):
+            with traces.parameters_replaced(self, replica.enter_graph(self)):
                 return super().__call__(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 

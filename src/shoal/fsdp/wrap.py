@@ -12,9 +12,9 @@ from torch.distributed.fsdp.wrap import (
 )
 
 # Torch does not list these; recipes in the wild combine policies with them.
-from shoal._torch import _or_policy as _or_policy
-from shoal._torch import _Policy as _Policy
-from shoal._torch import _wrap_module_cls_individually as _wrap_module_cls_individually
+from shoal._torch.wrapping import _or_policy as _or_policy
+from shoal._torch.wrapping import _Policy as _Policy
+from shoal._torch.wrapping import _wrap_module_cls_individually as _wrap_module_cls_individually
 
 __all__ = [
     "CustomPolicy",

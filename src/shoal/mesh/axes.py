@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Self
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal import _torch
+from shoal._torch import meshes
 from shoal.errors import MeshError, MissingAxisError
 
 _LOGGER = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ def _as_names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
 if TYPE_CHECKING:
     from torch.distributed.fsdp import DataParallelMeshDims
 else:
-    DataParallelMeshDims = _torch.data_parallel_mesh_dims_class() or _DataParallelMeshDims
+    DataParallelMeshDims = meshes.data_parallel_mesh_dims_class() or _DataParallelMeshDims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

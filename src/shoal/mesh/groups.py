@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal import _torch
+from shoal._torch import meshes
 from shoal.errors import MeshError
 from shoal.mesh.axes import Axes, DataParallelMeshDims, reshard_size
 from shoal.mesh.info import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
@@ -104,7 +104,7 @@ def _info_of_named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallel
             _one_axis(mesh, shard_names), shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh
         )
     return HSDPMeshInfo(
-        _torch.concatenate_meshes([_one_axis(mesh, replicate_names), _one_axis(mesh, shard_names)]),
+        meshes.concatenate_meshes([_one_axis(mesh, replicate_names), _one_axis(mesh, shard_names)]),
         shard_mesh_dim=1,
         replicate_mesh_dim=0,
         dp_mesh_dims=dims,
@@ -117,4 +117,4 @@ def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     if len(names) == 1:
         return mesh[names[0]]
     # torch keeps the flattened mesh under this name and answers with it the next time.
-    return _torch.flatten_mesh(mesh[names], "_".join(names))
+    return meshes.flatten_mesh(mesh[names], "_".join(names))

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from shoal import _torch
+from shoal._torch import distributed_tensor, kernels
 from shoal.tensor.sharded import ShardedTensor
 
 _GRAD = attrgetter("grad")
@@ -51,9 +51,9 @@ class _Kind:
 
 _KINDS: dict[type, _Kind] = {
     DTensor: _Kind(
-        local=_torch.local_getter,
-        place=_torch.place_getter,
-        spec=_torch.spec_getter,
+        local=distributed_tensor.local_getter,
+        place=distributed_tensor.place_getter,
+        spec=distributed_tensor.spec_getter,
         holds=DTensor,
     ),
     ShardedTensor: _Kind(
@@ -204,13 +204,13 @@ class _Known:
     def step(self, group: Mapping[str, Any]) -> None:
         """Adam's fused step, as torch makes it for tensors of one device and dtype."""
         lists = self.lists()
-        _torch.foreach_add(lists[-1], 1)
+        kernels.foreach_add(lists[-1], 1)
         if not self._are_all_there:
             lists = tuple([*compress(one, self._is_there)] for one in lists)
             if not lists[0]:
                 return
         beta1, beta2 = group["betas"]
-        _torch.fused_adam(decoupled=group["decoupled_weight_decay"])(
+        kernels.fused_adam(decoupled=group["decoupled_weight_decay"])(
             *lists,
             amsgrad=False,
             lr=group["lr"],

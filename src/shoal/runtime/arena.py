@@ -18,7 +18,8 @@ from collections import Counter, defaultdict
 
 import torch
 
-from shoal import _torch
+from shoal._torch import cuda
+from shoal._torch import storage as torch_storage
 from shoal.runtime.graveyard import Graveyard
 
 _KEPT_BYTES = 64 << 20
@@ -30,14 +31,14 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.swaps = _torch.can_swap_memory()
+        self.swaps = torch_storage.can_swap_memory()
         """Whether storages exchange memory; if not, they are resized."""
         self._buries = self.swaps and device.type == "cpu"
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._rows: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._users: Counter[int] = Counter()
         self._graveyard: Graveyard | None = None
-        self.pool: _torch.StreamPool | None = None
+        self.pool: cuda.StreamPool | None = None
         """What buffers that are resized get their memory from; None: compute's pool."""
         self.generation = 0
         """How often memory was given up: what was remembered of it is void."""
@@ -59,7 +60,7 @@ class Arena:
         It is as ordered as slots are: a gather waits for compute, and compute for the gather.
         """
         if not self.swaps and self.device.type == "cuda" and self.pool is None:
-            self.pool = _torch.StreamPool(self.device)
+            self.pool = cuda.StreamPool(self.device)
 
     def adopt(self, storage: torch.UntypedStorage) -> torch.UntypedStorage | None:
         """Let memory that came from elsewhere be taken back; returns what `detach` wants."""
@@ -73,14 +74,14 @@ class Arena:
         """Give an empty storage memory; returns what has to be given back with `detach`."""
         slots = self._slots[num_bytes]
         slot = slots.pop() if slots else self._new(num_bytes)
-        _torch.swap_memory(storage, slot)
+        torch_storage.swap_memory(storage, slot)
         return slot
 
     def detach(
         self, storage: torch.UntypedStorage, num_bytes: int, slot: torch.UntypedStorage
     ) -> None:
         """Take a storage's memory back."""
-        _torch.swap_memory(storage, slot)
+        torch_storage.swap_memory(storage, slot)
         self._slots[num_bytes].append(slot)
 
     def expect_rows(self, num_bytes: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
-from shoal import _torch
+from shoal._torch import composable, subclasses
 from shoal.errors import ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout, ParamSpec
 from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo, own_mesh_info
@@ -68,7 +68,7 @@ def _managed(modules: Sequence[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     seen: set[nn.Module] = set()
     while queue:
         prefix, current = queue.pop(0)
-        if current in seen or state_of(current) is not None or _torch.replicates(current):
+        if current in seen or state_of(current) is not None or composable.replicates(current):
             continue
         seen.add(current)
         yield prefix, current
@@ -98,7 +98,7 @@ def move_to(
 @torch.no_grad()
 def _move(tensor: torch.Tensor, device: torch.device) -> None:
     moved = tensor.to(device)
-    if not _torch.wraps_others(tensor):
+    if not subclasses.wraps_others(tensor):
         tensor.data = moved
         return
     # A wrapper has no data of its own to be replaced.

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shoal import _torch
+from shoal._torch import autograd, dynamo
 from shoal.comm import observer
 from shoal.errors import InvariantError
 from shoal.runtime.arena import Arena
@@ -68,7 +68,7 @@ class Context:
 
     def begin_forward(self) -> None:
         """The model's forward starts."""
-        if _torch.inside_backward():
+        if autograd.inside_backward():
             return
         self.clear_broken_backward()
         observer.begin_step()
@@ -78,7 +78,7 @@ class Context:
         """A unit is about to compute."""
         step = unit.step
         is_stale = not step.is_bare and step.phase not in COMPUTING and unit.is_stale
-        is_nested = _torch.inside_backward()
+        is_nested = autograd.inside_backward()
         self._perform(self.machine.enter_forward(step, is_stale=is_stale, is_nested=is_nested))
 
     def leave_forward(self, unit: Unit, *, is_reached: bool, is_expected: bool) -> None:
@@ -88,19 +88,19 @@ class Context:
                 unit.step,
                 is_reached=is_reached,
                 is_expected=is_expected,
-                is_nested=_torch.inside_backward(),
+                is_nested=autograd.inside_backward(),
             )
         )
 
     def end_forward(self, *, expects_backward: bool) -> None:
         """The model's forward returned."""
-        if not _torch.inside_backward():
+        if not autograd.inside_backward():
             self.boundary = None
             self._perform(self.machine.end_forward(expects_backward=expects_backward))
 
     def abort_forward(self, units: Sequence[Unit], *, is_root: bool) -> None:
         """The forward of a module with these units raised."""
-        if is_root and not _torch.inside_backward():
+        if is_root and not autograd.inside_backward():
             self.machine.abort_forward()
         for unit in units:
             self._perform(self.machine.raise_forward(unit.step))
@@ -125,14 +125,14 @@ class Context:
             unit.gathered_version = unit.version_in_backward
         return run.version == unit.gathered_version
 
-    @_torch.unwrapped_by_dynamo
+    @dynamo.unwrapped_by_dynamo
     def leave_backward(self, unit: Unit, run: Pass) -> None:
         """One pass has reached its inputs."""
         for step in self.machine.reducible(unit.step, run):
             step.owner.note_grads()
         self._perform(self.machine.leave_backward(unit.step, run))
 
-    @_torch.unwrapped_by_dynamo
+    @dynamo.unwrapped_by_dynamo
     def gradient_arrived(self, unit: Unit, *, is_handed_over: bool = False) -> None:
         """A gradient was accumulated, maybe outside of the unit's backward."""
         self._begin_backward()
@@ -148,7 +148,7 @@ class Context:
     def _begin_backward(self) -> None:
         if self._end is not None and self._end() is not None:
             return
-        if _torch.inside_compiled_autograd():
+        if autograd.inside_compiled_autograd():
             raise NotImplementedError(
                 "shoal: compiled autograd is not supported for sharded modules, because it "
                 "accumulates gradients when the engine has ended the step; compile forwards "
@@ -170,7 +170,7 @@ class Context:
                 raise
 
         self._end = weakref.ref(end, self._keep_broken)
-        _torch.call_after_backward(end)
+        autograd.call_after_backward(end)
         self._perform(self.machine.begin_backward())
 
     def _end_backward(self) -> None:

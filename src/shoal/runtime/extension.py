@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal import _torch
+from shoal._torch import kernels, storage
 from shoal.errors import InvariantError, RankError, UsageError
 from shoal.layout.even import pack_even
 from shoal.layout.packing import Packing
@@ -125,7 +125,7 @@ class Extension:
         for member in self._members:
             member.fill()
         if self._rows.numel():
-            _torch.copy_columns(self._rows, self._widths, self._targets)
+            kernels.copy_columns(self._rows, self._widths, self._targets)
         self._gathered.empty()
         for member in self._members:
             member.finish()
@@ -143,7 +143,7 @@ class Extension:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the full parameters."""
-        pointer = _torch.storage_pointer(tensor)
+        pointer = storage.storage_pointer(tensor)
         return pointer != 0 and any(pointer in member.pointers for member in self._members)
 
 
@@ -226,7 +226,7 @@ class Extended:
     def pointers(self) -> set[int]:
         """Where the memory of the full parameter is."""
         buffers = (*self._received, *self._inner)
-        return {_torch.storage_pointer(buffer.bytes) for buffer in buffers}
+        return {storage.storage_pointer(buffer.bytes) for buffer in buffers}
 
     def finish(self) -> None:
         """Let the hook make the full parameter of what was gathered."""
@@ -247,7 +247,7 @@ class Extended:
     def _own(self, inner: Sequence[torch.Tensor]) -> None:
         """Free the hook's own tensors with the rest from now on."""
         for tensor in inner:
-            pointer = _torch.storage_pointer(tensor)
+            pointer = storage.storage_pointer(tensor)
             if pointer == 0 and tensor.numel():
                 raise UsageError(
                     f"parameter {self.name!r} of unit {self._unit.name!r}: {AFTER} must name plain "

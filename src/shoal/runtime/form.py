@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shoal import _torch
+from shoal._torch import distributed_tensor
+from shoal._torch import meshes as torch_meshes
 from shoal.errors import UsageError
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from shoal.tensor import sharded
@@ -103,35 +104,35 @@ class ShardedForm(Form):
 class DTensorForm(Form):
     """A chunk of a dim, on the data-parallel axes and the axes of whoever came before."""
 
-    identity: ClassVar[Callable[[torch.Tensor], object]] = _torch.local_getter
+    identity: ClassVar[Callable[[torch.Tensor], object]] = distributed_tensor.local_getter
 
-    spec: _torch.DTensorSpec
-    before: _torch.DTensorSpec | None = None
+    spec: distributed_tensor.DTensorSpec
+    before: distributed_tensor.DTensorSpec | None = None
     """How the full parameter is distributed over other axes, if it is."""
     data_axes: frozenset[int] = frozenset()
     """Which axes of `before` are data-parallel: there gradients are summed by the engine."""
 
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """See `Form.shard`."""
-        return _torch.dtensor(local, self.spec)
+        return distributed_tensor.dtensor(local, self.spec)
 
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `Form.local_of`."""
-        return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else None
+        return distributed_tensor.local_tensor(tensor) if isinstance(tensor, DTensor) else None
 
     def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """See `Form.rehome`."""
         assert isinstance(tensor, DTensor)
-        _torch.set_local_tensor(tensor, local)
+        distributed_tensor.set_local_tensor(tensor, local)
 
     def follow(self, tensor: torch.Tensor) -> Form:
         """See `Form.follow`."""
         assert isinstance(tensor, DTensor)
-        return replace(self, spec=_torch.spec_of(tensor))
+        return replace(self, spec=distributed_tensor.spec_of(tensor))
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """See `Form.full`."""
-        return data if self.before is None else _torch.dtensor(data, self.before)
+        return data if self.before is None else distributed_tensor.dtensor(data, self.before)
 
     def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
         """See `Form.grad_data`."""
@@ -139,7 +140,9 @@ class DTensorForm(Form):
 
 
 def local_grad(
-    grad: torch.Tensor, spec: _torch.DTensorSpec, kept_axes: frozenset[int] = frozenset()
+    grad: torch.Tensor,
+    spec: distributed_tensor.DTensorSpec,
+    kept_axes: frozenset[int] = frozenset(),
 ) -> torch.Tensor:
     """The bytes of the gradient of a distributed parameter, placed as that is on all other axes."""
     assert isinstance(grad, DTensor)
@@ -149,12 +152,14 @@ def local_grad(
     ]
     if list(grad.placements) != wanted:
         grad = grad.redistribute(placements=wanted)
-    return _torch.local_tensor(grad)
+    return distributed_tensor.local_tensor(grad)
 
 
 def bytes_of(parameter: torch.Tensor) -> torch.Tensor:
     """The part of a parameter that the engine cuts: all of it, or a DTensor's local tensor."""
-    return _torch.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+    return (
+        distributed_tensor.local_tensor(parameter) if isinstance(parameter, DTensor) else parameter
+    )
 
 
 def dtensor_form(
@@ -162,7 +167,7 @@ def dtensor_form(
 ) -> DTensorForm:
     """Shard a parameter along a dim over the data-parallel axes of a mesh."""
     if info.mesh.device_type == "cpu":
-        _torch.draw_as_unsharded_on_cpu()
+        distributed_tensor.draw_as_unsharded_on_cpu()
     if info.is_spmd_mesh:
         if not isinstance(parameter, DTensor):
             raise UsageError(
@@ -172,7 +177,7 @@ def dtensor_form(
         return _on_named_axes(name, parameter, dim, info)
     if isinstance(parameter, DTensor):
         return _beside_other_axes(name, parameter, dim, info)
-    spec = _torch.dtensor_spec(
+    spec = distributed_tensor.dtensor_spec(
         info.mesh,
         _data_placements(info, Shard(dim)),
         parameter.shape,
@@ -192,24 +197,24 @@ def _beside_other_axes(
     name: str, parameter: DTensor, dim: int, info: DataParallelMeshInfo
 ) -> DTensorForm:
     """The parameter is distributed over axes of its own, such as tensor parallelism's."""
-    before = _torch.spec_of(parameter)
+    before = distributed_tensor.spec_of(parameter)
     if len(before.placements) > 2:
         raise NotImplementedError(
             f"shoal: parameter {name!r} is distributed over {len(before.placements)} axes "
             f"({before.placements}); at most 2 beside the data-parallel ones are supported"
         )
-    factor = _torch.num_shards(before, dim)
-    shard = _torch.strided_shard(dim, factor) if factor > 1 else Shard(dim)
-    mesh = _torch.concatenate_meshes([info.mesh, before.mesh])
+    factor = distributed_tensor.num_shards(before, dim)
+    shard = distributed_tensor.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+    mesh = torch_meshes.concatenate_meshes([info.mesh, before.mesh])
     placements = (*_data_placements(info, shard), *before.placements)
-    return DTensorForm(spec=_torch.respec(before, mesh, placements), before=before)
+    return DTensorForm(spec=distributed_tensor.respec(before, mesh, placements), before=before)
 
 
 def _on_named_axes(
     name: str, parameter: DTensor, dim: int, info: DataParallelMeshInfo
 ) -> DTensorForm:
     """The parameter is distributed over the whole mesh, of which some axes are data-parallel."""
-    before, dims = _torch.spec_of(parameter), info.dp_mesh_dims
+    before, dims = distributed_tensor.spec_of(parameter), info.dp_mesh_dims
     assert dims is not None
     if before.mesh is not info.spmd_mesh:
         raise UsageError(
@@ -229,14 +234,16 @@ def _on_named_axes(
     for axis in shard_axes:
         factor = 1
         for later in range(axis + 1, before.mesh.ndim):
-            if _torch.is_shard_of(before.placements[later], dim):
+            if distributed_tensor.is_shard_of(before.placements[later], dim):
                 factor *= before.mesh.size(later)
-        placements[axis] = _torch.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+        placements[axis] = (
+            distributed_tensor.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+        )
     mesh = before.mesh
     if len(shard_axes) > 1:
         mesh, placements = _with_one_shard_axis(before.mesh, placements, info, names)
     return DTensorForm(
-        spec=_torch.respec(before, mesh, placements),
+        spec=distributed_tensor.respec(before, mesh, placements),
         before=before,
         data_axes=frozenset(data_axes),
     )
@@ -262,4 +269,4 @@ def _with_one_shard_axis(
         ):
             meshes.append(mesh[name])
             kept.append(placements[axis])
-    return _torch.concatenate_meshes(meshes), kept
+    return torch_meshes.concatenate_meshes(meshes), kept

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import kernels, storage, subclasses
 from shoal.errors import InvariantError
 from shoal.layout import Packing
 from shoal.layout.even import EvenPacking
@@ -149,7 +149,7 @@ class FreedParameter(HeldParameter):
                 "module.weight anew (outside of forward it is the shard), or use "
                 "full_parameters(module)."
             )
-        with _torch.no_torch_function_subclass():
+        with subclasses.no_torch_function_subclass():
             return func(*args, **(kwargs or {}))
 
 
@@ -262,9 +262,9 @@ class FullParameters:
         if self._laid_out is not None:
             self._laid_out.fill()
             if self._columns is not None:
-                _torch.copy_columns(*self._columns)
+                kernels.copy_columns(*self._columns)
             else:
-                _torch.foreach_copy([t for t, _ in self._copies], [s for _, s in self._copies])
+                kernels.foreach_copy([t for t, _ in self._copies], [s for _, s in self._copies])
             self._gathered.empty()
         self.wake()
         if self.extension is not None:
@@ -341,8 +341,8 @@ class FullParameters:
         if type(tensor) is torch.Tensor:  # nearly always, and cheaper than to ask its storage
             offset = tensor.data_ptr() - buffer.bytes.data_ptr()
             return 0 <= offset < buffer.num_bytes
-        pointer = _torch.storage_pointer(tensor)
-        return pointer != 0 and pointer == _torch.storage_pointer(buffer.bytes)
+        pointer = storage.storage_pointer(tensor)
+        return pointer != 0 and pointer == storage.storage_pointer(buffer.bytes)
 
 
 def _padded_chunks(packing: Packing) -> list[int]:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import composable
 from shoal.errors import ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout
 from shoal.mesh import (
@@ -105,7 +105,7 @@ def fully_shard(
         layout,
     )
     for one in modules:
-        _torch.register_composable(one, "fully_shard", torch_state(one))
+        composable.register_composable(one, "fully_shard", torch_state(one))
         become(one, FSDPModule, "FSDP", COPY_REFUSAL)
     return module
 
@@ -170,7 +170,7 @@ def modules_of(module: object, function: str) -> list[nn.Module]:
                 f"{function} does not support containers that do not implement forward: got "
                 f"{type(one).__name__}; call it on each of its children"
             )
-        is_replicated = _torch.replicates(one)
+        is_replicated = composable.replicates(one)
         if is_replicated or state_of(one) is not None:
             raise ShardedTwiceError(
                 "Each distinct composable distributed API can only be applied to a module once. "

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from shoal import _torch
+from shoal._torch import kernels
 from shoal.comm import observer
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
@@ -82,7 +82,7 @@ class Gather:
             return lambda: mine.copy_(stored, non_blocking=True)
         sources = shard_views(shards.packing, rank, shards.buffer)
         targets = shard_views(packing, rank, self._mine.view(torch.uint8))
-        return lambda: _torch.foreach_copy(targets, sources)
+        return lambda: kernels.foreach_copy(targets, sources)
 
     def launch(self, custom: AllGather | None) -> Callable[[], object]:
         """Start it, beside compute; returns what makes the current stream (or the host) wait.

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shoal import _torch
+from shoal._torch import collectives, groups
 
 
 class _GroupMemory:
     """Tensors in memory that a backend has registered with its network."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        self._backend = _torch.allocating_backend(group, device)
+        self._backend = groups.allocating_backend(group, device)
 
     def allocate(
         self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
@@ -40,7 +40,7 @@ class GroupAllGather(_GroupMemory):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See `policy.AllGather`."""
-        return _torch.gather_method(group)(output_tensor, input_tensor)
+        return collectives.gather_method(group)(output_tensor, input_tensor)
 
 
 class GroupReduceScatter(_GroupMemory):
@@ -55,4 +55,4 @@ class GroupReduceScatter(_GroupMemory):
         async_op: bool = False,
     ) -> dist.Work | None:
         """See `policy.ReduceScatter`."""
-        return _torch.scatter_method(group, op)(output_tensor, input_tensor)
+        return collectives.scatter_method(group, op)(output_tensor, input_tensor)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shoal import _torch
+from shoal._torch import groups
 from shoal.errors import RankError
 from shoal.runtime.plan import plan_unit
 
@@ -103,7 +103,7 @@ def tell_failure(group: dist.ProcessGroup, failure: str) -> None:
     """Tell the ranks that compare collectives why this one does not. Waits for nobody."""
     ranks = tuple(sorted(dist.get_process_group_ranks(group)))
     if len(ranks) > 1 and not _are_others_imagined(group):
-        Meeting(_torch.default_store(), ranks, dist.get_rank(), "").fail(failure)
+        Meeting(groups.default_store(), ranks, dist.get_rank(), "").fail(failure)
 
 
 def _is_imagined(unit: Unit) -> bool:
@@ -124,7 +124,7 @@ def _compare(
     advice: str,
     timeout: timedelta = _TIMEOUT,
 ) -> None:
-    store, rank = _torch.default_store(), dist.get_rank()
+    store, rank = groups.default_store(), dist.get_rank()
     meeting = Meeting(store, ranks, rank, advice, timeout)
     verdict = meeting.verdict(mine, accusation)
     if verdict:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from shoal import _torch
+from shoal._torch import dynamo, graph_collectives, kernels, storage, traces
 from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
 from shoal.runtime.cuts import cut, examples_of
@@ -75,7 +75,7 @@ class InGraph:
         )
         self.full_leaves = tuple(self._new_full_leaf(index) for index in range(len(self.trained)))
         """For each parameter one of its full shape, without memory: what full gradients are for."""
-        self.gather: Callable[..., tuple[Tensor, ...]] = _torch.allowed_in_graph(self._gather)
+        self.gather: Callable[..., tuple[Tensor, ...]] = dynamo.allowed_in_graph(self._gather)
         """Full parameters of the leaf, which gets reduced gradients; a graph traces through it.
 
         Given `full_leaves` too, these get the gradients as they are.
@@ -85,7 +85,7 @@ class InGraph:
 
     def _new_leaf(self) -> Tensor:
         leaf = self._buffer.detach().view(self.stored.params[0].dtype).requires_grad_()
-        _torch.mark_unmoving(leaf)
+        dynamo.mark_unmoving(leaf)
         leaf.register_post_accumulate_grad_hook(
             _weakly(InGraph._deliver, self, self._buffer, self._marks)
         )
@@ -149,7 +149,7 @@ class InGraph:
         return _Marked.apply(leaf, self, reached) if self._marks else leaf
 
     def _gather(self, leaf: Tensor, *full_leaves: Tensor) -> tuple[Tensor, ...]:
-        again = _torch.computed_again_in_backward() if self.reshards else nullcontext()
+        again = traces.computed_again_in_backward() if self.reshards else nullcontext()
         with again:
             fulls = _Gathered.apply(self, leaf, *full_leaves)
         return tuple(
@@ -161,7 +161,7 @@ class InGraph:
         """Gather, and find the parameters in what was gathered."""
         shard = shard.to(self.compute_dtype)
         if self._gather_group is not None and self.size > 1:
-            shard = _torch.gather_in_graph(shard, self.size, self._gather_group)
+            shard = graph_collectives.gather_in_graph(shard, self.size, self._gather_group)
         rows = shard.view(self.size, -1)
         return tuple(full_in(self.stored, i, rows) for i in range(len(self.stored.params)))
 
@@ -174,10 +174,12 @@ class InGraph:
             shard = shard / before
         if self._gather_group is not None and self.size > 1:
             how = _REDUCTIONS[self._division.reduce_op]
-            shard = _torch.reduce_scatter_in_graph(shard, self.size, self._gather_group, how)
+            shard = graph_collectives.reduce_scatter_in_graph(
+                shard, self.size, self._gather_group, how
+            )
         if self._replicas is not None:
             how = _REDUCTIONS[self._division.all_reduce_op]
-            shard = _torch.all_reduce_in_graph(shard, self._replicas, how)
+            shard = graph_collectives.all_reduce_in_graph(shard, self._replicas, how)
         if after is not None and after != 1:
             shard = shard / after
         return shard.to(self.leaf.dtype)
@@ -189,9 +191,9 @@ class InGraph:
 
     def total_of_squares(self, grad: Tensor) -> Tensor:
         """The squared norm of the unit's gradient on all ranks, from this rank's shard of it."""
-        total = torch.linalg.vector_norm(grad, dtype=_torch.wide_dtype(grad)).square()
+        total = torch.linalg.vector_norm(grad, dtype=storage.wide_dtype(grad)).square()
         if self._gather_group is not None and self.size > 1:
-            total = _torch.all_reduce_in_graph(total, self._gather_group)
+            total = graph_collectives.all_reduce_in_graph(total, self._gather_group)
         return total
 
     def _deliver(self, buffer: Tensor, marks: bool, leaf: Tensor) -> None:
@@ -206,7 +208,7 @@ class InGraph:
         reached = set(self.reached) if marks else range(len(self.trained))
         self.reached.clear()
         self._check_unchanged(unit, buffer)
-        views = _torch.unflatten(grad.view(-1), self._examples)
+        views = kernels.unflatten(grad.view(-1), self._examples)
         for index, at in self._wanted:
             if self.trained[index] and index in reached:
                 unit.put_grad(index, views[at])
@@ -296,7 +298,7 @@ def _check_can_lower(unit: Unit) -> None:
         reasons.append("reshard_after_forward as a number of ranks")
     if unit.options.all_gather is not None:
         reasons.append("set_custom_all_gather")
-    if _torch.captures_without_dynamo() and not unit.reduces_in_graph:
+    if dynamo.captures_without_dynamo() and not unit.reduces_in_graph:
         # A whole step: no engine comes after the graph.
         default = unit.options.reduces_by_default
         reasons.append(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import dynamo, traces
 from shoal.runtime.module_state import ModuleState
 
 _COMPILED = "_shoal_compiled"
@@ -36,7 +36,7 @@ class ModuleCall:
         calls = [vars(one)["__call__"] for one in behind if "__call__" in vars(one)]
         cls._has_own_call = calls[:1] != [nn.Module.__call__]
 
-    @_torch.stepped_over_by_dynamo
+    @dynamo.stepped_over_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, its hooks and whatever it was compiled to, with full parameters."""
         if torch.compiler.is_compiling():
@@ -46,11 +46,11 @@ class ModuleCall:
             compiled = self.__dict__.get(_COMPILED)
             if compiled is not None:
                 return compiled(*args, **kwargs)
-            if _torch.compiling_backend() == "shoal":
+            if dynamo.compiling_backend() == "shoal":
                 return self._run_in_graph(*args, **kwargs)
         return self._run(*args, **kwargs)
 
-    @_torch.stepped_over_by_dynamo
+    @dynamo.stepped_over_by_dynamo
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
         """Whoever has kept `nn.Module`'s own call of the module comes here, past `__call__`.
 
@@ -64,15 +64,15 @@ class ModuleCall:
         """Compiled: what it calls is traced into one graph."""
         return self._run(*args, **kwargs)
 
-    @_torch.stepped_over_by_dynamo
+    @dynamo.stepped_over_by_dynamo
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState = self.__dict__["_shoal_state"]
         if torch.compiler.is_compiling() and state.is_captured():
             args, kwargs, tensors = state.enter_graph(self, args, kwargs)  # pyright: ignore[reportArgumentType]
             if _is_kept_full():
-                _kept_full[-1].enter_context(_torch.parameters_replaced(self, tensors))  # pyright: ignore[reportArgumentType]
+                _kept_full[-1].enter_context(traces.parameters_replaced(self, tensors))  # pyright: ignore[reportArgumentType]
                 return self._call_module(*args, **kwargs)
-            with _torch.parameters_replaced(self, tensors):  # pyright: ignore[reportArgumentType]
+            with traces.parameters_replaced(self, tensors):  # pyright: ignore[reportArgumentType]
                 return self._call_module(*args, **kwargs)
         args, kwargs, runs = state.enter(self, args, kwargs)  # pyright: ignore[reportArgumentType]
         try:
@@ -82,7 +82,7 @@ class ModuleCall:
             raise
         return state.leave(self, runs, output)  # pyright: ignore[reportArgumentType]
 
-    @_torch.stepped_over_by_dynamo
+    @dynamo.stepped_over_by_dynamo
     def _call_module(self, *args: Any, **kwargs: Any) -> Any:
         """What `nn.Module`'s own call does."""
         if self._has_own_call:
@@ -127,6 +127,6 @@ def kept_full() -> Iterator[None]:
             _kept_full.pop()
 
 
-@_torch.constant_in_graph
+@dynamo.constant_in_graph
 def _is_kept_full() -> bool:
     return bool(_kept_full)

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from shoal import _torch
+from shoal._torch import autograd, dynamo
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.context import Context
 from shoal.runtime.guard import check_ranks_agree
@@ -91,12 +91,12 @@ class ModuleState:
             module.register_load_state_dict_pre_hook(reshard)
             module.register_load_state_dict_post_hook(follow)
 
-    @_torch.unwrapped_by_dynamo
+    @dynamo.unwrapped_by_dynamo
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Runs]:
         """The module is about to run: give it parameters and inputs to run with."""
-        if _torch.inside_function_transform():
+        if autograd.inside_function_transform():
             raise NotImplementedError(
                 "shoal: torch.func transforms (grad, vjp, jvp, vmap) of a sharded module are not "
                 "supported; use backward(), or transform the module before fully_shard"
@@ -160,7 +160,7 @@ class ModuleState:
                 tensors[name] = fulls[index]
         return args, kwargs, tensors
 
-    @_torch.unwrapped_by_dynamo
+    @dynamo.unwrapped_by_dynamo
     def leave(self, module: nn.Module, runs: Runs, output: Any) -> Any:
         """The module has run: arrange for its backward, and let go of its parameters."""
         context = self.context
@@ -242,8 +242,8 @@ class Boundary:
 
     def stand_at(self, tensor: torch.Tensor) -> None:
         """Be told when the gradient of a tensor is there."""
-        _torch.hook_gradient(tensor, self)
-        node = _torch.base_node(tensor)
+        autograd.hook_gradient(tensor, self)
+        node = autograd.base_node(tensor)
         if node is not None:
             # An in-place operation on a view drops a hook of the view; its base's stays.
             node.register_prehook(self)
@@ -254,10 +254,10 @@ class Boundary:
         """When the gradient is there, backward has also left this pass."""
         self._left.append((unit, run))
 
-    @_torch.unwrapped_by_dynamo
+    @dynamo.unwrapped_by_dynamo
     def __call__(self, _: object) -> None:
         """The gradient is there; of several hooks in one backward the first counts."""
-        task = _torch.backward_task()
+        task = autograd.backward_task()
         if task == self._task:
             return
         self._task = task
@@ -285,7 +285,7 @@ def units_of(model: nn.Module) -> list[Unit]:
 def _capture_check(state_ref: weakref.ref[ModuleState]) -> Callable[[], bool]:
     def is_captured() -> bool:
         state = state_ref()
-        if state is None or _torch.tracing_backend() != "shoal":
+        if state is None or dynamo.tracing_backend() != "shoal":
             return False
         context_of(state.modules[0], state)
         for unit in state.units:
@@ -295,7 +295,7 @@ def _capture_check(state_ref: weakref.ref[ModuleState]) -> Callable[[], bool]:
             state.graph_names[module] = [names_in(module, unit) for unit in state.units]
         return True
 
-    return _torch.constant_in_graph(is_captured)
+    return dynamo.constant_in_graph(is_captured)
 
 
 def context_of(module: nn.Module, state: ModuleState) -> Context:
@@ -334,7 +334,7 @@ def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
     """Arrange to be told when backward has left the module."""
     tensors = inputs.differentiable
     run = Pass(unit.gathered_version)
-    if context.machine.is_in_turn and not _torch.inside_backward():
+    if context.machine.is_in_turn and not autograd.inside_backward():
         unit.step.passes.add(run)
     # Without such inputs a pass counts as open until the end of backward. So it does with leaves
     # alone: a leaf's own hook would come before nodes that do not depend on it, and pile up on a
@@ -351,7 +351,7 @@ def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
         context.leave_backward(unit, run)
 
     if len(tensors) == 1:
-        _torch.hook_gradient(tensors[0], leave)
+        autograd.hook_gradient(tensors[0], leave)
     else:
         register_multi_grad_hook(tensors, leave)
     return run

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal import _torch
+from shoal._torch import kernels
 from shoal.layout.packing import Packing
 from shoal.layout.spec import ALIGN_NUMEL, round_up
 from shoal.layout.stripe import Stripe
@@ -78,7 +78,7 @@ class Parts:
                 else:
                     target.zero_()
             if into:
-                _torch.foreach_copy(into, sources)
+                kernels.foreach_copy(into, sources)
             parts.append(rows)
         return parts
 

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
-from shoal import _torch
+from shoal._torch import distributed_tensor, kernels
 from shoal.comm.transport import Pending, Transport
 from shoal.layout import Even
 from shoal.layout.buffer import gathered_rows, shard_of, shard_views
@@ -49,11 +49,11 @@ class PostForward:
         self._shard = shard_of(self._packing, self._transport.rank, datas)
         views = shard_views(self._packing, self._transport.rank, self._shard)
         for member, data, view in zip(self._unit.shards.members, datas, views, strict=True):
-            spec = _torch.dtensor_spec(
+            spec = distributed_tensor.dtensor_spec(
                 self._info.mesh, (Replicate(), Shard(0)), data.shape, data.stride(), data.dtype
             )
             parameter = nn.Parameter(
-                _torch.dtensor(view, spec), requires_grad=member.sharded.requires_grad
+                distributed_tensor.dtensor(view, spec), requires_grad=member.sharded.requires_grad
             )
             member.register(parameter)
 
@@ -79,7 +79,7 @@ class PostForward:
                 sources.append(stripe.of_rows(rows))
         with torch.no_grad():
             if targets:
-                _torch.foreach_copy(targets, sources)
+                kernels.foreach_copy(targets, sources)
         self.drop()
 
     def drop(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed import ReduceOp
 
-from shoal import _torch
+from shoal._torch import collectives
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -56,7 +56,9 @@ class Division:
             op = ReduceOp.SUM
             if shard_size == 1:
                 return cls(before=None, after=factor, reduce_op=op, all_reduce_op=op)
-            divides = ReduceOp.AVG if factor == shard_size else _torch.premultiplied_sum(1 / factor)
+            divides = (
+                ReduceOp.AVG if factor == shard_size else collectives.premultiplied_sum(1 / factor)
+            )
             return cls(before=None, after=None, reduce_op=divides, all_reduce_op=op)
         total = float(shard_size * num_replicas) if factor is None else factor
         before = 1.0

@@ -7,7 +7,7 @@ from typing import Any, Never
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shoal import _torch
+from shoal._torch import composable
 from shoal.errors import InvariantError, MeshError
 from shoal.mesh import (
     DataParallelMeshDims,
@@ -61,13 +61,13 @@ def replicate(
         reshard_after_forward=False,
     )
     for one in modules:
-        _torch.register_composable(one, "replicate", torch_state(one))
+        composable.register_composable(one, "replicate", torch_state(one))
         become(one, ReplicateModule, "Replicate", COPY_REFUSAL)
     return module
 
 
 def _check_not_sharded(module: object) -> None:
-    if isinstance(module, nn.Module) and _torch.is_fully_sharded(module):
+    if isinstance(module, nn.Module) and composable.is_fully_sharded(module):
         raise InvariantError(
             "Cannot apply `replicate()` on a Module already managed by `fully_shard`; use one of "
             "the two"

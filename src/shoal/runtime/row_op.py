@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import kernels
 
 NAMESPACE = "shoal"
 _SCHEMA = "lay_in_row(Tensor[] parts, ScalarType dtype) -> Tensor"
@@ -37,7 +37,7 @@ def define() -> torch.library.Library:
 def _lay_in_row(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     row = _row_for(parts, dtype)
     targets = row.split_with_sizes([part.numel() for part in parts])
-    _torch.foreach_copy(list(targets), [part.reshape(-1) for part in parts])
+    kernels.foreach_copy(list(targets), [part.reshape(-1) for part in parts])
     return row
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from shoal import _torch
+from shoal._torch import kernels
 from shoal.comm import observer
 from shoal.comm.transport import Pending, Transport
 from shoal.layout.even import EvenPacking
@@ -171,13 +171,13 @@ class Rows:
             if rows.is_complex():
                 tensors = [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
             if self.shard_numel:
-                _torch.chunk_into_columns(tensors, unit.size, _real(rows).view(unit.size, -1))
+                kernels.chunk_into_columns(tensors, unit.size, _real(rows).view(unit.size, -1))
             return
         everything = self._targets_in(rows)
         if self._is_all_zero_copy and len(grads) == len(everything):
             # Not in the order of the gradients: those kept from earlier backwards come last.
             sources = [grads[index] for index in range(len(everything))]
-            _torch.foreach_copy([target for (target,) in everything], sources)
+            kernels.foreach_copy([target for (target,) in everything], sources)
             return
         into: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
@@ -194,7 +194,7 @@ class Rows:
                 flat = grad.reshape(-1)
                 sources.extend(s.of_full(flat) for s in self._packing.stripes(index))
         if into:
-            _torch.foreach_copy(into, sources)
+            kernels.foreach_copy(into, sources)
 
     def _targets_in(self, rows: torch.Tensor) -> list[list[torch.Tensor]]:
         """Where each gradient goes; remembered for memory that is used again."""
@@ -379,7 +379,7 @@ class Rows:
         pieces = (
             output.split_with_sizes(widths)
             if examples is None
-            else _torch.unflatten(output, examples)
+            else kernels.unflatten(output, examples)
         )
         return [(index, pieces[at]) for index, at in wanted]
 

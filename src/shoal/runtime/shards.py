@@ -14,7 +14,7 @@ from operator import attrgetter, is_
 import torch
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import storage
 from shoal.errors import InvariantError, UsageError
 from shoal.layout import Packing, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
@@ -183,7 +183,7 @@ class Shards:
         """This rank's local tensors: memory of the buffer, but each a tensor of its own."""
         views = shard_views(self.packing, self._rank, self.buffer)
         return [
-            _torch.alias(view.reshape(-1).view(torch.uint8)).view(view.dtype).view(view.shape)
+            storage.alias(view.reshape(-1).view(torch.uint8)).view(view.dtype).view(view.shape)
             for view in views
         ]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from shoal import _torch
+from shoal._torch import cuda
 
 
 class Lane:
@@ -20,17 +20,17 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device, priority=-1)
-        self._make_current = _torch.maker_of_current(self._stream)
+        self._make_current = cuda.maker_of_current(self._stream)
         self._start = torch.cuda.Event()
-        self._compute: _torch.StreamInUse | None = None
+        self._compute: cuda.StreamInUse | None = None
         self._events: list[torch.cuda.Event] = []
 
     def __enter__(self) -> Lane:
         """Work here, after what compute was given so far."""
-        self._compute = compute = _torch.stream_in_use(self._index)
+        self._compute = compute = cuda.stream_in_use(self._index)
         # One event serves all: a wait is for what was recorded when it was queued.
-        _torch.record_event(self._start, compute.stream)
-        _torch.wait_event(self._start, self._stream)
+        cuda.record_event(self._start, compute.stream)
+        cuda.wait_event(self._start, self._stream)
         self._make_current()
         return self
 
@@ -41,7 +41,7 @@ class Lane:
     def mark(self) -> torch.cuda.Event:
         """Marks all that the lane was given so far; hand it to `join`."""
         event = self._events.pop() if self._events else torch.cuda.Event()
-        _torch.record_event(event, self._stream)
+        cuda.record_event(event, self._stream)
         return event
 
     def wait_for(self, event: torch.Event) -> None:
@@ -50,7 +50,7 @@ class Lane:
 
     def join(self, mark: torch.cuda.Event) -> None:
         """Let the current stream wait for a mark."""
-        _torch.wait_event(mark, _torch.stream_in_use(self._index).stream)
+        cuda.wait_event(mark, cuda.stream_in_use(self._index).stream)
         self._events.append(mark)
 
 

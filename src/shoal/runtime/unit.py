@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeAlias
 import torch
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import autograd
 from shoal.comm.transport import Transport
 from shoal.errors import InvariantError
 from shoal.layout import Layout
@@ -333,7 +333,7 @@ class Unit:
         if self.post is not None and self.post.is_active:
             self._wait = self.post.launch().wait
             return
-        if _torch.inside_backward():
+        if autograd.inside_backward():
             self.gathered_version = self.version_in_backward
         else:
             self.follow()
@@ -371,7 +371,7 @@ class Unit:
             self.post.restore(self.full)
         else:
             self.full.finish()
-        if not _torch.inside_backward():
+        if not autograd.inside_backward():
             self.follow_requires_grad()
         self.register_full()
 
@@ -398,7 +398,7 @@ class Unit:
         if self._rests:
             self._rests = False
             self.full.wake()
-        if not _torch.inside_backward():
+        if not autograd.inside_backward():
             self.follow_requires_grad()
 
     def free_full(self) -> None:
@@ -568,7 +568,7 @@ class Unit:
         return any(
             member.dtype is not dtype
             or member.sharded.grad is not None
-            or _torch.grad_hooks(member.sharded)
+            or autograd.grad_hooks(member.sharded)
             for member in members
         )
 
@@ -576,7 +576,8 @@ class Unit:
         """Whether nobody waits for gradients of this dtype, and no memory is gained by them."""
         members = self.shards.members
         return members[0].dtype is dtype and not (
-            any(map(_torch.grad_hooks, self.shards.sharded)) or members[0].sharded.grad is not None
+            any(map(autograd.grad_hooks, self.shards.sharded))
+            or members[0].sharded.grad is not None
         )
 
     def take_reduced(self, indices: Sequence[int], output: torch.Tensor, cuts: Cuts) -> None:
@@ -606,8 +607,8 @@ class Unit:
             sharded.grad = member.form.grad(sharded, grad)
         else:
             self._accumulate(member, held, grad)
-        if _torch.grad_hooks(sharded):
-            _torch.run_grad_hooks(sharded)
+        if autograd.grad_hooks(sharded):
+            autograd.run_grad_hooks(sharded)
 
     def _accumulate(self, member: Member, held: torch.Tensor, grad: torch.Tensor) -> None:
         local = member.form.local_of(held)

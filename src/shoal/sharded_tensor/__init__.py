@@ -4,10 +4,8 @@ Beside them stand those of `torch.distributed._shard` and its `api`, `sharder` a
 how parameters of modules become sharded tensors.
 """
 
-from shoal._torch import (
-    LocalShard as Shard,
-)
-from shoal._torch import (
+from shoal._torch.sharded import LocalShard as Shard
+from shoal._torch.sharded import (
     ShardedTensorMetadata,
     Sharder,
     ShardingPlan,

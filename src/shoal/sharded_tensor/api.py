@@ -1,14 +1,14 @@
 """The names of the `api` modules of `torch.distributed._shard` and of its `sharded_tensor`."""
 
-from shoal._torch import LocalShard as Shard
-from shoal._torch import (
+from shoal._torch.sharded import LocalShard as Shard
+from shoal._torch.sharded import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
     load_with_process_group,
 )
-from shoal._torch import empty_like_properties as _create_tensor_from_params
-from shoal._torch import group_to_load_into as _get_current_process_group
+from shoal._torch.sharded import empty_like_properties as _create_tensor_from_params
+from shoal._torch.sharded import group_to_load_into as _get_current_process_group
 from shoal.tensor.assembly import init_from_local_shards
 from shoal.tensor.base import ShardedTensorBase
 from shoal.tensor.module import collect_local_shard as _collect_local_shard

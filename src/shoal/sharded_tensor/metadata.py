@@ -1,6 +1,6 @@
 """The names of `torch.distributed._shard.sharded_tensor.metadata`: torch's own classes."""
 
-from shoal._torch import (
+from shoal._torch.sharded import (
     MEM_FORMAT_ENCODING,
     ShardedTensorMetadata,
     ShardMetadata,

@@ -1,6 +1,6 @@
 """The names of `torch.distributed._shard.sharded_tensor.shard`: torch's own class."""
 
-from shoal._torch import LocalShard as Shard
-from shoal._torch import ShardMetadata
+from shoal._torch.sharded import LocalShard as Shard
+from shoal._torch.sharded import ShardMetadata
 
 __all__ = ["Shard", "ShardMetadata"]

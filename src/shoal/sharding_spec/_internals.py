@@ -1,6 +1,6 @@
 """The names of `torch.distributed._shard.sharding_spec._internals`: torch's own arithmetic."""
 
-from shoal._torch import (
+from shoal._torch.sharded import (
     check_tensor,
     get_chunk_sharding_params,
     get_chunked_dim_size,

@@ -1,6 +1,6 @@
 """The names of `torch.distributed._shard.sharding_spec.api`."""
 
-from shoal._torch import (
+from shoal._torch.sharded import (
     DevicePlacementSpec,
     EnumerableShardingSpec,
     PlacementSpec,

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
-from shoal._torch import LocalShard, ShardedTensorMetadata, TensorProperties
+from shoal._torch import sharded
+from shoal._torch.sharded import LocalShard, ShardedTensorMetadata, TensorProperties
 
 Said: TypeAlias = ShardedTensorMetadata | str | None
 """What a rank brings: shards, why they cannot be right, or none."""
@@ -110,7 +110,7 @@ def _own_metadata(
 def _check_shard(shard: LocalShard, group: ProcessGroup) -> None:
     """Raise unless a shard is contiguous, and lies where its metadata say."""
     tensor, metadata, here = shard.tensor, shard.metadata, dist.get_rank()
-    rank, device = _torch.parse_remote_device(group, metadata.placement)
+    rank, device = sharded.parse_remote_device(group, metadata.placement)
     if tensor.layout != torch.strided:
         raise ValueError(
             f"Only torch.strided layout is currently supported, but found {tensor.layout} on "

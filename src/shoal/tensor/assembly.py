@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
-from shoal._torch import LocalShard, ShardedTensorMetadata, ShardingSpec, TensorProperties
+from shoal._torch import sharded
+from shoal._torch.sharded import LocalShard, ShardedTensorMetadata, ShardingSpec, TensorProperties
 from shoal.tensor import remote
 from shoal.tensor.agreement import agreed_metadata
 from shoal.tensor.creation import group_or_default, shape_of
@@ -150,7 +150,7 @@ def _assembled(
 def _stack(metadata: ShardedTensorMetadata, group: ProcessGroup) -> None:
     """Let shards be rows one after another, whatever offsets they claim."""
     shards = metadata.shards_metadata
-    ranks = [_torch.parse_remote_device(group, shard.placement)[0] for shard in shards]
+    ranks = [sharded.parse_remote_device(group, shard.placement)[0] for shard in shards]
     if ranks != dist.get_process_group_ranks(group):
         raise AssertionError(
             "sizes of None need one shard on every rank of the group, got shards on ranks "

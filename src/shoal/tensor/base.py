@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 from torch import Tensor
 
-from shoal import _torch
-from shoal._torch import LocalShard, ShardedTensorMetadata, ShardingSpec, TensorProperties
+from shoal._torch import subclasses
+from shoal._torch.sharded import LocalShard, ShardedTensorMetadata, ShardingSpec, TensorProperties
 from shoal.layout.region import Region
 from shoal.tensor.own_shard import OwnShard
 from shoal.tensor.placement import Placement
@@ -36,7 +36,7 @@ class ShardedTensorBase(Tensor):
     placement: Placement
     _several: tuple[Tensor, ...]
 
-    __torch_function__ = _torch.no_torch_function
+    __torch_function__ = subclasses.no_torch_function
 
     @property
     def locals(self) -> tuple[Tensor, ...]:

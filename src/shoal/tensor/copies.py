@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.tensor.refusal import differently_cut, unsupported
 from shoal.tensor.sharded import Handler, Op, ShardedTensor, like_each
 
@@ -66,7 +66,7 @@ def _made_like(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Sharded
         if kwargs.get("pin_memory") is False:
             # What torch says of its own accord, and then takes 0.7 µs for each shard to read.
             del kwargs["pin_memory"]
-    run = _torch.straight(op)
+    run = operators.straight(op)
     return like_each(example, [run(local, *rest, **kwargs) for local in example.locals])
 
 

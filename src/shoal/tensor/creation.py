@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal._torch import ShardingSpec
+from shoal._torch.sharded import ShardingSpec
 from shoal.tensor import remote
 from shoal.tensor.listed import Listed
 from shoal.tensor.placement import Placement

@@ -16,8 +16,8 @@ from typing import Any, TypeAlias
 
 from torch.nn import functional
 
-from shoal import _torch
-from shoal._torch import ShardingSpec
+from shoal._torch import subclasses, trees
+from shoal._torch.sharded import ShardingSpec
 from shoal.tensor.embedding import embedding, embedding_bag
 from shoal.tensor.linear import linear
 from shoal.tensor.mixed import has_dtensors, run_together
@@ -88,9 +88,9 @@ def _torch_function(
         return run_together(func, types, args, kwargs or {})
     if func not in _replaced:
         if kwargs is None:
-            return _torch.no_torch_function(func, types, args)
-        return _torch.no_torch_function(func, types, args, kwargs)
-    tensors = [t for t in _torch.tree_leaves((args, kwargs)) if isinstance(t, ShardedTensor)]
+            return subclasses.no_torch_function(func, types, args)
+        return subclasses.no_torch_function(func, types, args, kwargs)
+    tensors = [t for t in trees.tree_leaves((args, kwargs)) if isinstance(t, ShardedTensor)]
     first = tensors[0]
     group = first.placement.group
     if any(tensor.placement.group is not group for tensor in tensors):
@@ -103,7 +103,7 @@ def _torch_function(
         return replacement(types, args, kwargs, group)
     if first.placement.shards_stand_alone and func in _of_weights:
         return _of_weights[func](*args, **(kwargs or {}))
-    return _torch.no_torch_function(func, types, args, kwargs or {})
+    return subclasses.no_torch_function(func, types, args, kwargs or {})
 
 
 def _replacement(func: Function, tensor: ShardedTensor) -> Replacement | None:

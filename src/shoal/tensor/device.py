@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shoal._torch import ShardMetadata
+from shoal._torch.sharded import ShardMetadata
 
 if TYPE_CHECKING:
     from shoal.tensor.placement import Placement

@@ -24,8 +24,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as MeshPlacement
 
-from shoal import _torch
-from shoal._torch import RemoteDevice, ShardMetadata
+from shoal._torch import distributed_tensor
+from shoal._torch.sharded import RemoteDevice, ShardMetadata
 from shoal.errors import MeshError, UsageError
 from shoal.layout.chunk import chunk_region
 from shoal.layout.listing import Listing
@@ -64,7 +64,7 @@ def from_dtensor(dtensor: DTensor, process_group: ProcessGroup | None = None) ->
         replica=_replica(dtensor.device_mesh, where, ranks),
     )
     records = torch.is_grad_enabled() and dtensor.requires_grad
-    local = dtensor.to_local() if records else _torch.local_tensor(dtensor)
+    local = dtensor.to_local() if records else distributed_tensor.local_tensor(dtensor)
     if not placement.regions:
         local = local.reshape(-1)[:0].view(placement.local_shapes[0])
     made = ShardedTensor.of(local.contiguous(), placement)
@@ -94,10 +94,10 @@ def to_dtensor(
         device = shared_device(tensor.device, source)
         local = torch.empty(own.sizes, dtype=tensor.dtype, device=device)
         bring(tensor, Listing(enumerate(wanted)), local, reason="a conversion to DTensor")
-    spec = _torch.dtensor_spec(
+    spec = distributed_tensor.dtensor_spec(
         mesh, [_normal(p, tensor) for p in placements], tensor.shape, tensor.stride(), tensor.dtype
     )
-    made = _torch.dtensor(local, spec)
+    made = distributed_tensor.dtensor(local, spec)
     records = torch.is_grad_enabled() and tensor.requires_grad
     return _ToDTensor.apply(tensor, [made]) if records else made
 

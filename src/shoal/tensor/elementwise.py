@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.tensor.refusal import check_plain, differently_cut, refuse, unsupported
 from shoal.tensor.sharded import Handler, Op, ShardedTensor, like, like_each
 
@@ -20,16 +20,16 @@ def is_elementwise(op: Op) -> bool:
         return False
     if torch.Tag.pointwise in op.tags:
         return True
-    twin = _torch.aten_overload(f"{packet.removesuffix('_')}.{overload}")
+    twin = operators.aten_overload(f"{packet.removesuffix('_')}.{overload}")
     return twin is not None and twin is not op and is_elementwise(twin)
 
 
 def handler(op: Op) -> Handler:
     """Make the handler of one element-wise operation."""
-    mutated = _torch.mutated_arguments(op)
-    if len(mutated) > 1 or _torch.num_returns(op) != 1:
+    mutated = operators.mutated_arguments(op)
+    if len(mutated) > 1 or operators.num_returns(op) != 1:
         return refuse
-    run = _torch.straight(op)
+    run = operators.straight(op)
     if not mutated:
         return _functional(run)
     return _into_out(run) if mutated == ("out",) else _in_place(run)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from shoal._torch import TorchShardedTensor
+from shoal._torch.sharded import TorchShardedTensor
 
 
 def state_dict_hook(

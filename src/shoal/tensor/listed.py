@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
-from shoal._torch import ShardingSpec, ShardMetadata, TensorProperties
+from shoal._torch import sharded
+from shoal._torch.sharded import ShardingSpec, ShardMetadata, TensorProperties
 from shoal.layout.listing import Listing
 from shoal.layout.region import Region
 from shoal.tensor.device import device_beside
@@ -84,7 +84,7 @@ class Listed(Placement):
     ) -> Self:
         """List the shards into which a spec cuts a tensor; raises if it cannot."""
         shards = spec.build_metadata(torch.Size(shape), TensorProperties()).shards_metadata
-        if not isinstance(spec, (_torch.ChunkShardingSpec, _torch.EnumerableShardingSpec)):
+        if not isinstance(spec, (sharded.ChunkShardingSpec, sharded.EnumerableShardingSpec)):
             check_shards(shards, shape)
         return cls(
             listed=tuple(shards),
@@ -116,7 +116,7 @@ class Listed(Placement):
     def shards(self, device: torch.device) -> list[ShardMetadata]:
         """See `Placement.shards`: in the order in which the spec lists them."""
         spec = self.given_spec
-        if not isinstance(spec, _torch.ChunkShardingSpec):
+        if not isinstance(spec, sharded.ChunkShardingSpec):
             return [*self.listed]
         dim = cast(int, spec.dim)
         return sorted(self.listed, key=lambda shard: shard.shard_offsets[dim])
@@ -163,7 +163,7 @@ class Listed(Placement):
         size = dist.get_world_size(self.group) if self.rank >= 0 else "no group"
         numel = sum(region.numel for region in self.regions)
         spec = type(self.given_spec).__name__
-        if isinstance(self.given_spec, _torch.ChunkShardingSpec):
+        if isinstance(self.given_spec, sharded.ChunkShardingSpec):
             spec += f"(dim={self.given_spec.dim})"
         return f"rank {self.rank} of {size} holding {numel:,} elements of {self.shape} by {spec}"
 
@@ -172,15 +172,15 @@ def check_shards(shards: Sequence[ShardMetadata], shape: Sequence[int]) -> None:
     """Raise ValueError unless the shards cover a tensor, and no element twice."""
     if not shards:
         raise ValueError("shards_metadata must not be empty: list the shards of all ranks")
-    _torch.validate_non_overlapping_shards_metadata([*shards])
-    _torch.check_tensor([*shards], [*shape])
+    sharded.validate_non_overlapping_shards_metadata([*shards])
+    sharded.check_tensor([*shards], [*shape])
 
 
 def listed(group: ProcessGroup, **fields: Any) -> Listed:
     """A placement of the fields that `without_group` gives; raises unless they fit together."""
     shards, shape, spec = fields["listed"], fields["shape"], fields["given_spec"]
     check_shards(shards, shape)
-    if isinstance(spec, _torch.ChunkShardingSpec):
+    if isinstance(spec, sharded.ChunkShardingSpec):
         dim = cast(int, spec.dim)
         if not -len(shape) <= dim < len(shape):
             raise ValueError(f"a tensor of shape {shape} has no dim {dim} to be cut along")
@@ -195,7 +195,7 @@ def _if_any(region: Region) -> tuple[Region, ...]:
     return (region,) if region.numel else ()
 
 
-def _place(shard: ShardMetadata) -> _torch.RemoteDevice:
+def _place(shard: ShardMetadata) -> sharded.RemoteDevice:
     if shard.placement is None:
         raise ValueError(
             f"remote device is None for {shard}: give the shard a placement such as 'rank:0/cpu'"
@@ -209,7 +209,7 @@ def _torch_rank(shard: ShardMetadata) -> int:
 
 
 def _rank_in(group: ProcessGroup, shard: ShardMetadata) -> int:
-    rank, _ = _torch.parse_remote_device(group, _place(shard))
+    rank, _ = sharded.parse_remote_device(group, _place(shard))
     if rank is None:
         raise ValueError(
             f"the placement of {shard} names no rank: expected 'rank:<rank>/<device>', or "
@@ -231,5 +231,5 @@ def _on_device(shard: ShardMetadata, device: torch.device, *, exactly: bool) -> 
     if present == device if exactly else present.type == device.type:
         return shard
     moved = deepcopy(shard)
-    moved.placement = _torch.on_device(_place(shard), device)
+    moved.placement = sharded.on_device(_place(shard), device)
     return moved

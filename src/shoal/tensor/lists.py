@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import distributed_tensor, operators
 from shoal.tensor.copies import copy_into
 from shoal.tensor.mixed import check_column, dtensor_like
 from shoal.tensor.refusal import check_plain, differently_cut
@@ -89,7 +89,7 @@ def _fused(num_lists: int) -> Handler:
         counts = args[num_lists:]
         if len(local_args[0]) > len(examples):
             counts = tuple(_repeated(each, _counts(examples)) for each in counts)
-        _torch.binding(op)(*local_args, *counts, **kwargs)
+        operators.binding(op)(*local_args, *counts, **kwargs)
 
     return step
 
@@ -155,7 +155,9 @@ def _repeated(arg: Any, counts: Sequence[int]) -> Any:
         if isinstance(each, ShardedTensor):
             repeated += each.locals
         else:
-            repeated += [_torch.local_tensor(each) if isinstance(each, DTensor) else each] * count
+            repeated += [
+                distributed_tensor.local_tensor(each) if isinstance(each, DTensor) else each
+            ] * count
     return repeated
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shoal import _torch
+from shoal._torch import distributed_tensor, subclasses, trees
 from shoal.errors import UsageError
 from shoal.tensor.refusal import unsupported
 from shoal.tensor.sharded import Op, ShardedTensor
@@ -35,18 +35,18 @@ def run_together(
 ) -> Any:
     """Call a function of torch that was given DTensors and ShardedTensors."""
     with _Together():
-        return _torch.no_torch_function(
+        return subclasses.no_torch_function(
             function, types, [*map(_number, args)], {k: _number(v) for k, v in kwargs.items()}
         )
 
 
-class _Together(_torch.TorchDispatchMode):
+class _Together(subclasses.TorchDispatchMode):
     """Sends operations to ShardedTensor's handlers, whichever tensor comes first."""
 
     def __torch_dispatch__(
         self, func: Op, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        leaves = _torch.tree_leaves((args, kwargs))
+        leaves = trees.tree_leaves((args, kwargs))
         if any(isinstance(leaf, ShardedTensor) for leaf in leaves):
             return ShardedTensor.__torch_dispatch__(func, types, args, kwargs)
         return func(*args, **(kwargs or {}))
@@ -69,7 +69,7 @@ def check_column(op: Op, column: Sequence[Tensor]) -> Tensor:
         )
     for tensor in column:
         is_alike = (
-            _torch.place_getter(tensor) == _torch.place_getter(example)
+            distributed_tensor.place_getter(tensor) == distributed_tensor.place_getter(example)
             if isinstance(tensor, DTensor)
             else tensor.dim() == 0
         )
@@ -88,12 +88,12 @@ def _described(tensor: Tensor) -> str:
 
 def dtensor_like(example: DTensor, local: Tensor) -> DTensor:
     """Wrap a local tensor of the right shape as another DTensor is wrapped."""
-    spec = _torch.spec_of(example)
+    spec = distributed_tensor.spec_of(example)
     if local.dtype is not example.dtype:
-        spec = _torch.dtensor_spec(
+        spec = distributed_tensor.dtensor_spec(
             spec.mesh, spec.placements, example.shape, example.stride(), local.dtype
         )
-    return _torch.dtensor(local, spec)
+    return distributed_tensor.dtensor(local, spec)
 
 
 def without_partial(tensor: Tensor) -> Tensor:

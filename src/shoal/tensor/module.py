@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
-from shoal._torch import Sharder, ShardingPlan, ShardingSpec
+from shoal._torch import sharded as torch_sharded
+from shoal._torch.sharded import Sharder, ShardingPlan, ShardingSpec
 from shoal.tensor.agreement import exchange
 from shoal.tensor.creation import group_or_default
 from shoal.tensor.sharded import ShardedTensor
@@ -121,7 +121,7 @@ def collect_local_shard(module: nn.Module) -> nn.Module:
         if not isinstance(output, ShardedTensor):
             return output
         local, spec = output.local_tensor(), output.sharding_spec()
-        if isinstance(spec, _torch.ChunkShardingSpec) and isinstance(spec.dim, int):
+        if isinstance(spec, torch_sharded.ChunkShardingSpec) and isinstance(spec.dim, int):
             return local.squeeze(spec.dim)
         return local
 

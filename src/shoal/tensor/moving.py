@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.tensor import remote
 from shoal.tensor.placement import Placement
 from shoal.tensor.sharded import ShardedTensor, relaid
@@ -22,7 +22,7 @@ def to(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
     group = kwargs.pop("process_group", None)
     copy = kwargs.pop("copy", False)
     try:
-        device, dtype, non_blocking, memory_format = _torch.parsed_to(*args, **kwargs)
+        device, dtype, non_blocking, memory_format = operators.parsed_to(*args, **kwargs)
     except TypeError as error:
         raise RuntimeError(
             f"ShardedTensor.to() have wrong arguments: {args}, {kwargs}: {error}"

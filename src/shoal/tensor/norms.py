@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import distributed_tensor, kernels, operators
 from shoal.tensor.mixed import without_partial
 from shoal.tensor.reductions import check_no_gradient, holders_of, shape_over_all_dims
 from shoal.tensor.sharded import Handler, Op, ShardedTensor
@@ -28,7 +28,7 @@ _Groups: TypeAlias = tuple[ProcessGroup, ...]
 
 
 def _norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    given = _torch.bind(op, args, kwargs)
+    given = operators.bind(op, args, kwargs)
     tensor = given["self"]
     check_no_gradient(op, tensor)
     shape = shape_over_all_dims(op, given)
@@ -39,7 +39,7 @@ def _norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 def _foreach_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Serve a list, in which plain tensors and DTensors may be too."""
-    given = _torch.bind(op, args, kwargs)
+    given = operators.bind(op, args, kwargs)
     for tensor in given["self"]:
         check_no_gradient(op, tensor)
     return _norms([*map(without_partial, given["self"])], given["ord"], given["dtype"])
@@ -50,7 +50,9 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
     order = float(order)
     local_dtype = dtype or _local_dtype(tensors)
     try:
-        norms = _torch.foreach_norm([_own(tensor, order) for tensor in tensors], order, local_dtype)
+        norms = kernels.foreach_norm(
+            [_own(tensor, order) for tensor in tensors], order, local_dtype
+        )
     except AttributeError:
         # There is no `local` where a rank has several shards.
         norms = [_own_norm(tensor, order, local_dtype) for tensor in tensors]
@@ -81,7 +83,7 @@ def _own(tensor: Tensor, order: float) -> Tensor:
     if isinstance(tensor, ShardedTensor):
         local = tensor.local
     elif isinstance(tensor, DTensor):
-        local = _torch.local_tensor(tensor)
+        local = distributed_tensor.local_tensor(tensor)
     if local.numel() > 0 or tensor.numel() == 0:
         return local
     return local.new_full((1,), _nothing(order))
@@ -93,7 +95,7 @@ def _own_norm(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor
     held = [local for local in held if local.numel() > 0 or tensor.numel() == 0]
     if not held:
         return torch.full((), _nothing(order), dtype=dtype or tensor.dtype, device=tensor.device)
-    norms = torch.stack(_torch.foreach_norm(held, order, dtype))
+    norms = torch.stack(kernels.foreach_norm(held, order, dtype))
     # How many elements are not zero adds up; any other norm is the norm of norms.
     return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from torch import Tensor
 
-from shoal._torch import LocalShard, ShardMetadata
+from shoal._torch.sharded import LocalShard, ShardMetadata
 
 if TYPE_CHECKING:
     from shoal.tensor.base import ShardedTensorBase

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shoal._torch import RemoteDevice, ShardingSpec, ShardMetadata
+from shoal._torch.sharded import RemoteDevice, ShardingSpec, ShardMetadata
 from shoal.errors import MeshError, UsageError
 from shoal.layout.packing import Packing
 from shoal.layout.piece import Piece

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch.distributed import ProcessGroup
 
-from shoal._torch import ShardingSpec, ShardMetadata
+from shoal._torch.sharded import ShardingSpec, ShardMetadata
 from shoal.layout.region import Region
 from shoal.tensor.placement import Placement
 from shoal.tensor.sharded import Handler, Op, ShardedTensor

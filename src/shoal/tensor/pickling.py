@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
+from shoal._torch import sharded
 from shoal.errors import UsageError
 from shoal.layout.even import EvenPacking
 from shoal.layout.ragged import RaggedPacking, Run
@@ -85,7 +85,7 @@ def rebuilt(saved: dict[str, Any]) -> ShardedTensor:
             "Need to initialize default process group using init_process_group before loading "
             "ShardedTensor"
         )
-    group = _torch.group_to_load_into()
+    group = sharded.group_to_load_into()
     GroupState(**saved["group"]).check(GroupState.of(group))
     kind, values = saved["placement"]
     placement = _PLACEMENTS[kind](group, **{name: _from_plain(value) for name, value in values})
@@ -107,9 +107,9 @@ _PACKINGS = (EvenPacking, RaggedPacking, WholePacking)
 _VALUES = (
     ParamSpec,
     Run,
-    _torch.ShardMetadata,
-    _torch.ChunkShardingSpec,
-    _torch.EnumerableShardingSpec,
+    sharded.ShardMetadata,
+    sharded.ChunkShardingSpec,
+    sharded.EnumerableShardingSpec,
     spec.ChunkShardingSpec,
 )
 """What placements consist of: values that check themselves when they are made."""
@@ -121,7 +121,7 @@ def _plain(value: Any) -> Any:
         return tuple(map(_plain, value))
     if isinstance(value, list):
         return "<list>", (("items", tuple(map(_plain, value))),)
-    if isinstance(value, _torch.RemoteDevice):
+    if isinstance(value, sharded.RemoteDevice):
         return "<device>", (("remote_device", str(value)),)
     if type(value) in _PACKINGS:
         return _plain_packing(value)
@@ -157,7 +157,7 @@ _MAKERS: dict[str, Callable[[Any], Any]] = {
     **{_tag(kind): _maker(kind) for kind in _VALUES},
     **{_tag(kind): lru_cache(maxsize=8)(_maker(kind)) for kind in _PACKINGS},
     "<list>": _maker(lambda items: list(items)),
-    "<device>": _maker(_torch.RemoteDevice),
+    "<device>": _maker(sharded.RemoteDevice),
 }
 
 torch.serialization.add_safe_globals([rebuilt])

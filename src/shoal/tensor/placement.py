@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch.distributed import ProcessGroup
 
-from shoal._torch import ShardingSpec, ShardMetadata
+from shoal._torch.sharded import ShardingSpec, ShardMetadata
 from shoal.layout.region import Region
 
 

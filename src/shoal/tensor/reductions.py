@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.comm.transport import Transport
 from shoal.tensor.lists import unwrap_lists
 from shoal.tensor.mixed import sharding_axes
@@ -136,7 +136,7 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _prepared(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], ShardedTensor, tuple[int, ...]]:
-    given = _torch.bind(op, args, kwargs)
+    given = operators.bind(op, args, kwargs)
     tensor = given["self"]
     check_no_gradient(op, tensor)
     return given, tensor, shape_over_all_dims(op, given)

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import trees
 from shoal.errors import UsageError
 from shoal.tensor.sharded import Op, ShardedTensor
 
@@ -30,7 +30,7 @@ def unsupported(op: Op, reason: str, *operands: Any) -> NotImplementedError:
 
     The first ShardedTensor of the operands says how it is cut.
     """
-    sharded = [o for o in _torch.tree_leaves(operands) if isinstance(o, ShardedTensor)]
+    sharded = [o for o in trees.tree_leaves(operands) if isinstance(o, ShardedTensor)]
     layout = f", for a tensor of {sharded[0].placement}" if sharded else ""
     name = next((n for n in (vars(one).get("_shoal_name") for one in sharded) if n), None)
     hint = "" if name is None else _OUTSIDE.format(name)

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import rpc
 
-from shoal import _torch
-from shoal._torch import LocalShard
+from shoal._torch import groups
+from shoal._torch.sharded import LocalShard
 
 if TYPE_CHECKING:
     from shoal.tensor.sharded import ShardedTensor
@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 def share(tensor: ShardedTensor) -> None:
     """Exchange RRefs to all shards between all RPC workers: they all call it."""
-    if not _torch.rpc_is_running():
+    if not groups.rpc_is_running():
         raise RuntimeError(
             "RPC Framework needs to be initialized using torch.distributed.rpc.init_rpc if "
             "init_rrefs is set to True"
@@ -46,7 +46,7 @@ def share(tensor: ShardedTensor) -> None:
             f"group rank: {dist.get_rank()} and RPC rank: {worker}"
         )
     number = _enter(tensor)
-    numbers = _torch.rpc_gather(number)
+    numbers = groups.rpc_gather(number)
     shards = tensor.local_shards()
     if shards:
         rrefs = [rpc.RRef(shard) for shard in shards]
@@ -57,7 +57,7 @@ def share(tensor: ShardedTensor) -> None:
         ]
         torch.futures.wait_all(sent)
     # Nobody goes on before everybody has everything.
-    _torch.rpc_gather(None)
+    groups.rpc_gather(None)
 
 
 def is_shared(tensor: ShardedTensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal._torch import ShardingSpec
+from shoal._torch.sharded import ShardingSpec
 from shoal.errors import UsageError
 from shoal.tensor.across import common_group, seen_from
 from shoal.tensor.creation import blank

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal._torch import ShardingSpec
+from shoal._torch.sharded import ShardingSpec
 from shoal.layout.listing import Listing
 from shoal.layout.region import Region
 from shoal.tensor.creation import blank, group_or_default

@@ -19,8 +19,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
-from shoal._torch import LocalShard, ShardedTensorMetadata, ShardingSpec
+from shoal._torch import checkpoints, operators, optimizers, sharded, subclasses
+from shoal._torch.sharded import LocalShard, ShardedTensorMetadata, ShardingSpec
 from shoal.errors import UsageError
 from shoal.layout.region import Region
 from shoal.tensor.base import Kind, ShardedTensorBase
@@ -28,10 +28,10 @@ from shoal.tensor.device import preferred_device
 from shoal.tensor.fit import check_locals, described
 from shoal.tensor.placement import Placement
 
-Op: TypeAlias = _torch.OpOverload
+Op: TypeAlias = operators.OpOverload
 Handler: TypeAlias = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
 
-_wrapper = _torch.make_wrapper
+_wrapper = subclasses.make_wrapper
 _strided = torch.strided
 
 
@@ -51,7 +51,7 @@ _KINDS: dict[Kind, Kind] = {}
 """One object for each device and dtype, so that lists of them compare by identity."""
 
 
-class ShardedTensor(ShardedTensorBase, _torch.TorchShardedTensor):  # pyright: ignore
+class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: ignore
     """One tensor over the ranks of a process group.
 
     torch's class is a base for isinstance, which its checkpoints and users' code ask: every method
@@ -220,9 +220,9 @@ class ShardedTensor(ShardedTensorBase, _torch.TorchShardedTensor):  # pyright: i
                 "torch function '__set__' of requires_grad would leave the shards as they are, and "
                 "is not supported for ShardedTensor: use requires_grad_()"
             )
-        _torch.set_requires_grad(self, requires_grad)
+        subclasses.set_requires_grad(self, requires_grad)
 
-    requires_grad = property(_torch.get_requires_grad, _set_requires_grad)
+    requires_grad = property(subclasses.get_requires_grad, _set_requires_grad)
 
     @property
     def data(self) -> ShardedTensor:
@@ -241,7 +241,7 @@ class ShardedTensor(ShardedTensorBase, _torch.TorchShardedTensor):  # pyright: i
 
     def adopt(self, other: ShardedTensor) -> None:
         """Become another tensor of the same shape: its local tensors, and where they lie."""
-        _torch.set_data(self, other)
+        subclasses.set_data(self, other)
         _hold(self, other.locals)
         self.kind, self.placement = other.kind, other.placement
 
@@ -415,9 +415,9 @@ def _introduce() -> None:
     from shoal.tensor.steps import grouped
 
     # Without it, optimizers and clipping would take tensors one by one on CUDA.
-    _torch.offer_foreach(ShardedTensor)
-    _torch.group_for_optimizers(grouped)
-    _torch.serve_state_dicts(ShardedTensor, gathered, filled)
+    optimizers.offer_foreach(ShardedTensor)
+    optimizers.group_for_optimizers(grouped)
+    checkpoints.serve_state_dicts(ShardedTensor, gathered, filled)
 
 
 @functools.cache

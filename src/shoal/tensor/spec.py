@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
-from shoal._torch import ShardingSpec, ShardMetadata
+from shoal._torch import sharded
+from shoal._torch.sharded import ShardingSpec, ShardMetadata
 
 if TYPE_CHECKING:
     from shoal.tensor.sharded import ShardedTensor
 
 
-class ChunkShardingSpec(_torch.ChunkShardingSpec):
+class ChunkShardingSpec(sharded.ChunkShardingSpec):
     """A dim cut into as many equal chunks as there are placements, as `torch.chunk` cuts it."""
 
     def shard(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -31,18 +31,18 @@ class ChunkShardingSpec(_torch.ChunkShardingSpec):
 
     def __eq__(self, other: object) -> bool:
         # The class that torch makes says the same.
-        if not isinstance(other, _torch.ChunkShardingSpec):
+        if not isinstance(other, sharded.ChunkShardingSpec):
             return NotImplemented
         return self.dim == other.dim and self.placements == other.placements
 
 
 def spec_of(shards: list[ShardMetadata]) -> ShardingSpec:
     """The spec that would cut a tensor into such shards: chunks if they are equal, else a list."""
-    return own_spec(_torch.inferred_spec(shards))
+    return own_spec(sharded.inferred_spec(shards))
 
 
 def own_spec(spec: ShardingSpec) -> ShardingSpec:
     """The same spec of a class whose `shard` gives our tensor."""
-    if type(spec) is _torch.ChunkShardingSpec:
+    if type(spec) is sharded.ChunkShardingSpec:
         return ChunkShardingSpec(spec.dim, [*spec.placements])
     return spec

@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import distributed_tensor
 from shoal.tensor.sharded import Kind, ShardedTensor
 
 Lists: TypeAlias = list[list[Any]]
@@ -87,8 +87,8 @@ def _grouped_by_class(lists: Lists) -> Groups | None:
 def _local_and_place(tensor: Any) -> tuple[Any, object]:
     """A tensor's local one, and what its gradient and its state must have in common with it."""
     if isinstance(tensor, DTensor):
-        local = _torch.local_tensor(tensor)
-        return local, (local.dtype, _torch.place_getter(tensor))
+        local = distributed_tensor.local_tensor(tensor)
+        return local, (local.dtype, distributed_tensor.place_getter(tensor))
     if isinstance(tensor, ShardedTensor):
         local = getattr(tensor, "local", None)
         return local, (tensor.dtype, tensor.placement)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
-from shoal import _torch
+from shoal._torch import groups
 from shoal.comm.observer import waiting
 from shoal.errors import ShoalError, UsageError
 from shoal.train import environment
@@ -125,7 +125,7 @@ def join_world(place: Place, device_type: str, *, replicas: int = 1) -> Iterator
 
 
 def _init(backend: str, place: Place, device: torch.device | None) -> None:
-    _torch.run_gloo_in_one_thread()
+    groups.run_gloo_in_one_thread()
     dist.init_process_group(
         backend,
         store=fresh_store(_store(), place.rank, place.world_size),

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal import _torch
+from shoal._torch import groups as torch_groups
 from shoal.comm import observer
 from shoal.errors import RankError, UsageError
 from shoal.watch.diagnosis import diagnose
@@ -79,7 +79,7 @@ class Watchdog:
         self._end = end or _end_process
         self._alike = alike
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
-        self._store = _torch.separate_store()
+        self._store = torch_groups.separate_store()
         self._prefix = f"shoal/watch/{next(_counter)}"
         self._log = CollectiveLog(self._log_of(self._rank))
         world = dist.group.WORLD
@@ -282,7 +282,7 @@ class Watchdog:
     def _account(self) -> Witness:
         waits = self._waits
         groups = {name: group for group, name in self._groups.items()}
-        counts = {name: _torch.num_launched(group) for name, group in groups.items()}
+        counts = {name: torch_groups.num_launched(group) for name, group in groups.items()}
         return Witness(
             rank=self._rank,
             entries=tuple(self._log.entries()),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import distributed_tensor
 from shoal.layout.region import flat_span
 from shoal.runtime.shards import Member
 from shoal.runtime.unit import Unit
@@ -91,8 +91,8 @@ def _add_other(found: dict[Groups, list[torch.Tensor]], parameter: nn.Parameter)
     """Add the gradient of a parameter that `fully_shard`, or nobody, has sharded."""
     groups, grad = (), parameter.grad
     if isinstance(parameter, DTensor):
-        groups = groups_of(_torch.spec_of(parameter))
-        grad = None if grad is None else _torch.local_tensor(grad)
+        groups = groups_of(distributed_tensor.spec_of(parameter))
+        grad = None if grad is None else distributed_tensor.local_tensor(grad)
     held = found.setdefault(groups, [])
     if grad is not None and grad.numel() > 0:
         held.append(grad)

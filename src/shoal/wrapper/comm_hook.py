@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ReduceOp
 
-from shoal import _torch
+from shoal._torch import wrapping
 from shoal.comm import observer
 from shoal.comm.calls import Reduction
 from shoal.comm.pending import Pending
@@ -77,24 +77,24 @@ def _reduce_by(unit: Unit, hook: Hook, state: object) -> None:
 
 def _compress(
     dtype: torch.dtype,
-    state: _torch.default_hooks.LowPrecisionState,
+    state: wrapping.default_hooks.LowPrecisionState,
     grad: torch.Tensor,
     output: torch.Tensor | None = None,
 ) -> None:
     """What torch's compression hooks do, but for their streams, which the CPU has none of."""
     grad.data = grad.data.to(dtype)
     if output is None:
-        _torch.default_hooks.allreduce_hook(state, grad)
+        wrapping.default_hooks.allreduce_hook(state, grad)
         grad.data = grad.data.to(state.parameter_type)
         return
     output.data = output.data.to(dtype)
-    _torch.default_hooks.reduce_scatter_hook(state, grad, output)
+    wrapping.default_hooks.reduce_scatter_hook(state, grad, output)
     output.data = output.data.to(state.parameter_type)
 
 
 _COMPRESSED: dict[Hook, torch.dtype] = {
-    _torch.default_hooks.fp16_compress_hook: torch.float16,
-    _torch.default_hooks.bf16_compress_hook: torch.bfloat16,
+    wrapping.default_hooks.fp16_compress_hook: torch.float16,
+    wrapping.default_hooks.bf16_compress_hook: torch.bfloat16,
 }
 
 

@@ -16,22 +16,22 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from shoal import _torch
+from shoal._torch import distributed_tensor, meshes
 from shoal.mesh import DataParallelMeshInfo
 from shoal.runtime.form import bytes_of
 
-Spec = _torch.DTensorSpec | None
+Spec = distributed_tensor.DTensorSpec | None
 """How a parameter is distributed, if it is."""
 
 
 def spec_of(parameter: torch.Tensor) -> Spec:
     """How a parameter is distributed before a wrapper shards it."""
-    return _torch.spec_of(parameter) if isinstance(parameter, DTensor) else None
+    return distributed_tensor.spec_of(parameter) if isinstance(parameter, DTensor) else None
 
 
 def whole(local: torch.Tensor, spec: Spec) -> torch.Tensor:
     """The tensor whose local part this is."""
-    return local if spec is None else _torch.dtensor(local, spec)
+    return local if spec is None else distributed_tensor.dtensor(local, spec)
 
 
 def view(local: torch.Tensor, spec: Spec) -> torch.Tensor:
@@ -67,7 +67,7 @@ def rows_on_all_axes(value: torch.Tensor, info: DataParallelMeshInfo) -> DTensor
 
     None where the wrapper's mesh is not a part of a larger one. Collective over the other axes.
     """
-    root = _torch.root_mesh(info.mesh)
+    root = meshes.root_mesh(info.mesh)
     if root.ndim == info.mesh.ndim:
         return None
     spec, names = spec_of(value), root.mesh_dim_names or ()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import wrapping
 from shoal.runtime.collect import Found
 from shoal.runtime.form import bytes_of
 from shoal.runtime.full import FreedParameter
@@ -74,7 +74,7 @@ def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembe
         for item in found
     )
     # torch's checkpoints ask this of it.
-    flat._fqns = [m.name.replace(_torch.CHECKPOINT_PREFIX, "") for m in members]  # pyright: ignore
+    flat._fqns = [m.name.replace(wrapping.CHECKPOINT_PREFIX, "") for m in members]  # pyright: ignore
     for item in found:
         blank = _blank(item)
         for home in item.homes:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
-from shoal import _torch
+from shoal._torch import autograd, checkpoints, wrapping
 from shoal.errors import UsageError
 from shoal.layout import Flat, ParamSpec
 from shoal.runtime.collect import Found
@@ -75,7 +75,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         _check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
         _check_kind("mixed_precision", mixed_precision, MixedPrecision)
         _check_kind("device_mesh", device_mesh, DeviceMesh)
-        _torch.serve_wrapper(FullyShardedDataParallel)
+        checkpoints.serve_wrapper(FullyShardedDataParallel)
         _warn_of_containers(module)
         check_unreplicated(module)
         ignored = ignored_of(module, ignored_modules, ignored_states)
@@ -144,7 +144,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                     f"found {name} in\n{module}"
                 )
         ignored = self._ignored_modules, self._ignored_params
-        _torch.auto_wrap(module, policy, *ignored, options, FullyShardedDataParallel)
+        wrapping.auto_wrap(module, policy, *ignored, options, FullyShardedDataParallel)
 
     def _make_unit(self, module: nn.Module, found: Sequence[Found], placing: Placing) -> None:
         _check(found, self._device_mesh)
@@ -242,7 +242,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             state.abort()
             raise
         output = state.leave(self, runs, output)
-        if state.is_root and state.context is not None and not _torch.inside_backward():
+        if state.is_root and state.context is not None and not autograd.inside_backward():
             for unit in state.context.units:
                 if isinstance(unit, WrappedUnit):
                     unit.show_shards()
@@ -289,8 +289,8 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
 
 def _innermost(module: nn.Module | None) -> nn.Module:
     """The module itself, or the one whose activations it recomputes or offloads."""
-    if isinstance(module, _torch.ActivationWrapper):
-        module = getattr(module, _torch.CHECKPOINT_PREFIX.rstrip("."))
+    if isinstance(module, wrapping.ActivationWrapper):
+        module = getattr(module, wrapping.CHECKPOINT_PREFIX.rstrip("."))
     assert isinstance(module, nn.Module)
     return module
 

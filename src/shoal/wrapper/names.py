@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import wrapping
 from shoal.runtime.shards import Home
 from shoal.wrapper.base import WRAPPED, Wrapper
 from shoal.wrapper.distributed import Spec
@@ -19,7 +19,7 @@ PREFIX = f"{WRAPPED}."
 
 def clean(name: str) -> str:
     """A name without the levels that sharding, checkpointing and offloading wrappers add."""
-    return name.replace(PREFIX, "").replace(_torch.CHECKPOINT_PREFIX, "")
+    return name.replace(PREFIX, "").replace(wrapping.CHECKPOINT_PREFIX, "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import composable
 from shoal.comm.transport import Transport
 from shoal.errors import ShardedTwiceError
 from shoal.runtime.collect import Found, collect
@@ -71,7 +71,7 @@ def _current_device() -> torch.device:
 def check_unreplicated(module: nn.Module) -> None:
     """Refuse a module of which `replicate` manages a part."""
     for name, one in module.named_modules():
-        if _torch.replicates(one):
+        if composable.replicates(one):
             raise ShardedTwiceError(
                 f"replicate() manages {name or type(one).__name__!r} already, so it cannot be "
                 "sharded; use one of the two"

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from shoal import _torch
+from shoal._torch import autograd, dynamo
 from shoal.runtime.module_state import ModuleState, context_of, state_of
 from shoal.wrapper.base import Wrapper, wrappers_below
 from shoal.wrapper.eval_precision import follow_modes
@@ -19,7 +19,7 @@ _STEPS = "_shoal_steps_in_backward"
 _HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
 
 
-@_torch.unwrapped_by_dynamo
+@dynamo.unwrapped_by_dynamo
 def ready(wrapper: Wrapper) -> ModuleState:
     """The state of a wrapper that belongs to a model; without one it becomes the root of its own.
 
@@ -33,13 +33,13 @@ def ready(wrapper: Wrapper) -> ModuleState:
     return state
 
 
-@_torch.unwrapped_by_dynamo
+@dynamo.unwrapped_by_dynamo
 def begin(wrapper: Wrapper) -> ModuleState:
     """A wrapper is about to run: see that it can, as the others do and in the right precision."""
     state = ready(wrapper)
     if state.is_root and wrapper._use_full_prec_in_eval:
         follow_modes(wrapper)
-    if _torch.inside_backward():  # a recomputation
+    if autograd.inside_backward():  # a recomputation
         return state
     order, trains = wrapper._order or _share_order(wrapper), wrapper.training
     if state.is_root:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import sharded
 from shoal.layout import Even, Packing, ParamSpec
 from shoal.mesh import HSDPMeshInfo
 from shoal.runtime.form import dtensor_form
@@ -69,16 +69,16 @@ def whole_of(value: Any, device: torch.device) -> Any:
     """
     if isinstance(value, DTensor):
         return cast(DTensor, value.to(device)).full_tensor()
-    if not isinstance(value, _torch.TorchShardedTensor):
+    if not isinstance(value, sharded.TorchShardedTensor):
         return value
     if isinstance(value, ShardedTensor):
         return value.to(device).full_tensor()
     # torch's wrapper names ranks of the group in the placements, where others name global ones.
-    place = _torch.RemoteDevice(f"rank:{dist.get_rank()}/{device}")
+    place = sharded.RemoteDevice(f"rank:{dist.get_rank()}/{device}")
     shards = [
-        _torch.LocalShard(
+        sharded.LocalShard(
             shard.tensor.to(device),
-            _torch.ShardMetadata(shard.metadata.shard_offsets, shard.metadata.shard_sizes, place),
+            sharded.ShardMetadata(shard.metadata.shard_offsets, shard.metadata.shard_sizes, place),
         )
         for shard in value.local_shards()
     ]

@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from shoal import _torch
+from shoal._torch import cuda, meshes, wrapping
 from shoal.errors import UsageError
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
-HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, _torch.HYBRID_SHARD_ZERO2})
+HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, wrapping.HYBRID_SHARD_ZERO2})
 FREES = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
 """Those whose units are freed after forward."""
 
@@ -153,7 +153,7 @@ def _mesh_of(
 
 def _groups_per_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Shard inside a host, replicate between hosts; every rank makes all groups."""
-    per_host = _torch.device_count(device)
+    per_host = cuda.device_count(device)
     world_size = dist.get_world_size()
     if per_host < 1 or world_size % per_host != 0:
         raise UsageError(
@@ -176,7 +176,7 @@ def _mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
     """The mesh of a group; what only looks like a group has nobody to talk to."""
     if isinstance(group, dist.ProcessGroup):
         return DeviceMesh.from_group(group, device.type)
-    return _torch.lone_mesh(device.type)
+    return meshes.lone_mesh(device.type)
 
 
 def _default_group() -> dist.ProcessGroup:

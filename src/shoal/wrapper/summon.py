@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import wrapping
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
 from shoal.runtime.form import bytes_of
 from shoal.runtime.fsdp_module import UnshardHandle
@@ -22,7 +22,7 @@ from shoal.wrapper.base import Wrapper, wrappers_below
 from shoal.wrapper.names import PREFIX
 from shoal.wrapper.plain_form import before_of
 
-_STATES = _torch.TrainingState
+_STATES = wrapping.TrainingState
 _CPU = torch.device("cpu")
 
 
@@ -35,14 +35,14 @@ class Summoning(Wrapper):
         """Whether the modules have whole parameters, of which the engine knows nothing."""
 
     @property
-    def training_state(self) -> _torch.TrainingState:
+    def training_state(self) -> wrapping.TrainingState:
         """What the wrapper is doing, in torch's terms."""
         if self._is_summoned:
             return _STATES.SUMMON_FULL_PARAMS
         computes = self._unit is not None and self._unit.phase in COMPUTING
         return _STATES.FORWARD_BACKWARD if computes else _STATES.IDLE
 
-    def _assert_state(self, state: _torch.TrainingState | list[_torch.TrainingState]) -> None:
+    def _assert_state(self, state: wrapping.TrainingState | list[wrapping.TrainingState]) -> None:
         """Refuse what a wrapper cannot do now; under torch's name, whose own helpers call it."""
         self._clear_broken_backward()
         allowed = state if isinstance(state, list) else [state]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal import _torch
+from shoal._torch import cuda
 from shoal.comm import Transport
 from shoal.comm.link import cycles_per_us
 from shoal.comm.modelled import FREE, Kind, ModelledGroup, Network, init_modelled
@@ -49,7 +49,7 @@ def elapsed_ms(work: Callable[[], object]) -> float:
 
 def test_the_clock_is_calibrated() -> None:
     rate = cycles_per_us(torch.device("cuda", torch.cuda.current_device()))
-    found_ms = elapsed_ms(lambda: _torch.spin(int(20_000 * rate)))
+    found_ms = elapsed_ms(lambda: cuda.spin(int(20_000 * rate)))
     assert found_ms == pytest.approx(20, rel=0.1)
 
 
@@ -159,7 +159,7 @@ def test_groups_do_not_queue_for_a_free_link(init: Init) -> None:
 
     def run() -> None:
         with torch.cuda.stream(late):
-            _torch.spin(int(20_000 * rate))
+            cuda.spin(int(20_000 * rate))
             slow.all_reduce(tensors[0])  # its input is late
         quick.all_reduce(tensors[1]).wait()
 
@@ -207,7 +207,7 @@ def test_kept_gathers_cost_the_stream_nothing(init: Init, in_place: bool) -> Non
     rate = cycles_per_us(torch.device("cuda", torch.cuda.current_device()))
 
     def gather(times: int = 10) -> None:
-        _torch.spin(int(10_000 * rate))  # in which the host launches the rest
+        cuda.spin(int(10_000 * rate))  # in which the host launches the rest
         for _ in range(times):
             transport.all_gather(output, piece).wait()
 
@@ -229,7 +229,7 @@ def test_a_collective_follows_the_stream_it_is_launched_from(init: Init) -> None
     group = init(4)
     rate = cycles_per_us(torch.device("cuda", torch.cuda.current_device()))
     shard, output = torch.zeros(1 << 20, device="cuda"), torch.zeros(1 << 22, device="cuda")
-    _torch.spin(int(20_000 * rate))
+    cuda.spin(int(20_000 * rate))
     shard.fill_(5.0)  # not there for 20 ms
     pending = Transport(group).all_gather(output, shard)
     reader = torch.cuda.Stream()
@@ -250,7 +250,7 @@ def test_a_work_that_is_dropped_keeps_its_tensors(init: Init) -> None:
         torch.cuda.synchronize()
         blocker = torch.cuda.Stream()
         with torch.cuda.stream(blocker):
-            _torch.spin(int(5_000 * rate))
+            cuda.spin(int(5_000 * rate))
             transport.all_gather(output, shard)
         del shard  # its memory must not be given to the next tensor while it is being read
         torch.full((1 << 18,), -1.0, device="cuda")

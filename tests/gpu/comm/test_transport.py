@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from harness import nccl_ranks
-from shoal import _torch
+from shoal._torch import collectives
 from shoal.comm import Transport
 
 NUMEL = 1 << 10
@@ -41,7 +41,7 @@ def test_prepared_gathers_read_their_shard_at_each_launch(
 @pytest.mark.parametrize("op", ["SUM", "AVG", "PREMUL_SUM"])
 def test_prepared_reductions(world_size: int, op: str) -> None:
     transport = world()
-    given = _torch.premultiplied_sum(0.5) if op == "PREMUL_SUM" else getattr(ReduceOp, op)
+    given = collectives.premultiplied_sum(0.5) if op == "PREMUL_SUM" else getattr(ReduceOp, op)
     factor = {"SUM": 1.0, "AVG": 1 / world_size, "PREMUL_SUM": 0.5}[op]
     whole = torch.zeros(NUMEL * world_size, device="cuda")
     piece, tensor = torch.zeros(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from gpu.runtime.conftest import Join
-from shoal import _torch
+from shoal._torch import cuda
 from shoal.comm.link import cycles_per_us
 from shoal.comm.modelled import Network
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
@@ -87,7 +87,7 @@ def no_synchronisation() -> Iterator[None]:
 def hold() -> torch.Event:
     """Keep the current stream, and all that wait for it, from going on."""
     rate = cycles_per_us(torch.device("cuda", torch.cuda.current_device()))
-    _torch.spin(int(HOLD_S * 1e6 * rate))
+    cuda.spin(int(HOLD_S * 1e6 * rate))
     return torch.cuda.current_stream().record_event()
 
 

@@ -13,7 +13,7 @@ from differential import PLAIN, SHOAL, Engine, check_engines_agree, gradients
 from gpu.runtime.steps import DEVICE, EPS, model_for, train
 from harness import nccl_ranks
 from oracle import batches, loss_of
-from shoal._torch import local_tensor
+from shoal._torch.distributed_tensor import local_tensor
 from shoal.layout import Flat, Layout, Whole
 from shoal.tensor.sharded import ShardedTensor
 

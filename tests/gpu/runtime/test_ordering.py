@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from collectives import SynchronousGather, SynchronousReduce
 from gpu.runtime.conftest import Join
-from shoal import _torch
+from shoal._torch import cuda, distributed_tensor
 from shoal.comm.link import cycles_per_us
 from shoal.comm.modelled import FREE, Network
 from shoal.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
@@ -45,7 +45,7 @@ class Pace:
             torch.cuda.synchronize()
         elif self.compute_us > 0:
             device = torch.device("cuda", torch.cuda.current_device())
-            _torch.spin(int(self.compute_us * cycles_per_us(device)))
+            cuda.spin(int(self.compute_us * cycles_per_us(device)))
         # As large as a unit's parameters, their half precision, a shard: all at once, since the
         # allocator hands out the same memory again and again otherwise.
         sizes = [17_000, 17_000, 8_500, 8_500, 2_100, 2_100, 1_050]
@@ -152,7 +152,11 @@ MODELS: dict[str, Callable[[Pace], nn.Module]] = {
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.local if isinstance(tensor, ShardedTensor) else _torch.local_tensor(tensor)
+    return (
+        tensor.local
+        if isinstance(tensor, ShardedTensor)
+        else distributed_tensor.local_tensor(tensor)
+    )
 
 
 def train(

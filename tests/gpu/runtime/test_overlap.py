@@ -19,7 +19,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from gpu.runtime.conftest import Join
-from shoal import _torch
+from shoal._torch import cuda
 from shoal.comm.calls import Call, Kind
 from shoal.comm.link import CudaLink, cycles_per_us
 from shoal.comm.modelled import Network
@@ -44,7 +44,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def busy(duration_us: float) -> None:
     """Occupy the current stream."""
-    _torch.spin(int(duration_us * cycles_per_us(torch.device("cuda", torch.cuda.current_device()))))
+    cuda.spin(int(duration_us * cycles_per_us(torch.device("cuda", torch.cuda.current_device()))))
 
 
 class Busy(torch.autograd.Function):

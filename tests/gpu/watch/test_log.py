@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness import nccl_ranks
-from shoal import _torch
+from shoal._torch import cuda
 from shoal.comm import observer
 from shoal.comm.link import cycles_per_us
 from shoal.errors import RankError
@@ -85,7 +85,7 @@ def test_a_collective_that_has_not_ended_is_told_without_waiting_for_it(tmp_path
     torch.cuda.synchronize()
     dist.barrier()
     with Watchdog(limit_s=60, folder=tmp_path) as watchdog, torch.no_grad():
-        _torch.spin(cycles)  # compute, which gathers wait for
+        cuda.spin(cycles)  # compute, which gathers wait for
         start = time.monotonic()
         model(x)
         found = watchdog._log.entries()

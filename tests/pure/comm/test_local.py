@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from shoal import _torch
+from shoal._torch import distributed_tensor
 from shoal.comm.local import run_local
 from shoal.errors import InvariantError, RankError, UsageError
 
@@ -118,7 +118,10 @@ def test_a_checkpoint_is_saved_and_loaded(tmp_path: Path) -> None:
         dcp.load(loaded, checkpoint_id=tmp_path)
         return all(
             isinstance(tensor, DTensor)
-            and torch.equal(_torch.local_tensor(loaded[name]), _torch.local_tensor(tensor))
+            and torch.equal(
+                distributed_tensor.local_tensor(loaded[name]),
+                distributed_tensor.local_tensor(tensor),
+            )
             for name, tensor in saved.items()
         )
 

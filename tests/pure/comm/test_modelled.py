@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from shoal import _torch
+from shoal._torch import collectives
 from shoal.comm import Transport
 from shoal.comm.modelled import (
     FREE,
@@ -91,7 +91,7 @@ def test_the_other_ranks_hold_the_same_values(init: Init, op, expected: list[flo
     group = init(4)
     reduced = torch.empty(2)
     whole = torch.tensor([1.0, 2, 0, 0, 0, 0, 0, 0])
-    _torch.scatter_method(group, op)(reduced, whole).wait()
+    collectives.scatter_method(group, op)(reduced, whole).wait()
     assert reduced.tolist() == expected
 
     tensor = torch.tensor([1.0, 2.0])
@@ -124,7 +124,7 @@ def test_an_input_may_be_freed_once_it_was_waited_for(init: Init) -> None:
     group = init(2)
     shard = torch.zeros(2)
     alive = weakref.ref(shard)
-    work = _torch.gather_method(group)(torch.zeros(4), shard)
+    work = collectives.gather_method(group)(torch.zeros(4), shard)
     del shard
     assert alive() is not None, "it is being sent"
     work.wait()

@@ -19,7 +19,7 @@ from torch.fx import GraphModule
 from torch.nn import functional as F
 
 from oracle import batches, build, loss_of, shard
-from shoal import _torch
+from shoal._torch import compilers, traces
 from shoal.comm.modelled import FREE, init_modelled
 from shoal.compile.aot.graph_code import DirectGraph
 from shoal.layout import Flat
@@ -54,7 +54,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
 
         return call
 
-    monkeypatch.setattr(_torch, "inductor", stand_in)
+    monkeypatch.setattr(compilers, "inductor", stand_in)
     return seen
 
 
@@ -112,7 +112,7 @@ def donated_by_torch(model: nn.Module, *args: Tensor) -> list[tuple[Any, ...]]:
 
     def inner(module: GraphModule, inputs: Sequence[Any], **what: Any) -> Any:
         if what.get("is_backward"):
-            metadata = _torch.TracingContext.get().fw_metadata
+            metadata = traces.TracingContext.get().fw_metadata
             assert metadata is not None
             found.extend(_kind(inputs[at]) for at in metadata.bw_donated_idxs or ())
         run = DirectGraph(module)
@@ -218,7 +218,7 @@ def test_what_was_saved_is_free_once_the_graph_let_go_of_it(
         activations = [at for at, one in enumerate(names) if "primals" not in one][:-1]
         return call
 
-    monkeypatch.setattr(_torch, "inductor", stand_in)
+    monkeypatch.setattr(compilers, "inductor", stand_in)
     model = network()
     run = torch.compile(model, backend="shoal", options=OPTIONS)
     loss = run(torch.randn(4, 8)).sum()

@@ -23,7 +23,7 @@ from compile_compare import (
     two_leaves,
 )
 from compile_facts import differences, stage_of
-from shoal import _torch
+from shoal._torch import traces
 
 
 def no_grad_part(x: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def test_a_graph_that_fails_leaves_no_region_open() -> None:
     graph.call_function(fails)
     graph.output(())
     with pytest.raises(ArithmeticError):
-        _torch.Replay(GraphModule({}, graph)).run()
+        traces.Replay(GraphModule({}, graph)).run()
     assert not torch.is_autocast_enabled("cpu")
     assert torch.is_grad_enabled()
 

@@ -20,7 +20,7 @@ from pure.layout.strategies import (
     spec,
 )
 from pure.tensor.tilings import Chunks, Dealt, Kind, kinds, placed, sharded
-from shoal._torch import LocalShard
+from shoal._torch.sharded import LocalShard
 from shoal.comm.local import run_local
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, ParamSpec, Region, Rows, Whole

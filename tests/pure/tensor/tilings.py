@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pure.layout.strategies import layouts_for, spec
-from shoal._torch import EnumerableShardingSpec, ShardMetadata
+from shoal._torch.sharded import EnumerableShardingSpec, ShardMetadata
 from shoal.layout import Layout, Region
 from shoal.tensor.creation import blank
 from shoal.tensor.listed import Listed

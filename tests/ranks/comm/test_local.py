@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from harness import ranks
-from shoal import _torch
+from shoal._torch import collectives
 from shoal.comm.local import run_local
 
 pytestmark = pytest.mark.unsampled  # the number of ranks is what matters here
@@ -37,7 +37,7 @@ def all_gather() -> list[Tensor]:
 
 def all_gather_flat() -> list[Tensor]:
     output = torch.zeros(3 * dist.get_world_size(), dtype=torch.bfloat16)
-    _torch.gather_method(world())(output, mine(3, dtype=torch.bfloat16)).wait()
+    collectives.gather_method(world())(output, mine(3, dtype=torch.bfloat16)).wait()
     return [output]
 
 
@@ -45,7 +45,7 @@ def all_gather_in_place() -> list[Tensor]:
     output = torch.zeros(4 * dist.get_world_size())
     shard = output.chunk(dist.get_world_size())[dist.get_rank()]
     shard.copy_(mine(4))
-    _torch.gather_method(world())(output, shard).wait()
+    collectives.gather_method(world())(output, shard).wait()
     return [output]
 
 
@@ -54,7 +54,7 @@ def reduce_scatter() -> list[Tensor]:
     for op in (ReduceOp.SUM, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.PRODUCT):
         output = torch.zeros(2)
         inputs = mine(2 * dist.get_world_size())
-        _torch.scatter_method(world(), op)(output, inputs).wait()
+        collectives.scatter_method(world(), op)(output, inputs).wait()
         outputs.append(output)
     return outputs
 

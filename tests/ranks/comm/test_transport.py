@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from harness import ranks
-from shoal import _torch
+from shoal._torch import collectives
 from shoal.comm import Transport, observer
 from shoal.comm.reduction import reduce_in_order
 from shoal.errors import RankError
@@ -92,7 +92,7 @@ def test_all_reduce_averages(world_size: int) -> None:
 @pytest.mark.parametrize("by", ["all_reduce", "reduce_scatter"])
 def test_premultiplied_sums_that_gloo_lacks(by: str, world_size: int) -> None:
     transport = world()
-    op = _torch.premultiplied_sum(0.25)
+    op = collectives.premultiplied_sum(0.25)
     inputs = [contribution(rank, NUMEL * world_size, torch.float32) for rank in range(world_size)]
     expected = torch.stack(inputs).sum(0) * 0.25
     tensor = inputs[transport.rank]

@@ -27,7 +27,7 @@ from differential import (
 )
 from harness import ranks
 from oracle import full
-from shoal._torch import can_swap_memory
+from shoal._torch.storage import can_swap_memory
 from shoal.errors import InvariantError, RankError, UsageError
 from shoal.layout import Flat
 from shoal.runtime.full_parameters import full_parameters

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from differential import seeded
 from harness import ranks
 from oracle import full
-from shoal import _torch
+from shoal._torch import storage
 from shoal.errors import InvariantError
 from shoal.layout import Flat
 from shoal.runtime.full_parameters import full_parameters
@@ -483,7 +483,7 @@ def test_empty_parameters_among_others() -> None:
 
 
 @ranks(2)
-@pytest.mark.skipif(not _torch.can_swap_memory(), reason="this torch cannot swap storages")
+@pytest.mark.skipif(not storage.can_swap_memory(), reason="this torch cannot swap storages")
 @pytest.mark.parametrize("view", ["detach", "t"])
 def test_a_view_kept_from_forward_reads_nan(view: str) -> None:
     kept: list[torch.Tensor] = []

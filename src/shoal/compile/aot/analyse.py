@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import autograd, functionals, subclasses
+from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.classify import Before, Classified, Run
 from shoal.compile.aot.draws import Draws
@@ -75,7 +76,7 @@ def run_watched(
 
 def functional_inputs(fakes: Sequence[Any]) -> list[Any]:
     """Fake tensors, wrapped so that their mutations become values."""
-    return [_torch.functional(one) if isinstance(one, Tensor) else one for one in fakes]
+    return [functionals.functional(one) if isinstance(one, Tensor) else one for one in fakes]
 
 
 def returned_tensors(signature: Signature, watched: Watched, entered: Sequence[Any]) -> list[Any]:
@@ -91,26 +92,26 @@ def analyse(
     function: Function,
     arrangement: Arrangement,
     fakes: Sequence[Any],
-    mode: _torch.FakeTensorMode,
+    mode: torch_fakes.FakeTensorMode,
 ) -> Analysis:
     """Run the function and say what it does."""
     grad_mode = torch.is_grad_enabled()
     try:
         with (
-            _torch.below_python(mode),
-            _torch.without_bindings(mode),
-            _torch.FunctionalTensorMode(),
+            torch_fakes.below_python(mode),
+            torch_fakes.without_bindings(mode),
+            functionals.FunctionalTensorMode(),
             Draws() as draws,
-            _torch.without_outer_hooks(),
+            autograd.without_outer_hooks(),
         ):
             inputs = functional_inputs(fakes)
             watched = run_watched(function, arrangement, inputs, inputs, draws)
             signature = watched.classified.signature
             values = [
-                _torch.value_of(one) if isinstance(one, Tensor) else one
+                functionals.value_of(one) if isinstance(one, Tensor) else one
                 for one in returned_tensors(signature, watched, inputs)
             ]
-        with _torch.below_python(mode):
+        with torch_fakes.below_python(mode):
             values = [one.detach() if isinstance(one, Tensor) else one for one in values]
             tangents = [
                 _tangent_of(value)
@@ -125,7 +126,7 @@ def analyse(
 
 def _tangent_of(value: Any) -> Tensor:
     """A gradient as it will most likely come."""
-    if not _torch.wraps_others(value):
+    if not subclasses.wraps_others(value):
         return torch.empty_like(value, memory_format=torch.preserve_format)
     tangent: Any = value.clone()
     if hasattr(tangent, "__coerce_tangent_metadata__"):

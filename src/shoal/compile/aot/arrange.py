@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import storage, subclasses, symbols
 from shoal.compile.aot.subclasses import flat
 
 
@@ -170,7 +170,7 @@ def arrange(args: Sequence[Any]) -> Arrangement:
                 f"compiled functions take no tensors of layout {arg.layout}, which autograd cannot "
                 f"trace; got one as argument {i}. Pass its parts, or call the function uncompiled."
             )
-        if isinstance(arg, (Tensor, *_torch.SYMBOLIC)):
+        if isinstance(arg, (Tensor, *symbols.SYMBOLIC)):
             if id(arg) not in seen:
                 seen[id(arg)] = len(sources)
                 sources.append(i)
@@ -186,8 +186,8 @@ def sharing_memory(inputs: Sequence[Any]) -> list[list[int]]:
     """Inputs by the memory they lie in."""
     by_storage: dict[int, list[int]] = {}
     for at, one in enumerate(inputs):
-        is_plain = isinstance(one, Tensor) and not _torch.wraps_others(one)
-        if is_plain and _torch.has_storage(one):
+        is_plain = isinstance(one, Tensor) and not subclasses.wraps_others(one)
+        if is_plain and storage.has_storage(one):
             by_storage.setdefault(one.untyped_storage()._cdata, []).append(at)
     return list(by_storage.values())
 
@@ -221,16 +221,16 @@ def _is_plain(tensor: Tensor) -> bool:
 
 def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
     """Refuse writes to memory that wrappers lie in, and something else too."""
-    if not any(_torch.wraps_others(one) for one in inputs):
+    if not any(subclasses.wraps_others(one) for one in inputs):
         return
     parts: dict[int, list[tuple[int, Tensor]]] = {}
     for at, one in enumerate(inputs):
         for inner in flat(one, symbols=False):
-            if isinstance(inner, Tensor) and _torch.has_storage(inner) and inner.numel():
+            if isinstance(inner, Tensor) and storage.has_storage(inner) and inner.numel():
                 parts.setdefault(inner.untyped_storage()._cdata, []).append((at, inner))
     for several in parts.values():
         for (at, one), (other, two) in combinations(several, 2):
-            wrapper = next((i for i in (at, other) if _torch.wraps_others(inputs[i])), None)
+            wrapper = next((i for i in (at, other) if subclasses.wraps_others(inputs[i])), None)
             if wrapper is not None and not written.isdisjoint((at, other)) and meet(one, two):
                 raise NotImplementedError(
                     "Encountered aliased inputs that are mutated in the graph, but one of them is "

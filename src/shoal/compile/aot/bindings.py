@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.compile.partition.ops import mutated_inputs
 
 _FUNCTIONS = """
@@ -25,7 +25,7 @@ _FUNCTIONS = """
 """
 _METHODS = "add_.Tensor copy_.default div_.Tensor expand.default mul_.Tensor view.default"
 
-UNCOUNTED = frozenset({_torch.operator_named("aten._native_batch_norm_legit.default")})
+UNCOUNTED = frozenset({operators.operator_named("aten._native_batch_norm_legit.default")})
 """What writes past the version counters of its arguments."""
 
 
@@ -33,7 +33,7 @@ def _bindings() -> dict[Any, Callable[..., Any]]:
     listed = [(torch, name) for name in _FUNCTIONS.split()]
     listed += [(torch.Tensor, name) for name in _METHODS.split()]
     return {
-        _torch.operator_named(f"aten.{name}"): getattr(owner, name.partition(".")[0])
+        operators.operator_named(f"aten.{name}"): getattr(owner, name.partition(".")[0])
         for owner, name in listed
     }
 
@@ -42,9 +42,9 @@ BINDINGS = _bindings()
 """By operator the function that calls it."""
 
 
-def bound(op: _torch.OpOverload) -> Callable[..., Any]:
+def bound(op: operators.OpOverload) -> Callable[..., Any]:
     """What to call for an operator."""
-    return BINDINGS.get(op) or _torch.straight(op)
+    return BINDINGS.get(op) or operators.straight(op)
 
 
 def writes_uncounted(graph: Graph) -> set[int]:

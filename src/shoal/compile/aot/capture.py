@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal import _torch
+from shoal._torch import aot_settings, autograd, functionals, operators, subclasses, traces
+from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_watched
 from shoal.compile.aot.arrange import Arrangement, Constant
 from shoal.compile.aot.draws import Draws
@@ -95,10 +96,10 @@ class _Trace:
     def joint(self, primals: list[Any], tangents: list[Any]) -> list[Any]:
         """Forward, then backward."""
         signature = self._analysis.signature
-        with _torch.FunctionalTensorMode():
-            inputs = rebuild(primals, self._fakes, _torch.functional)
+        with functionals.FunctionalTensorMode():
+            inputs = rebuild(primals, self._fakes, functionals.functional)
             entering = self._entering(inputs)
-            with _torch.remember_lines():
+            with traces.remember_lines():
                 watched = run_watched(
                     self._function, self.arrangement, inputs, entering, self._draws
                 )
@@ -109,7 +110,7 @@ class _Trace:
             held = _values(inputs)
             reshaped = _reshaped(inputs)
             # What follows is backward; the trace says so, nobody has to guess.
-            for node in _torch.traced_nodes():
+            for node in traces.traced_nodes():
                 node.meta["phase"] = FORWARD
             own = iter(tangents)
             flat = [next(own) if i is None else primals[i] for i in self._shared]
@@ -153,11 +154,11 @@ class _Trace:
             return [], [], []
         outs = [one for one, has in zip(returned, signature.differentiable, strict=True) if has]
         wanted = [i for i, spec in enumerate(signature.inputs) if spec.requires_grad]
-        given = rebuild(tangents, self._analysis.tangents, _torch.functional, symbols=False)
+        given = rebuild(tangents, self._analysis.tangents, functionals.functional, symbols=False)
         before = _values(given, symbols=False)
-        _torch.carry_lines(outs)
+        traces.carry_lines(outs)
         self._draws.begin()
-        with _torch.autocast_of_backward(), Effects(self._draws):
+        with aot_settings.autocast_of_backward(), Effects(self._draws):
             grads = _differentiate(outs, [inputs[i] for i in wanted], given)
         self._draws.end()
         after = _values(given, symbols=False)
@@ -204,20 +205,20 @@ def _changed(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
 def _copy_of(one: Tensor) -> Tensor:
     """A copy that lies in memory as the tensor does: what is asked of its strides is the same."""
     copy = one.clone()
-    if _torch.wraps_others(one) or copy.stride() == one.stride():
+    if subclasses.wraps_others(one) or copy.stride() == one.stride():
         return copy
     strided = torch.empty_strided(one.shape, one.stride(), dtype=one.dtype, device=one.device)
     return strided.copy_(one)
 
 
 def _reshaped(inputs: Sequence[Any]) -> list[bool]:
-    return [_torch.is_reshaped(one) for one in flat_all(inputs) if isinstance(one, Tensor)]
+    return [functionals.is_reshaped(one) for one in flat_all(inputs) if isinstance(one, Tensor)]
 
 
 def _values(several: Sequence[Any], *, symbols: bool = True) -> list[Any]:
     """What functional tensors hold now, as the graph sees it."""
     return [
-        _torch.value_of(one) if isinstance(one, Tensor) else one
+        functionals.value_of(one) if isinstance(one, Tensor) else one
         for one in flat_all(several, symbols=symbols)
     ]
 
@@ -227,7 +228,7 @@ def capture(
     arrangement: Arrangement,
     fakes: Sequence[Any],
     analysis: Analysis,
-    mode: _torch.FakeTensorMode,
+    mode: torch_fakes.FakeTensorMode,
     decompositions: Decompositions | None,
 ) -> Captured:
     """Trace forward and backward into one graph."""
@@ -248,12 +249,12 @@ def capture(
         return trace.joint(list(args), [])
 
     try:
-        with _torch.below_python(mode), draws, _torch.without_outer_hooks():
+        with torch_fakes.below_python(mode), draws, autograd.without_outer_hooks():
             if signature.trains:
-                with _torch.without_fused_rnn():
-                    module = _torch.trace(joint, (inputs, own), decompositions)
+                with traces.without_fused_rnn():
+                    module = traces.trace(joint, (inputs, own), decompositions)
             else:
-                module = _torch.trace(forward, tuple(inputs), decompositions)
+                module = traces.trace(forward, tuple(inputs), decompositions)
     finally:
         torch.set_grad_enabled(grad_mode)
     wrappings = Wrappings(
@@ -337,8 +338,8 @@ def _tensors(wrapped: Wrapped, i: int) -> range:
 def _check_constants(module: GraphModule) -> None:
     """Refuse fake tensors that came in by another way than the arguments."""
     for node in module.graph.find_nodes(op="get_attr"):
-        value = _torch.attribute(module, str(node.target))
-        if isinstance(value, _torch.FakeTensor):
+        value = traces.attribute(module, str(node.target))
+        if isinstance(value, torch_fakes.FakeTensor):
             raise LeftFakeError(
                 f"Unexpected fake tensor in the graph as {node.target}: the function reads one "
                 f"that is not among its arguments; got {value}. Pass it as an argument, or use a "
@@ -408,4 +409,4 @@ def _tag(module: GraphModule) -> None:
 def _drop_dead(module: GraphModule) -> None:
     """Remove what nobody reads; what draws random numbers moves the generator, and stays."""
     drop_unread(module.graph)
-    module.graph.eliminate_dead_code(_torch.is_impure)
+    module.graph.eliminate_dead_code(operators.is_impure)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import autograd, dynamo, subclasses
+from shoal._torch import symbols as torch_symbols
 from shoal.compile.aot.arrange import Arrangement, Constant, Within
 from shoal.compile.aot.signature import (
     Base,
@@ -40,8 +41,8 @@ class Before:
         """None for what is no tensor."""
         if not isinstance(value, Tensor):
             return None
-        version = _torch.version_of(value)
-        return cls(value.requires_grad, value.is_leaf, version, _torch.step_of(value))
+        version = autograd.version_of(value)
+        return cls(value.requires_grad, value.is_leaf, version, autograd.step_of(value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class Run:
         self._wrapper_of = {
             id(inner): i
             for i, argument in enumerate(arguments)
-            if _torch.wraps_others(argument)
+            if subclasses.wraps_others(argument)
             for inner in flat(argument, symbols=False)
         }
         self._symbols: list[Any] = []
@@ -94,7 +95,7 @@ class Run:
                 is_tensor=True,
                 requires_grad=before.requires_grad or mutation.is_made_leaf,
                 is_leaf=before.is_leaf,
-                is_wrapper=_torch.wraps_others(value),
+                is_wrapper=subclasses.wraps_others(value),
                 mutation=mutation,
             )
             for value, before, mutation in zip(self._inputs, self._before, mutations, strict=True)
@@ -150,11 +151,11 @@ class Run:
         writes = [member for member in members if member in written]
         gave = any(id(self._arguments[member]) in self._watch.given for member in members)
         versions = [
-            _torch.version_of(self._arguments[m]) - b.version - self._num_reshapes(m)
+            autograd.version_of(self._arguments[m]) - b.version - self._num_reshapes(m)
             for m in members
             if (b := self._arguments_before[m]) is not None
         ]
-        if gave and _torch.wraps_others(value):
+        if gave and subclasses.wraps_others(value):
             raise NotImplementedError(
                 f"set_ of a tensor subclass is not supported; got an argument of type "
                 f"{type(value).__name__} that was given another tensor's memory"
@@ -162,7 +163,9 @@ class Run:
         now_requires = value.requires_grad or any(self._arguments[m].requires_grad for m in members)
         is_leaf = now_requires and not (before.requires_grad or writes or gave)
         lost = before.requires_grad and before.is_leaf and not value.requires_grad
-        if lost or (is_leaf and (self._arrangement.is_memory[at] or _torch.wraps_others(value))):
+        if lost or (
+            is_leaf and (self._arrangement.is_memory[at] or subclasses.wraps_others(value))
+        ):
             raise NotImplementedError(
                 "requires_grad_(False) on an argument, or requires_grad_() on one that shares "
                 "memory with another or is a tensor subclass, inside a function that is compiled, "
@@ -195,7 +198,7 @@ class Run:
         value, before = self._arguments[argument], self._arguments_before[argument]
         if self._arrangement.is_memory[at]:
             value, before = self._inputs[at], self._before[at]
-        step = _torch.step_of(value)
+        step = autograd.step_of(value)
         return before is not None and step is not None and step is not before.step
 
     def _num_reshapes(self, argument: int) -> int:
@@ -216,7 +219,7 @@ class Run:
         views: dict[int, list[tuple[int, Tensor, list[Taken]]]] = {}
         for k, out in enumerate(self._outputs):
             if not isinstance(out, Tensor):
-                is_symbol = isinstance(out, _torch.SYMBOLIC)
+                is_symbol = isinstance(out, torch_symbols.SYMBOLIC)
                 kind = OutputKind.FRESH if is_symbol else OutputKind.CONSTANT
                 outputs[k] = Output(kind=kind, value=None if is_symbol else out, is_tensor=False)
                 continue
@@ -232,7 +235,7 @@ class Run:
             if self._is_new_leaf(out, root, taken):
                 is_view = self._is_made_view(root, taken)
                 outputs[k] = Output(kind=OutputKind.FRESH, is_view=is_view, is_new_leaf=True)
-            elif taken and _torch.is_custom_view(out, root):
+            elif taken and autograd.is_custom_view(out, root):
                 # The backward of a custom function stands between the two. Autograd refuses writes
                 # to such a view, and has to know that it is one.
                 outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=True)
@@ -243,7 +246,7 @@ class Run:
         for members in views.values():
             self._classify_views(members, seen, outputs)
         return tuple(
-            replace(out, free_dims=_torch.free_dims(value)) if out.is_made else out
+            replace(out, free_dims=dynamo.free_dims(value)) if out.is_made else out
             for out, value in zip(outputs, self._outputs, strict=True)
             if out is not None
         )
@@ -323,7 +326,7 @@ class Run:
     def _frozen(self, value: Any) -> Any:
         if isinstance(value, (list, tuple)):
             return tuple(self._frozen(item) for item in value)
-        if isinstance(value, _torch.SYMBOLIC):
+        if isinstance(value, torch_symbols.SYMBOLIC):
             self._symbols.append(value)
             return Symbol(len(self._symbols) - 1)
         return value

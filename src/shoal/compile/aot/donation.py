@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal import _torch
+from shoal._torch import storage, subclasses
 from shoal.compile.aot.lowered import Lowered, outputs_of
 
 
@@ -58,6 +58,6 @@ def _memory_of(nodes: Iterable[Any]) -> set[int] | None:
 
 def _memory(node: Node) -> int | None:
     value = node.meta.get("val")
-    if not isinstance(value, Tensor) or _torch.wraps_others(value):
+    if not isinstance(value, Tensor) or subclasses.wraps_others(value):
         return None
-    return _torch.storage_key(value)
+    return storage.storage_key(value)

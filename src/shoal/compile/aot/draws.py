@@ -14,7 +14,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import dynamo, functionals, operators
 from shoal.compile.aot import random_ops
 
 _seeds = itertools.count(1 << 48)
@@ -25,7 +25,7 @@ class Draws:
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
         self._generators = {
-            one: _Marked(one) for one in (*_torch.default_generators(), *generators)
+            one: _Marked(one) for one in (*operators.default_generators(), *generators)
         }
 
     @property
@@ -85,7 +85,7 @@ class _Marked:
         found = self._generator.initial_seed()
         if found == self._last:
             return
-        if _torch.captures_without_dynamo():
+        if dynamo.captures_without_dynamo():
             raise NotImplementedError(
                 "a whole step cannot be captured that sets the random state before it draws random "
                 "numbers (torch.manual_seed, torch.set_rng_state, torch.random.fork_rng, or "
@@ -94,6 +94,6 @@ class _Marked:
             )
         state = self._states.get(found)
         if state is None:
-            state = _torch.constant_in_trace(self._generator.get_state())
+            state = functionals.constant_in_trace(self._generator.get_state())
         random_ops.write(self._generator, state)
         self._last = found

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from shoal import _torch
+from shoal._torch import traces
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.frame import Frame, mode
 from shoal.compile.aot.graph_code import write_run
@@ -48,7 +48,7 @@ def emit(
     # Without anything to differentiate, nothing may be recorded; the graph was traced so.
     records = signature.trains or not any(one.requires_grad for one in signature.inputs)
     if autocast:
-        source.begin(f"with {source.name('no_autocast', _torch.no_autocast)}():")
+        source.begin(f"with {source.name('no_autocast', traces.no_autocast)}():")
     with mode(source, frame, signature.trains or (records and signature.grad_mode)):
         if graph is None:
             results = f"{source.name('run', run)}({', '.join(inputs)})"

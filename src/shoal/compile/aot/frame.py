@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.signature import Signature, Step, Symbol
 from shoal.compile.aot.source import Source
@@ -64,7 +64,7 @@ def call_of(source: Source, frame: Frame, tensor: str, step: Step) -> str:
             return "[" + ", ".join(text(item) for item in value) + "]"
         return source.literal(value)
 
-    op = source.name("view", _torch.operator_named(step.op))
+    op = source.name("view", operators.operator_named(step.op))
     values = [tensor, *(text(arg) for arg in step.args)]
     values += [f"{key}={text(value)}" for key, value in step.kwargs]
     item = "" if step.item is None else f"[{step.item}]"

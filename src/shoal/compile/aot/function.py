@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import autograd, dynamo, settings, traces
 from shoal.compile.aot.graph_code import Boxed, DirectGraph, write_run
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.source import Source
@@ -110,7 +110,7 @@ def make_function(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
     def backward(ctx: Any, *tangents: Any) -> Any:
         with resumed(observation):
             written = _backward(signature, graphs)
-        _torch.set_backward(function, written)
+        autograd.set_backward(function, written)
         return written(ctx, *tangents)
 
     function = type(
@@ -119,8 +119,8 @@ def make_function(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
         (torch.autograd.Function,),
         {"forward": staticmethod(_forward(signature, graphs))},
     )
-    _torch.set_backward(function, backward)
-    return _torch.applied(function, all_tensors=all(one.is_tensor for one in signature.inputs))
+    autograd.set_backward(function, backward)
+    return autograd.applied(function, all_tensors=all(one.is_tensor for one in signature.inputs))
 
 
 def _forward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
@@ -137,12 +137,12 @@ def _forward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
     put_together(source, returned, wrapped)
     _write_sizes(source, returned, signature, graphs)
     for at, dims in graphs.free_dims.items():
-        mark = source.name("mark_free_dims", _torch.mark_free_dims)
+        mark = source.name("mark_free_dims", dynamo.mark_free_dims)
         source.line(f"{mark}({results.one(visible + at)}, {dims!r})")
     if graphs.num_saved:
         source.line(f"ctx.save_for_backward({results.several(visible, kept)})")
     if graphs.donates:
-        source.line(f"ctx.is_shared = {source.name('is_hooked', _torch.has_hooks_on_saved)}()")
+        source.line(f"ctx.is_shared = {source.name('is_hooked', autograd.has_hooks_on_saved)}()")
     if graphs.num_symbols:
         source.line(f"ctx.symbols = {results.unpacked(kept, kept + graphs.num_symbols)}")
     views = [signature.outputs[k].is_view for k in signature.fresh]
@@ -161,7 +161,7 @@ def _forward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
         if is_tensor and not is_differentiable
     ]
     if fixed:
-        leave = source.name("leave_undifferentiated", _torch.leave_undifferentiated)
+        leave = source.name("leave_undifferentiated", autograd.leave_undifferentiated)
         source.line(f"{leave}(ctx, {', '.join(fixed)})")
     source.line(f"return ({''.join(f'{name}, ' for name in returned)})")
     source.end()
@@ -182,8 +182,8 @@ def _backward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
     names = [f"t{at}" for at in range(signature.num_returned)]
     source.begin(f"def backward(ctx, {', '.join(names)}):")
     # What was not cast in the graph must not be cast because backward is called in there.
-    source.begin(f"if {source.name('is_autocast', _torch.is_autocast)}():")
-    no_autocast = source.name("no_autocast", _torch.no_autocast)
+    source.begin(f"if {source.name('is_autocast', settings.is_autocast)}():")
+    no_autocast = source.name("no_autocast", traces.no_autocast)
     source.line(f"with {no_autocast}(): return backward(ctx, {', '.join(names)})")
     source.end()
     wanted = [name for name, has in zip(names, signature.differentiable, strict=False) if has]
@@ -243,7 +243,7 @@ def _write_backward_graph(source: Source, graphs: Graphs, tangents: list[str]) -
         source.line(f"grads = {source.name('graph', run)}(inputs)")
         return
     lazy = source.name("graphs", _Lazy(graphs.backward))
-    keeps = source.name("keeps_graph", _torch.keeps_graph)
+    keeps = source.name("keeps_graph", autograd.keeps_graph)
     source.line(f"grads = {lazy}[not (ctx.is_shared or {keeps}())](inputs)")
 
 
@@ -348,12 +348,12 @@ def _refuse_writes() -> None:
 def _through(ctx: Any, inputs: list[Any]) -> list[Tensor]:
     """What gradients depend on: whoever differentiates them by it has to be told."""
     taken = [one for one in inputs if isinstance(one, Tensor) and one.requires_grad]
-    return [*taken, *_torch.leaves_after(ctx)]
+    return [*taken, *autograd.leaves_after(ctx)]
 
 
 def _refuse_twice(grads: list[Any], through: list[Tensor]) -> list[Any]:
     """Gradients that say what is missing when somebody differentiates them."""
     return [
-        _torch.delayed_error(DOUBLE_BACKWARD, grad, through) if isinstance(grad, Tensor) else grad
+        autograd.delayed_error(DOUBLE_BACKWARD, grad, through) if isinstance(grad, Tensor) else grad
         for grad in grads
     ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from shoal import _torch
+from shoal._torch import storage, symbols
 from shoal.compile.aot.arrange import meet
 
 
@@ -18,7 +18,7 @@ def not_apart(graph: Graph) -> tuple[int, ...]:
     kept: dict[int, list[Node]] = {}
     for at, node in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
         held = node.meta.get("val") if isinstance(node, Node) else None
-        if not isinstance(held, Tensor) or (key := _torch.storage_key(held)) is None:
+        if not isinstance(held, Tensor) or (key := storage.storage_key(held)) is None:
             continue
         earlier = kept.setdefault(key, [])
         # One tensor returned twice is copied by autograd itself.
@@ -31,4 +31,4 @@ def not_apart(graph: Graph) -> tuple[int, ...]:
 
 def _meet(one: Tensor, two: Tensor) -> bool:
     """Whether they have elements in common, or may have: sizes that are open are not asked for."""
-    return bool(_torch.symbols_in(one) or _torch.symbols_in(two)) or meet(one, two)
+    return bool(symbols.symbols_in(one) or symbols.symbols_in(two)) or meet(one, two)

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.fx import GraphModule, Node
 
-from shoal import _torch
+from shoal._torch import operators, traces
 from shoal.compile.aot.bindings import bound
 from shoal.compile.aot.source import Source
 
@@ -125,7 +125,7 @@ class _Writer:
     def _write(self, node: Node) -> None:
         source = self._source
         if node.op == "get_attr":
-            value = _torch.attribute(self._module, str(node.target))
+            value = traces.attribute(self._module, str(node.target))
             source.line(f"{self._names[node]} = {source.name('attribute', value)}")
         elif node.op != "placeholder":
             source.line(f"{self._names[node]} = {self._call(node)}")
@@ -147,9 +147,9 @@ class _Writer:
             function = node.target
         args = [self._value(arg) for arg in node.args]
         named = [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
-        if function is _torch.getitem and len(args) == 2:
+        if function is operators.getitem and len(args) == 2:
             return f"{args[0]}[{args[1]}]"
-        if isinstance(function, _torch.OpOverload):
+        if isinstance(function, operators.OpOverload):
             function = bound(function)
         return f"{self._source.name('op', function)}({', '.join([*args, *named])})"
 

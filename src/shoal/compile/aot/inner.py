@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from shoal import _torch
+from shoal._torch import compilers as torch_compilers
 from shoal.compile.aot.graph_code import Boxed, DirectGraph
 from shoal.compile.aot.naming import compiling
 from shoal.compile.passes.collectives import collective
@@ -55,11 +55,11 @@ class Inductor:
     """Give graphs to Inductor; those of one function belong together."""
 
     def __init__(self, *, cudagraphs: bool) -> None:
-        self._cudagraphs = _torch.CudaGraphs() if cudagraphs else None
+        self._cudagraphs = torch_compilers.CudaGraphs() if cudagraphs else None
 
     def __call__(self, task: Task) -> Boxed:
         """Compile one."""
-        return _torch.inductor(
+        return torch_compilers.inductor(
             task.module,
             task.inputs,
             backward=task.role is Role.BACKWARD,

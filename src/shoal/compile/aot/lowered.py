@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal import _torch
+from shoal._torch import dynamo, symbols
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.subclasses import Wrappings, places
@@ -56,7 +56,7 @@ class Lowered:
         return {
             at: free
             for at, one in enumerate(values)
-            if isinstance(one, Tensor) and (free := _torch.free_dims(one))
+            if isinstance(one, Tensor) and (free := dynamo.free_dims(one))
         }
 
     @property
@@ -86,4 +86,4 @@ def count_saved(saved: Sequence[Any]) -> tuple[int, int]:
     """Of what forward returns for backward: how many tensors, and their bytes."""
     values = [one.meta.get("val") for one in saved if isinstance(one, Node)]
     tensors = [value for value in values if isinstance(value, Tensor)]
-    return len(tensors), sum(map(_torch.num_bytes, tensors))
+    return len(tensors), sum(map(symbols.num_bytes, tensors))

@@ -11,7 +11,8 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from shoal import _torch
+from shoal._torch import aot_settings, compilers, dynamo, settings, traces
+from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.analyse import Analysis, Function, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange, lying_apart
 from shoal.compile.aot.bindings import writes_uncounted
@@ -74,20 +75,22 @@ class Pipeline:
             return run
         return where_shared_alike(run, function, lowered, args, fixed)
 
-    def mode_for(self, args: Sequence[Any]) -> _torch.FakeTensorMode:
+    def mode_for(self, args: Sequence[Any]) -> torch_fakes.FakeTensorMode:
         """The mode that the fake tensors of arguments live in."""
-        return _torch.current_fake_mode(args) or _torch.new_fake_mode(dynamic=self.dynamic)
+        return torch_fakes.current_fake_mode(args) or torch_fakes.new_fake_mode(
+            dynamic=self.dynamic
+        )
 
     def lower(
         self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
     ) -> Lowered:
         """Trace the function, and cut its graph into forward and backward."""
         mode = self.mode_for(args)
-        known = _torch.num_fixed_sizes(mode)
+        known = torch_fakes.num_fixed_sizes(mode)
         try:
             return self._lower(function, args, fixed, mode)
         except InvariantError:
-            if _torch.num_fixed_sizes(mode) == known:
+            if torch_fakes.num_fixed_sizes(mode) == known:
                 raise
         # A size that was fixed on the way was free in one run and a number in the next.
         return self._lower(function, args, fixed, mode)
@@ -97,7 +100,7 @@ class Pipeline:
         function: Function,
         args: Sequence[Any],
         fixed: Collection[int],
-        mode: _torch.FakeTensorMode,
+        mode: torch_fakes.FakeTensorMode,
     ) -> Lowered:
         arrangement = arrange(args)
         with stage("analyse"):
@@ -163,8 +166,8 @@ class Pipeline:
 
     def build(self, lowered: Lowered) -> Callable[..., Any]:
         """The function that runs the graphs."""
-        _torch.skip_in_dynamo("shoal.compile.aot")
-        _torch.report_compiled()
+        dynamo.skip_in_dynamo("shoal.compile.aot")
+        dynamo.report_compiled()
         signature, arrangement = lowered.signature, lowered.arrangement
         tell_lowered(lowered)
         say(Topic.SIGNATURE, lambda: signature_text(signature, arrangement))
@@ -172,7 +175,7 @@ class Pipeline:
         number = next(functions)
         inner = with_room(self.inner)
         around = partial(
-            emit, signature, arrangement, checks=self.checks, autocast=_torch.is_autocast()
+            emit, signature, arrangement, checks=self.checks, autocast=settings.is_autocast()
         )
         task = Task(
             module=lowered.forward,
@@ -189,7 +192,7 @@ class Pipeline:
         backward = lowered.backward
         say(Topic.GRAPHS, lambda: graph_text("backward", backward))
         say(Topic.PARTITION, lambda: saved_text(lowered))
-        with stage("compile"), _torch.reported_strides() as strides:
+        with stage("compile"), compilers.reported_strides() as strides:
             run = inner(task)
         donated = donated_by(lowered, backward) if self.donates else ()
         graphs = Graphs(
@@ -212,10 +215,10 @@ class Pipeline:
         function: Function,
         arrangement: Arrangement,
         args: Sequence[Any],
-        mode: _torch.FakeTensorMode,
+        mode: torch_fakes.FakeTensorMode,
     ) -> tuple[Analysis, list[Any]]:
         fakes = [
-            _torch.fake_of(mode, one, dynamic=self.dynamic) if isinstance(one, Tensor) else one
+            torch_fakes.fake_of(mode, one, dynamic=self.dynamic) if isinstance(one, Tensor) else one
             for one in arrangement.inputs(args)
         ]
         return analyse(function, arrangement, fakes, mode), fakes
@@ -250,7 +253,7 @@ def _tidy(forward: GraphModule, backward: GraphModule | None) -> None:
 
 def _rewritten_by_user(captured: Captured, *, trains: bool) -> Captured:
     """What the pass over joint graphs makes of one that the user has set, if any."""
-    rewrite = _torch.joint_pass()
+    rewrite = aot_settings.joint_pass()
     if rewrite is None or not trains:
         return captured
     module = rewrite(captured.module, captured.joint_inputs)
@@ -283,7 +286,7 @@ class _Later:
         taken = [node.name for node in module.graph.find_nodes(op="placeholder")]
         self._handed = tuple(range(len(saved)))
         self._fixed = tuple(at for at in self._handed if taken[at] in fixed)
-        self._context = _torch.TracingContext.try_get()
+        self._context = traces.TracingContext.try_get()
         self._observation = current()
 
     def __call__(self, is_last: bool) -> Boxed:
@@ -303,7 +306,7 @@ class _Later:
             number=self._number,
         )
         with resumed(self._observation), stage("compile backward"):
-            with _torch.tracing(self._context):
+            with traces.tracing(self._context):
                 return self._inner(task)
 
     def _fake(self, node: Node) -> Any:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx.node import has_side_effect
 
-from shoal import _torch
+from shoal._torch import functionals
 
 _NAMESPACE = "shoal_random"
 _READ = "state(int generator) -> Tensor"
@@ -26,13 +26,15 @@ _generators: list[torch.Generator] = []
 def read(generator: torch.Generator) -> Tensor:
     """Trace a generator's state as it is here."""
     define()
-    return _torch.run_as_it_is(torch.ops.shoal_random.state.default, (_number(generator),), {})
+    return functionals.run_as_it_is(torch.ops.shoal_random.state.default, (_number(generator),), {})
 
 
 def write(generator: torch.Generator, state: Tensor) -> None:
     """Trace that a generator is given a state here."""
     define()
-    _torch.run_as_it_is(torch.ops.shoal_random.set_state.default, (_number(generator), state), {})
+    functionals.run_as_it_is(
+        torch.ops.shoal_random.set_state.default, (_number(generator), state), {}
+    )
 
 
 def drop_unread(graph: torch.fx.Graph) -> None:

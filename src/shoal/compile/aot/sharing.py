@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import Node
 
-from shoal import _torch
+from shoal._torch import dynamo, fakes, storage
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.aot.signature import OutputKind
 from shoal.compile.aot.subclasses import places
@@ -40,12 +40,12 @@ def where_shared_alike(
         for at, one in enumerate(lowered.signature.inputs)
     )
     placed = [i for i in _counted_in(lowered) if i in moving]
-    if not (is_written or placed) or any(isinstance(args[i], _torch.FakeTensor) for i in moving):
+    if not (is_written or placed) or any(isinstance(args[i], fakes.FakeTensor) for i in moving):
         return run
     offsets = [args[i].storage_offset() for i in placed]
     if not is_written:
         moving = []
-    still = {_torch.storage_key(args[i]): i for i in fixed if isinstance(args[i], Tensor)}
+    still = {storage.storage_key(args[i]): i for i in fixed if isinstance(args[i], Tensor)}
     expected = _sharing(args, moving, still)
 
     def call(*values: Any) -> Any:
@@ -97,18 +97,18 @@ def guard_sharing(
     """
     places, inputs = lowered.arrangement.sources, lowered.signature.inputs
     written = {
-        _torch.storage_key(args[places[at]]) for at, one in enumerate(inputs) if one.mutation.data
+        storage.storage_key(args[places[at]]) for at, one in enumerate(inputs) if one.mutation.data
     }
     by_storage: dict[int, list[int]] = {}
     for i, arg in enumerate(args):
         if isinstance(arg, Tensor) and sources[i] is not None and i not in fixed:
-            key = _torch.storage_key(arg)
+            key = storage.storage_key(arg)
             if key in written and key is not None:
                 by_storage.setdefault(key, []).append(i)
     for group in by_storage.values():
         if len(group) > 1:
-            overlapping = _torch.overlapping([args[i] for i in group])
-            _torch.guard_overlap(
+            overlapping = dynamo.overlapping([args[i] for i in group])
+            dynamo.guard_overlap(
                 [sources[i] for at, i in enumerate(group) if at in overlapping],
                 [sources[i] for at, i in enumerate(group) if at not in overlapping],
             )
@@ -121,7 +121,7 @@ def _sharing(
     seen = dict(still)
     found: list[tuple[int, int, int, int]] = []
     for i in moving:
-        key = _torch.storage_key(args[i])
+        key = storage.storage_key(args[i])
         first = seen.setdefault(key, i)
         if first != i and key is not None:
             found.append((i, first, args[i].storage_offset(), args[first].storage_offset()))

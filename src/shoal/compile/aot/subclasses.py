@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import distributed_tensor, subclasses, trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,7 @@ class Wrappings:
 
 def wrapping_of(value: Any) -> Wrapping | None:
     """How a value wraps others; None if it does not."""
-    if not _torch.wraps_others(value):
+    if not subclasses.wraps_others(value):
         return None
     names, context = value.__tensor_flatten__()
     _check_context(value, context)
@@ -91,7 +91,7 @@ def wrapping_of(value: Any) -> Wrapping | None:
 
 def kind_of(value: Any) -> Any:
     """What a graph is made for in the type of a tensor: equal for those that one graph serves."""
-    if not _torch.wraps_others(value):
+    if not subclasses.wraps_others(value):
         return type(value)
     names, context = value.__tensor_flatten__()
     try:
@@ -117,8 +117,8 @@ def _inner_wrapping(value: Any) -> Wrapping | Fixed | None:
 
 def _check_context(value: Tensor, context: Any) -> None:
     """Refuse symbols that nobody could fill in; distributed tensors replace theirs by the shape."""
-    leaves = _torch.tree_leaves(context)
-    if any(_is_symbol(one) for one in leaves) and not _torch.is_distributed(value):
+    leaves = trees.tree_leaves(context)
+    if any(_is_symbol(one) for one in leaves) and not distributed_tensor.is_distributed(value):
         raise NotImplementedError(
             f"the context of a tensor subclass, {type(value).__name__}.__tensor_flatten__()[1], "
             f"holds a size that is not known when the function is compiled; got {context!r}. Let "
@@ -132,7 +132,7 @@ def _is_symbol(one: Any) -> bool:
 
 def flat(value: Any, *, symbols: bool = True) -> list[Any]:
     """A value as graphs see it."""
-    if not _torch.wraps_others(value):
+    if not subclasses.wraps_others(value):
         return [value]
     names, _ = value.__tensor_flatten__()
     parts = (getattr(value, name) for name in names)
@@ -167,11 +167,11 @@ def rebuild(
 
 
 def _rebuilt(like: Any, parts: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Any:
-    if not _torch.wraps_others(like):
+    if not subclasses.wraps_others(like):
         return change(parts[0]) if isinstance(parts[0], Tensor) else parts[0]
     # Nothing is made of symbols here: they only have to be known to the graph.
     tensors = iter([one for one in parts if isinstance(one, Tensor)])
-    return _torch.with_inner(like, lambda _: change(next(tensors)))
+    return subclasses.with_inner(like, lambda _: change(next(tensors)))
 
 
 def places(wrapped: Wrapped, *, symbols: bool = True) -> list[range]:
@@ -187,7 +187,7 @@ def places(wrapped: Wrapped, *, symbols: bool = True) -> list[range]:
 
 def as_traced(tangent: Any, wrapping: Wrapping | None) -> Any:
     """A gradient as backward was traced for it; refused if its class cannot say how."""
-    names_context = tangent.__tensor_flatten__() if _torch.wraps_others(tangent) else None
+    names_context = tangent.__tensor_flatten__() if subclasses.wraps_others(tangent) else None
     if wrapping is None:
         if names_context is None:
             return tangent
@@ -209,7 +209,7 @@ def _check_inner(tangent: Any, name: str, wrapping: Wrapping | None) -> None:
     """A wrapper can be told to change, what it wraps cannot."""
     inner = getattr(tangent, name)
     expected = Tensor if wrapping is None else wrapping.kind
-    if (wrapping is not None or _torch.wraps_others(inner)) and type(inner) is not expected:
+    if (wrapping is not None or subclasses.wraps_others(inner)) and type(inner) is not expected:
         raise _wrong_tangent(f"{expected.__name__} in its attribute {name!r}", tangent)
     for deeper, its in wrapping.inner if wrapping is not None else ():
         if not isinstance(its, Fixed):
@@ -230,7 +230,7 @@ def _coerced(tangent: Any, context: Any, kind: type[Any] | None, *, needed: bool
 
 
 def _wrong_tangent(expected: str, tangent: Any) -> RuntimeError:
-    wraps = _torch.wraps_others(tangent)
+    wraps = subclasses.wraps_others(tangent)
     got = f"{type(tangent).__name__} with {tangent.__tensor_flatten__()[1] if wraps else None!r}"
     # It begins as that of torch's own runtime: programs look for that.
     begin = (

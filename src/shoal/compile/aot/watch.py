@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import functionals, operators, subclasses, trees
 from shoal.compile.aot.draws import Draws
 
 _LIFTING = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)
@@ -88,7 +88,7 @@ class Write:
     with_grad: bool
 
 
-class Effects(_torch.TorchDispatchMode):
+class Effects(subclasses.TorchDispatchMode):
     """Traces operators that do something besides their results as they are; follows draws."""
 
     supports_higher_order_operators = True
@@ -109,9 +109,9 @@ class Effects(_torch.TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if _torch.has_effects(func):
-            return _torch.run_as_it_is(func, args, kwargs or {})
-        generator = _torch.drawn_from(func, args, kwargs or {})
+        if operators.has_effects(func):
+            return functionals.run_as_it_is(func, args, kwargs or {})
+        generator = operators.drawn_from(func, args, kwargs or {})
         if generator is None:
             return func(*args, **(kwargs or {}))
         self._draws.before(generator)
@@ -153,18 +153,18 @@ class Watch(Effects):
         kwargs = kwargs or {}
         if torch.is_inference_mode_enabled():
             with self:
-                result = _torch.taken_apart(func, args, kwargs)
+                result = operators.taken_apart(func, args, kwargs)
             if result is not NotImplemented:
                 return result
         before = _place_of(args[0]) if _moves(func) else None
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if _torch.has_effects(func):
+        if operators.has_effects(func):
             return result
         if before is not None:
             moved = _Moved.by(func, args[1:], args[0], before)
             self._moves.setdefault(id(args[0]), []).append(moved)
         if not torch.is_grad_enabled():
-            made = (one for one in _torch.tree_leaves(result) if isinstance(one, Tensor))
+            made = (one for one in trees.tree_leaves(result) if isinstance(one, Tensor))
             self._unseen.update((id(one), one) for one in made)
         schema = getattr(func, "_schema", None)
         if schema is not None:
@@ -196,7 +196,7 @@ class Watch(Effects):
         with_grad = torch.is_grad_enabled()
         written = [
             value
-            for argument, value in _torch.given_arguments(schema, args, kwargs)
+            for argument, value in operators.given_arguments(schema, args, kwargs)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         if _counts_in_kernels(schema):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shoal import _torch
+from shoal._torch import autograd, dynamo
 from shoal.compile.aot.arrange import Constant, Itself, memory_of
 from shoal.compile.aot.frame import Frame, call_of, in_mode
 from shoal.compile.aot.signature import OutputKind, Step
@@ -80,10 +80,10 @@ class Mutations(Wrapper):
     def before(self, source: Source, frame: Frame) -> None:
         """Note versions that the graph may raise too often."""
         if known := self._versioned(frame):
-            versions = source.name("versions", _torch.versions_of)
+            versions = source.name("versions", autograd.versions_of)
             source.line(f"versions = {versions}(({self._names(frame, known)}))")
         if open_ended := self._open_ended(frame):
-            versions = source.name("versions", _torch.versions_of)
+            versions = source.name("versions", autograd.versions_of)
             source.line(f"lowest = {versions}(({self._names(frame, open_ended)}))")
 
     def after(self, source: Source, frame: Frame) -> None:
@@ -111,11 +111,11 @@ class Mutations(Wrapper):
             count = source.name("increment", torch.autograd.graph.increment_version)
             source.line(f"{count}(({self._names(frame, missing)}))")
         if known := self._versioned(frame):
-            put = source.name("set_versions", _torch.set_versions)
+            put = source.name("set_versions", autograd.set_versions)
             more = tuple(signature.inputs[at].mutation.num_versions for at in known)
             source.line(f"{put}(({self._names(frame, known)}), versions, {more!r})")
         if open_ended := self._open_ended(frame):
-            put = source.name("raise_versions", _torch.raise_versions)
+            put = source.name("raise_versions", autograd.raise_versions)
             more = tuple(signature.inputs[at].mutation.num_versions for at in open_ended)
             source.line(f"{put}(({self._names(frame, open_ended)}), lowest, {more!r})")
 
@@ -215,7 +215,7 @@ class FreeDims(Wrapper):
         """Mark the results."""
         for k, out in enumerate(frame.signature.outputs):
             if out.free_dims:
-                mark = source.name("mark_free_dims", _torch.mark_free_dims)
+                mark = source.name("mark_free_dims", dynamo.mark_free_dims)
                 source.line(f"{mark}(results[{k}], {out.free_dims!r})")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import fakes
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.lowered import Lowered, outputs_of
 from shoal.compile.aot.signature import Signature
@@ -45,7 +45,7 @@ def entry_to_json(lowered: Lowered) -> Json:
 
 
 def entry_from_json(
-    json: Json, args: Sequence[Any], mode: _torch.FakeTensorMode, *, with_values: bool
+    json: Json, args: Sequence[Any], mode: fakes.FakeTensorMode, *, with_values: bool
 ) -> Lowered:
     """What tracing a function of these arguments has left behind.
 
@@ -92,11 +92,9 @@ def communicates(module: fx.GraphModule | None) -> bool:
     return any(kind(node) is Kind.COLLECTIVE for node in nodes if node.op == "call_function")
 
 
-def _inputs(
-    arrangement: Arrangement, args: Sequence[Any], mode: _torch.FakeTensorMode
-) -> list[Any]:
+def _inputs(arrangement: Arrangement, args: Sequence[Any], mode: fakes.FakeTensorMode) -> list[Any]:
     return [
-        _torch.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
+        fakes.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
         for one in arrangement.inputs(args)
     ]
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import operators, symbols, traces
 from shoal.compile.cache import values
 from shoal.compile.cache.errors import NotExactError
 from shoal.compile.cache.operators import NAMESPACES
@@ -39,7 +39,7 @@ def graph_key(module: fx.GraphModule, *, is_inner: bool = False) -> Json:
 
     nodes = list(module.graph.nodes)
     if is_inner and any(
-        isinstance(_torch.attribute(module, str(node.target)), Tensor)
+        isinstance(traces.attribute(module, str(node.target)), Tensor)
         for node in nodes
         if node.op == "get_attr"
     ):
@@ -71,9 +71,9 @@ def _node_key(
 def _number_key(node: fx.Node) -> list[Json]:
     """What a number is that the graph gets as a tensor, if it holds for that one alone."""
     value = node.meta.get("example_value")
-    if not isinstance(value, _torch.SYMBOLIC):
+    if not isinstance(value, symbols.SYMBOLIC):
         return []
-    number = _torch.known_number(value)
+    number = symbols.known_number(value)
     if number is None:
         raise NotExactError(f"its number {node.name} differs from call to call")
     return [values.encode(number, lambda _: None)]
@@ -88,7 +88,7 @@ def _argument_key(value: Any, reference: Callable[[Any], str | None]) -> Json:
 
 def _attribute_key(module: fx.GraphModule, path: str) -> Json:
     """What a graph finds on its module: a graph, or a tensor, which is one of the arguments."""
-    value = _torch.attribute(module, path)
+    value = traces.attribute(module, path)
     if isinstance(value, Tensor):
         return {"tensor": path}
     if isinstance(value, fx.GraphModule):
@@ -98,15 +98,15 @@ def _attribute_key(module: fx.GraphModule, path: str) -> Json:
 
 def function_name(target: Any) -> str:
     """Where torch or Python keeps a function; refused if that is nowhere."""
-    if isinstance(target, _torch.OpOverload):
+    if isinstance(target, operators.OpOverload):
         if target.namespace not in NAMESPACES:
             raise NotExactError(
                 f"it calls {target}, whose derivative and shapes are code that no key can hold"
             )
-        return f"{target} {_torch.schema_text(target)}"
-    if isinstance(target, _torch.OpOverloadPacket):
+        return f"{target} {operators.schema_text(target)}"
+    if isinstance(target, operators.OpOverloadPacket):
         return ", ".join(function_name(getattr(target, one)) for one in sorted(target.overloads()))
-    if isinstance(target, _torch.HigherOrderOperator):
+    if isinstance(target, operators.HigherOrderOperator):
         if target.name() not in HIGHER_ORDER:
             raise NotExactError(f"it calls the higher-order operator {target.name()}")
         return f"higher_order.{target.name()}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import symbols, traces, trees
 from shoal.compile.cache import operators, values
 from shoal.compile.cache.data import is_name
 from shoal.compile.cache.errors import DamagedError, NotExactError
@@ -33,7 +33,7 @@ def _node_to_json(node: fx.Node) -> Json:
         kind: name,
         "args": [values.encode(arg, _reference) for arg in node.args],
         "kwargs": values.encode(dict(node.kwargs), _reference),
-        "is_strict": _torch.INPUT_VALUES in node.meta,
+        "is_strict": traces.INPUT_VALUES in node.meta,
     }
 
 
@@ -47,9 +47,9 @@ def _plain(returned: Any) -> list[Any]:
 
 def _check_static(node: fx.Node) -> None:
     """Refuse sizes that are not known, whose guards a file would lose."""
-    for one in _torch.tree_leaves(node.meta.get("val")):
-        is_symbolic = isinstance(one, _torch.SYMBOLIC)
-        if is_symbolic or (isinstance(one, Tensor) and _torch.symbols_in(one)):
+    for one in trees.tree_leaves(node.meta.get("val")):
+        is_symbolic = isinstance(one, symbols.SYMBOLIC)
+        if is_symbolic or (isinstance(one, Tensor) and symbols.symbols_in(one)):
             raise NotExactError(f"its node {node.name} has a size that is not known")
 
 
@@ -105,5 +105,5 @@ def _call_from_json(
         raise DamagedError(f"{json!r} is no node")
     node = graph.create_node("call_function", target, tuple(args), kwargs, name=json["name"])
     if json["is_strict"]:
-        node.meta[_torch.INPUT_VALUES] = ((), {})  # filled in with the values of all nodes
+        node.meta[traces.INPUT_VALUES] = ((), {})  # filled in with the values of all nodes
     return json["name"], node

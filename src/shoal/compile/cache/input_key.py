@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import autograd, settings, storage, symbols
 from shoal.compile.cache import values
 from shoal.compile.cache.errors import NotExactError
 from shoal.compile.cache.values import Json
@@ -22,13 +22,13 @@ def inputs_key(args: Sequence[Any]) -> Json:
     keys: list[Json] = []
     for i, one in enumerate(args):
         if not isinstance(one, Tensor):
-            if isinstance(one, _torch.SYMBOLIC):
+            if isinstance(one, symbols.SYMBOLIC):
                 raise NotExactError("it has a size that is not known, whose guards would be lost")
             keys.append(["value", values.encode(one)])
             continue
         _check_plain(one)
         at = first.setdefault(id(one), i)
-        shared = memory.setdefault(_torch.storage_key(one), i)
+        shared = memory.setdefault(storage.storage_key(one), i)
         base = bases.setdefault(id(one if one._base is None else one._base), i)
         keys.append([at, shared, base, *_tensor_key(one)])
     return keys
@@ -37,10 +37,10 @@ def inputs_key(args: Sequence[Any]) -> Json:
 def _check_plain(tensor: Tensor) -> None:
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         raise NotExactError(f"an input is a tensor of class {type(tensor).__name__}")
-    if tensor.layout is not torch.strided or not _torch.has_storage(tensor):
+    if tensor.layout is not torch.strided or not storage.has_storage(tensor):
         raise NotExactError(f"an input has the layout {tensor.layout}")
     sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    if any(isinstance(one, _torch.SYMBOLIC) for one in sizes):
+    if any(isinstance(one, symbols.SYMBOLIC) for one in sizes):
         raise NotExactError("it has a size that is not known, whose guards would be lost")
 
 
@@ -51,14 +51,14 @@ def _tensor_key(tensor: Tensor) -> list[Json]:
         list(tensor.stride()),
         tensor.storage_offset(),
         tensor.untyped_storage().nbytes(),
-        _torch.device_text(tensor.device),
+        settings.device_text(tensor.device),
         tensor.requires_grad,
         tensor.is_leaf,
         type(tensor) is torch.nn.Parameter,
-        _torch.dispatch_text(tensor),
+        settings.dispatch_text(tensor),
     ]
     base = tensor._base
     if base is not None:
         # Memory that several inputs share is entered by the tensor that they are views of.
-        key += [_torch.view_text(tensor), _tensor_key(base)]
+        key += [autograd.view_text(tensor), _tensor_key(base)]
     return key

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import aot_settings, settings
 from shoal.compile.cache.errors import NotExactError
 from shoal.compile.cache.graph_key import graph_key
 from shoal.compile.cache.input_key import inputs_key
@@ -31,10 +31,10 @@ def key_of(
     module: fx.GraphModule, args: Sequence[Any], fixed: Collection[int], options: Options
 ) -> str:
     """The key of a graph of Dynamo's; refused if something cannot be described exactly."""
-    intercepts = _torch.what_intercepts()
+    intercepts = settings.what_intercepts()
     if intercepts is not None:
         raise NotExactError(intercepts)
-    if _torch.joint_pass() is not None:
+    if aot_settings.joint_pass() is not None:
         raise NotExactError("a pass over joint graphs is set (joint_custom_pass)")
     described = {
         "versions": versions(),
@@ -57,11 +57,11 @@ def state_key(args: Sequence[Any], options: Options) -> Json:
     grouped = dist.is_available() and dist.is_initialized()
     return {
         "grad": torch.is_grad_enabled(),
-        "autocast": _torch.autocast_state(kinds),
-        "backward_autocast": str(_torch.backward_autocast()),
-        "budget": _torch.memory_budget(),
-        "flags": _torch.backend_flags(),
-        "inductor": _torch.inductor_settings() if options.inner == "inductor" else None,
+        "autocast": settings.autocast_state(kinds),
+        "backward_autocast": str(aot_settings.backward_autocast()),
+        "budget": aot_settings.memory_budget(),
+        "flags": settings.backend_flags(),
+        "inductor": settings.inductor_settings() if options.inner == "inductor" else None,
         # Whatever a program made of its rank is a constant of the graph; better safe.
         "rank": [dist.get_rank(), dist.get_world_size()] if grouped else None,
     }
@@ -79,4 +79,4 @@ def versions() -> list[str]:
     except OSError as error:
         raise NotExactError(f"the compiler's own source cannot be read: {error}") from error
     python = f"{sys.implementation.name} {sys.version}"
-    return [__version__, digest.hexdigest(), python, *_torch.compiler_versions()]
+    return [__version__, digest.hexdigest(), python, *settings.compiler_versions()]

@@ -6,7 +6,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.runtime import row_op
 
@@ -15,8 +15,8 @@ NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", row_op.NAMESPACE})
 that may be another tomorrow under the same name."""
 
 HIGHER_ORDER: dict[str, Any] = {
-    "run_and_save_rng_state": _torch.run_and_save_rng_state,
-    "run_with_rng_state": _torch.run_with_rng_state,
+    "run_and_save_rng_state": operators.run_and_save_rng_state,
+    "run_with_rng_state": operators.run_with_rng_state,
 }
 """Those of the partition, which take another operator."""
 
@@ -35,7 +35,7 @@ _HIGHER_ORDER_NAMES = {id(one): name for name, one in HIGHER_ORDER.items()}
 
 def kind_and_name(target: Any) -> tuple[str, str]:
     """What a node calls, as a file names it."""
-    if isinstance(target, _torch.OpOverload):
+    if isinstance(target, operators.OpOverload):
         if target.namespace not in NAMESPACES:
             raise NotExactError(f"it calls {target}, which is no operator of torch's own")
         return "op", str(target)
@@ -64,9 +64,9 @@ def operator_called(name: str) -> Any:
         raise DamagedError(f"{name!r} is no operator of torch's own")
     row_op.define()
     try:
-        found = _torch.operator_named(name)
+        found = operators.operator_named(name)
     except AttributeError:
         raise DamagedError(f"torch has no operator {name!r}") from None
-    if not isinstance(found, _torch.OpOverload):
+    if not isinstance(found, operators.OpOverload):
         raise DamagedError(f"{name!r} is no operator of torch's own")
     return found

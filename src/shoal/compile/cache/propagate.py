@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import fakes, traces
 
 
-def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: _torch.FakeTensorMode) -> None:
+def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: fakes.FakeTensorMode) -> None:
     """Give each node the value that it had when it was traced, without its elements."""
     given = iter(inputs)
 
     def value(node: fx.Node) -> Any:
         return node.meta["val"]
 
-    with _torch.below_python(mode), torch.no_grad(), _torch.keep_rng():
+    with fakes.below_python(mode), torch.no_grad(), traces.keep_rng():
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 one = next(given)
@@ -27,7 +27,7 @@ def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: _torch.FakeTe
                 node.meta["val"] = fx.map_arg(node.args[0], value)
             else:
                 args, kwargs = fx.map_arg((node.args, node.kwargs), value)
-                if _torch.INPUT_VALUES in node.meta:
-                    node.meta[_torch.INPUT_VALUES] = (args, kwargs)
+                if traces.INPUT_VALUES in node.meta:
+                    node.meta[traces.INPUT_VALUES] = (args, kwargs)
                 # Of a generator's state, operators give the real one.
-                node.meta["val"] = _torch.as_fake(mode, node.target(*args, **kwargs))
+                node.meta["val"] = fakes.as_fake(mode, node.target(*args, **kwargs))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal import _torch
+from shoal._torch import dynamo
 
 _EXPLAINS = "Explanation: "
 
@@ -38,7 +38,7 @@ def breaks() -> list[Break]:
     """All breaks since Dynamo was last reset, oldest first."""
     return [
         Break(reason=reason, where=_place(*place) if place is not None else "")
-        for reason, place in _torch.graph_breaks()
+        for reason, place in dynamo.graph_breaks()
     ]
 
 
@@ -50,7 +50,7 @@ def recompiles() -> list[Recompile]:
             where=_place(code.co_filename, code.co_firstlineno),
             reason=reason,
         )
-        for code, reason in _torch.recompiles()
+        for code, reason in dynamo.recompiles()
     ]
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal import _torch
+from shoal._torch import operators, symbols
 from shoal.compile.aot.arrange import Arrangement, Constant, Itself
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.aot.signature import Input, Output, OutputKind, Signature
@@ -97,7 +97,7 @@ def _graph_lines(module: GraphModule) -> Iterator[str]:
 
 
 def _target_text(node: Node) -> str:
-    if isinstance(node.target, (str, _torch.OpOverload)):
+    if isinstance(node.target, (str, operators.OpOverload)):
         return str(node.target)
     return getattr(node.target, "__name__", None) or str(node.target)
 
@@ -128,4 +128,4 @@ def saved_text(lowered: Lowered) -> str:
 
 def _bytes_of(node: Node) -> int:
     value = node.meta.get("val")
-    return _torch.num_bytes(value) if isinstance(value, Tensor) else 0
+    return symbols.num_bytes(value) if isinstance(value, Tensor) else 0

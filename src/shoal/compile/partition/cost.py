@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
-from shoal import _torch
+from shoal._torch import operators, storage, symbols
 from shoal.compile.partition.ops import value
 
 SYMBOL_BYTES = 8
@@ -23,10 +23,10 @@ def kept_bytes(node: fx.Node) -> int:
 
 def _bytes(held: Any) -> int:
     if isinstance(held, Tensor):
-        own = math.prod(map(_torch.size_hint, held.shape)) * held.element_size()
-        if _torch.storage_key(held) is None:
+        own = math.prod(map(symbols.size_hint, held.shape)) * held.element_size()
+        if storage.storage_key(held) is None:
             return own
-        whole = _torch.size_hint(held.untyped_storage().nbytes())
+        whole = symbols.size_hint(held.untyped_storage().nbytes())
         # An expanded tensor shows more than is there. Whether a symbol is zero is not asked: that
         # would be a guard, and fails where the symbol depends on data.
         is_expanded = any(isinstance(one, int) and one == 0 for one in held.stride())
@@ -39,7 +39,7 @@ def _bytes(held: Any) -> int:
 def work(node: fx.Node) -> int:
     """About how much is computed, in floating-point operations; never nothing."""
     target = node.target
-    if isinstance(target, _torch.OpOverload):
+    if isinstance(target, operators.OpOverload):
         count = flop_registry.get(target.overloadpacket)
         if count is not None:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _sized)  # type: ignore[misc]
@@ -50,7 +50,7 @@ def work(node: fx.Node) -> int:
 
 
 def _numel(tensor: Tensor) -> int:
-    return math.prod(map(_torch.size_hint, tensor.shape))
+    return math.prod(map(symbols.size_hint, tensor.shape))
 
 
 def _sized(node: fx.Node) -> Any:
@@ -60,10 +60,10 @@ def _sized(node: fx.Node) -> Any:
 
 def _with_hints(held: Any) -> Any:
     if isinstance(held, Tensor):
-        sizes = [_torch.size_hint(size) for size in held.shape]
+        sizes = [symbols.size_hint(size) for size in held.shape]
         return torch.empty(sizes, dtype=held.dtype, device="meta")
     if isinstance(held, torch.SymInt):
-        return _torch.size_hint(held)
+        return symbols.size_hint(held)
     if isinstance(held, list | tuple):
         return type(held)(map(_with_hints, held))
     return held

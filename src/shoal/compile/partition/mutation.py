@@ -13,7 +13,7 @@ from collections.abc import Set as AbstractSet
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import operators, storage
 from shoal.compile.partition.joint import CheckpointPolicy, output_of, phase
 from shoal.compile.partition.ops import Kind, flat, is_tensor, kind, mutated_inputs, op_name, value
 
@@ -39,7 +39,7 @@ def written_in(graph: fx.Graph, where: str) -> set[int]:
 def storages(nodes: Iterable[fx.Node]) -> set[int]:
     """The memory in which the values of some nodes lie."""
     tensors = (one for node in nodes for one in flat(value(node)) if isinstance(one, Tensor))
-    keys = map(_torch.storage_key, tensors)
+    keys = map(storage.storage_key, tensors)
     return {key for key in keys if key is not None}
 
 
@@ -101,7 +101,7 @@ def _drop_running_statistics(node: fx.Node) -> None:
     """Batch norm takes its running statistics in backward, and reads none of them in training."""
     if op_name(node) not in BATCH_NORMS:
         return
-    declared = _torch.schema_arguments(node)
+    declared = operators.schema_arguments(node)
     given = {argument.name: place for place, (argument, _) in enumerate(declared)}
     mode = given.get("train", given.get("update"))
     if mode is not None and node.args[mode] is not True:

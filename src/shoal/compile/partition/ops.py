@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import operators
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 """Values that are kept as they are instead of as tensors; constants where shapes are static."""
@@ -73,7 +73,7 @@ COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dten
 
 def op_name(node: fx.Node) -> str:
     """The operator of a node without its overload (`aten::add`); empty where it calls none."""
-    if not isinstance(node.target, _torch.OpOverload):
+    if not isinstance(node.target, operators.OpOverload):
         return ""
     return node.target.name().split(".")[0]
 
@@ -106,7 +106,7 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
     """The nodes whose memory a node writes to."""
     return [
         given
-        for argument, given in _torch.schema_arguments(node)
+        for argument, given in operators.schema_arguments(node)
         if argument.alias_info is not None
         and argument.alias_info.is_write
         and isinstance(given, fx.Node)
@@ -121,7 +121,7 @@ def is_wait(node: fx.Node) -> bool:
 def communicates(node: fx.Node) -> bool:
     """Whether a node's operator is of a collective, whether or not it writes to its input."""
     target = node.target
-    return isinstance(target, _torch.OpOverload) and target.namespace in COLLECTIVES
+    return isinstance(target, operators.OpOverload) and target.namespace in COLLECTIVES
 
 
 def kind(node: fx.Node) -> Kind:
@@ -131,7 +131,7 @@ def kind(node: fx.Node) -> Kind:
     if node.op == "get_attr":
         return Kind.CONSTANT
     target = node.target
-    if isinstance(target, _torch.OpOverload):
+    if isinstance(target, operators.OpOverload):
         return _kind_of_op(node, target)
     if target is operator.getitem:
         return Kind.ITEM
@@ -142,7 +142,7 @@ def kind(node: fx.Node) -> Kind:
     return Kind.EFFECT if node.is_impure() else Kind.EXPENSIVE
 
 
-def _kind_of_op(node: fx.Node, op: _torch.OpOverload) -> Kind:
+def _kind_of_op(node: fx.Node, op: operators.OpOverload) -> Kind:
     name = op_name(node)
     if mutated_inputs(node):
         return Kind.MUTATION
@@ -152,7 +152,7 @@ def _kind_of_op(node: fx.Node, op: _torch.OpOverload) -> Kind:
         return Kind.RANDOM
     if name in SIZES:
         return Kind.SIZE
-    if name in VIEWS or _torch.is_view_op(op):
+    if name in VIEWS or operators.is_view_op(op):
         return Kind.VIEW
     if torch.Tag.nondeterministic_seeded not in op.tags and node.is_impure():
         return Kind.EFFECT
@@ -172,8 +172,8 @@ def _changes_device(node: fx.Node) -> bool:
     return any(value(one).device != value(node).device for one in read)
 
 
-def _is_random(node: fx.Node, op: _torch.OpOverload) -> bool:
+def _is_random(node: fx.Node, op: operators.OpOverload) -> bool:
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
     # Attention declares random numbers even where it drops nothing.
-    return _torch.argument_of(node, "dropout_p") != 0
+    return operators.argument_of(node, "dropout_p") != 0

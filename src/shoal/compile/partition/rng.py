@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import fakes, operators
 from shoal.compile.partition.joint import output_of
 from shoal.compile.partition.ops import Kind, flat, kind, value
 
@@ -52,7 +52,7 @@ def _draw_and_keep(graph: fx.Graph, node: fx.Node) -> fx.Node:
     given = _state_value(node)
     arguments: tuple[Any, ...] = (node.target, *node.args)
     with graph.inserting_before(node):
-        both = graph.call_function(_torch.run_and_save_rng_state, arguments, dict(node.kwargs))
+        both = graph.call_function(operators.run_and_save_rng_state, arguments, dict(node.kwargs))
         state = graph.call_function(operator.getitem, (both, 0))
         numbers = graph.call_function(operator.getitem, (both, 1))
     both.meta = {**node.meta, "val": (given, value(node))}
@@ -67,7 +67,7 @@ def _draw_from(graph: fx.Graph, node: fx.Node, state: fx.Node) -> None:
     """Draw from a state, and leave the generator as it was."""
     arguments: tuple[Any, ...] = (state, node.target, *node.args)
     with graph.inserting_before(node):
-        numbers = graph.call_function(_torch.run_with_rng_state, arguments, dict(node.kwargs))
+        numbers = graph.call_function(operators.run_with_rng_state, arguments, dict(node.kwargs))
     numbers.meta = dict(node.meta)
     node.replace_all_uses_with(numbers)
     graph.erase_node(node)
@@ -78,6 +78,6 @@ def _state_value(node: fx.Node) -> Tensor:
     drawn = next(one for one in flat(value(node)) if isinstance(one, Tensor))
     cuda = drawn.device.type == "cuda"
     state = torch.cuda.get_rng_state(drawn.device) if cuda else torch.get_rng_state()
-    if not isinstance(drawn, _torch.FakeTensor):
+    if not isinstance(drawn, fakes.FakeTensor):
         return state
-    return _torch.fake_like(state, drawn)
+    return fakes.fake_like(state, drawn)

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import fx
 
-from shoal import _torch
+from shoal._torch import symbols as torch_symbols
 from shoal.compile.partition.joint import Joint, Side, phase
 from shoal.compile.partition.ops import Kind, is_tensor, value
 from shoal.compile.partition.rng import replay_random_numbers
@@ -168,12 +168,12 @@ def _with_bindings(joint: Joint, symbols: list[fx.Node], tensors: list[fx.Node])
 
     A compiler of the backward graph has to know where each size comes from.
     """
-    bindings = [node for node in symbols if _torch.bound_symbol(node) is not None]
+    bindings = [node for node in symbols if torch_symbols.bound_symbol(node) is not None]
     derived = [node for node in symbols if node not in bindings]
-    bound = {_torch.bound_symbol(node) for node in bindings}
-    known = _torch.symbol_bindings(joint.graph)
+    bound = {torch_symbols.bound_symbol(node) for node in bindings}
+    known = torch_symbols.symbol_bindings(joint.graph)
     for node in (*derived, *tensors, *joint.backward_inputs):
-        for symbol in _torch.symbols_in(value(node)):
+        for symbol in torch_symbols.symbols_in(value(node)):
             if symbol not in bound and symbol in known:
                 bindings.append(known[symbol])
             bound.add(symbol)

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.compile.partition.ops import flat, op_name
 from shoal.errors import UsageError
 
@@ -130,7 +130,7 @@ def is_wait(node: fx.Node) -> bool:
 def sent_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     """The tensors, or lists of tensors, that a collective's node is given to send."""
     op = collective(node)
-    given = list(_torch.schema_arguments(node))
+    given = list(operators.schema_arguments(node))
     if op is None or not given:
         return ()
     chosen = [one for argument, one in given if argument.name == op.reads] or [given[0][1]]
@@ -140,7 +140,7 @@ def sent_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
 def first_given(node: fx.Node, names: tuple[str, ...]) -> Iterator[Any]:
     """What an operator's node is given for those of some arguments that it has."""
     for name in names:
-        given = _torch.argument_of(node, name)
+        given = operators.argument_of(node, name)
         if given is not None:
             # Ranks are lists, and what is compared must be hashable.
             yield tuple(given) if isinstance(given, list | tuple) else given
@@ -148,7 +148,7 @@ def first_given(node: fx.Node, names: tuple[str, ...]) -> Iterator[Any]:
 
 def group_size(node: fx.Node) -> int:
     """Over how many ranks a node gathers or scatters."""
-    size = _torch.argument_of(node, "group_size")
+    size = operators.argument_of(node, "group_size")
     if not isinstance(size, int):
         raise UsageError(f"expected a node with a group size, got {node.name} ({node.target})")
     return size
@@ -156,6 +156,6 @@ def group_size(node: fx.Node) -> int:
 
 def variant(node: fx.Node, name: str) -> Any:
     """The operator of another name that takes what a collective's takes."""
-    if not isinstance(node.target, _torch.OpOverload):
+    if not isinstance(node.target, operators.OpOverload):
         raise UsageError(f"expected the node of a collective, got {node.name} ({node.target})")
-    return _torch.operator_named(f"{node.target.namespace}.{name}.default")
+    return operators.operator_named(f"{node.target.namespace}.{name}.default")

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import symbols
 from shoal.compile.partition.ops import Kind, flat, kind, value
 from shoal.compile.passes.collectives import (
     GROUP,
@@ -127,7 +127,7 @@ def comm_bytes(comm_node: fx.Node) -> int:
 
 def tensor_bytes(tensor: Tensor) -> int:
     """The bytes of a tensor's elements."""
-    return _torch.size_hint(tensor.numel()) * tensor.dtype.itemsize
+    return symbols.size_hint(tensor.numel()) * tensor.dtype.itemsize
 
 
 def tensors_of(nodes: Iterable[fx.Node]) -> Iterator[Tensor]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import dynamo
 from shoal.compile.partition.ops import op_name, value
 from shoal.compile.passes.bucket import Limits, Member
 from shoal.compile.passes.bucket_all_reduce import (
@@ -83,7 +83,7 @@ def _fuse(graph: fx.Graph, bucket_size_mb: float, rewrite: Rewrite) -> None:
     drop_copies(graph)
     buckets = fuse(graph, match_gradients(graph), Limits.of_ddp(bucket_size_mb), rewrite)
     if buckets:
-        _torch.report_ddp_buckets(len(buckets))
+        dynamo.report_ddp_buckets(len(buckets))
 
 
 def drop_copies(graph: fx.Graph) -> None:

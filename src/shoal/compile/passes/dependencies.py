@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import operators
+from shoal._torch import storage as torch_storage
 from shoal.compile.partition.ops import VIEWS, flat, op_name, value
 from shoal.compile.passes.collectives import collective, is_wait, sent_nodes
 
@@ -55,7 +56,7 @@ class Dependencies:
             return self.memory(*node.all_input_nodes)
         written = [
             one
-            for argument, given in _torch.schema_arguments(node)
+            for argument, given in operators.schema_arguments(node)
             if argument.alias_info is not None and argument.alias_info.is_write
             for one in flat(given)
             if isinstance(one, fx.Node)
@@ -117,13 +118,13 @@ def has_effect(node: fx.Node) -> bool:
     if node.op != "call_function" or node.target is operator.getitem or is_wait(node):
         return False
     op = node.target
-    if not isinstance(op, _torch.OpOverload):
+    if not isinstance(op, operators.OpOverload):
         return _is_opaque(node)
     return (
         torch.Tag.nondeterministic_seeded in op.tags
-        or _torch.has_effects(op)
+        or operators.has_effects(op)
         or op.namespace == "c10d"
-        or not _torch.declared_returns(op)
+        or not operators.declared_returns(op)
     )
 
 
@@ -131,7 +132,7 @@ def _is_opaque(node: fx.Node) -> bool:
     """Whether a node calls what has no schema: it may do anything to its tensors."""
     if node.op != "call_function" or node.target is operator.getitem:
         return node.op in ("call_module", "call_method")
-    if isinstance(node.target, _torch.OpOverload):
+    if isinstance(node.target, operators.OpOverload):
         return False
     read = (one for given in node.all_input_nodes for one in flat(value(given)))
     return any(isinstance(one, Tensor) for one in read)
@@ -142,7 +143,7 @@ def _outside(node: fx.Node) -> Hashable:
     if node.op == "get_attr":
         return "attribute", node.target
     held = value(node)
-    storage = _torch.storage_key(held) if isinstance(held, Tensor) else None
+    storage = torch_storage.storage_key(held) if isinstance(held, Tensor) else None
     return node if storage is None else ("storage", storage)
 
 
@@ -151,15 +152,15 @@ def _shared_inputs(node: fx.Node) -> Iterable[fx.Node]:
     if _is_opaque(node):
         return node.all_input_nodes
     op = node.target
-    if not isinstance(op, _torch.OpOverload):
+    if not isinstance(op, operators.OpOverload):
         return ()
     if is_wait(node) or op_name(node) in VIEWS:
         return node.all_input_nodes[:1]
-    if all(one.alias_info is None for one in _torch.declared_returns(op)):
+    if all(one.alias_info is None for one in operators.declared_returns(op)):
         return ()
     return [
         one
-        for argument, given in _torch.schema_arguments(node)
+        for argument, given in operators.schema_arguments(node)
         if argument.alias_info is not None
         for one in flat(given)
         if isinstance(one, fx.Node)

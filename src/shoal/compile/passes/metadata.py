@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import fx
 
-from shoal import _torch
+from shoal._torch import traces
 from shoal.compile.passes.reading import Reading
 from shoal.errors import InvariantError
 
@@ -14,7 +14,7 @@ from shoal.errors import InvariantError
 def compute_metadata(node: fx.Node) -> None:
     """Write down what a node gives: `val`, a value without elements, and `tensor_meta`."""
     node.meta["val"] = result_of(node)
-    node.meta["tensor_meta"] = _torch.tensor_metadata(node.meta["val"])
+    node.meta["tensor_meta"] = traces.tensor_metadata(node.meta["val"])
 
 
 def result_of(node: fx.Node) -> Any:

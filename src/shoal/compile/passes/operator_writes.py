@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal import _torch
+from shoal._torch import traces
 
 aten = torch.ops.aten
 _FUNCTIONAL_FORM = torch.ops.higher_order.auto_functionalized_v2
@@ -126,9 +126,9 @@ def _rewrite(graph: fx.Graph, form: fx.Node, inputs: list[fx.Node]) -> list[fx.N
         call = graph.call_function(form.args[0], *_arguments(graph, form, inputs))  # type: ignore[arg-type]
     returned = form.meta.get("val", (None,))[: _num_returned(form)]
     call.meta = {**form.meta, "val": returned[0] if len(returned) == 1 else returned}
-    if _torch.INPUT_VALUES in form.meta:
+    if traces.INPUT_VALUES in form.meta:
         read = fx.map_arg((call.args, call.kwargs), lambda one: one.meta.get("val"))
-        call.meta[_torch.INPUT_VALUES] = read
+        call.meta[traces.INPUT_VALUES] = read
     for item in list(form.users):
         if len(returned) == 1:
             item.replace_all_uses_with(call)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from shoal import _torch
+from shoal._torch import fakes, operators, symbols
 from shoal.compile.partition.ops import flat
 from shoal.compile.passes.collectives import collective
 from shoal.errors import UsageError
@@ -70,11 +70,11 @@ class Reading:
         args, kwargs = map_arg((self.args, self.kwargs), values.__getitem__)  # pyright: ignore[reportGeneralTypeIssues]
         if mode is None:
             return self.target(*args, **kwargs)
-        with _torch.below_python(mode), torch.no_grad():
+        with fakes.below_python(mode), torch.no_grad():
             result = self.target(*args, **kwargs)
             return _as_received(result) if self._gives_new_tensors() else result
 
-    def _mode(self) -> _torch.FakeTensorMode | None:
+    def _mode(self) -> fakes.FakeTensorMode | None:
         """The mode in which to compute; a new one where values disagree."""
         tensors = [one for one in flat(list(self.given.values())) if isinstance(one, Tensor)]
         modes = {getattr(one, "fake_mode", None) for one in tensors}
@@ -82,14 +82,14 @@ class Reading:
             mode = modes.pop()
             if mode is not None:
                 return mode
-        return _torch.new_fake_mode(dynamic=False) if tensors else None
+        return fakes.new_fake_mode(dynamic=False) if tensors else None
 
     def _can_be_computed(self) -> bool:
         if self.node.op != "call_function" or self.said is _NOTHING:
             return False
         if self.target is operator.getitem:
             return True
-        if not isinstance(self.target, _torch.OpOverload):
+        if not isinstance(self.target, operators.OpOverload):
             return False
         is_known = all(held is not _NOTHING for held in self.given.values())
         return is_known and BY_CONTENT.isdisjoint(self.target.tags)
@@ -99,7 +99,7 @@ class Reading:
         return op is not None and not op.writes
 
 
-def _in_mode(held: Any, mode: _torch.FakeTensorMode | None) -> Any:
+def _in_mode(held: Any, mode: fakes.FakeTensorMode | None) -> Any:
     """A value in a mode: a trace of real tensors makes one mode for each."""
     if isinstance(held, list | tuple):
         return type(held)(_in_mode(one, mode) for one in held)
@@ -138,6 +138,6 @@ def _agree(said: Any, computed: Any) -> bool:
     """Whether two descriptions are the same, as far as integers can tell."""
     if isinstance(said, tuple) and isinstance(computed, tuple):
         return len(said) == len(computed) and all(map(_agree, said, computed))
-    if isinstance(said, _torch.SYMBOLIC) or isinstance(computed, _torch.SYMBOLIC):
+    if isinstance(said, symbols.SYMBOLIC) or isinstance(computed, symbols.SYMBOLIC):
         return True
     return said == computed

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal import _torch
+from shoal._torch import operators
 from shoal.compile.partition.ops import value
 from shoal.compile.passes.dependencies import Dependencies
 from shoal.compile.passes.metadata import compute_metadata
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 class Twin:
     """The operator that writes over arguments what another one returns."""
 
-    op: _torch.OpOverload
+    op: operators.OpOverload
     written: Mapping[int | None, int]
     """For results, by number, the places of the arguments; None is the number of an only one."""
 
@@ -102,9 +102,9 @@ def _twin_of(node: fx.Node) -> Twin | None:
     op = node.target
     if op in TWINS:
         return TWINS[op]
-    if not isinstance(op, _torch.OpOverload) or torch.Tag.pointwise not in op.tags:
+    if not isinstance(op, operators.OpOverload) or torch.Tag.pointwise not in op.tags:
         return None
-    found = _torch.in_place_of(op)
+    found = operators.in_place_of(op)
     return None if found is None else Twin(found, {None: 0})
 
 

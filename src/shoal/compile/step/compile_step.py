@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal import _torch
+from shoal._torch import autograd, dynamo, fakes, optimizers, settings, traces, trees
 from shoal.compile.agreement import check_ranks_agree
 from shoal.compile.aot.capture import LeftFakeError
 from shoal.compile.backend import pipeline_of
@@ -110,7 +110,7 @@ class CompiledStep:
             return loss
         loss = captured.run(data)
         self.why_not_captured, self.why_not_replayed = None, captured.why_not_replayed
-        _torch.count_update(self._optimizer)
+        optimizers.count_update(self._optimizer)
         return loss
 
     def _free_full_parameters(self) -> None:
@@ -122,7 +122,7 @@ class CompiledStep:
 
     def _known(self, data: Data) -> _Captured | None:
         """The graph of a step that read what this one would read."""
-        if _torch.what_intercepts() is not None:
+        if settings.what_intercepts() is not None:
             return None
         for at, captured in enumerate(self._captured):
             if captured.holds_for(data):
@@ -162,7 +162,7 @@ class CompiledStep:
             return "no parameter requires a gradient"
         if any(one.averages and one.reducer.has_own for one in replicas_of(self._whole)):
             return "the step before ran in no_sync(), and its reducer has to begin anew"
-        return _torch.what_intercepts()
+        return settings.what_intercepts()
 
     def _is_repeated(self, read: Fingerprint, data: Data) -> bool:
         """Whether the step before read the same, so that one more graph may be of use."""
@@ -210,7 +210,7 @@ class CompiledStep:
 
     def _capture(self, data: Data, read: Fingerprint) -> _Captured | None:
         """A graph of the step; None if the optimizer has to make state before."""
-        with _torch.captured_for("shoal"):
+        with dynamo.captured_for("shoal"):
             _lower_all(self._whole)
         parts = Parts(self._whole, self._optimizer, read.reads.loose, data)
         if not parts.lie_apart_from(data):
@@ -225,9 +225,9 @@ class CompiledStep:
             inputs, targets = data.unflattened(given[num_fixed:])
             with parts.in_place(given[:num_fixed]) as leaves, torch.enable_grad():
                 loss = self._loss(inputs, targets)
-                first = len(_torch.traced_nodes())
+                first = len(traces.traced_nodes())
                 grads = torch.autograd.grad(loss, leaves, allow_unused=True)
-                _check_recomputed(_torch.traced_nodes()[first:])
+                _check_recomputed(traces.traced_nodes()[first:])
             with torch.no_grad():
                 if self._max_norm is not None:
                     grads = clip(parts, grads, self._max_norm)
@@ -236,13 +236,13 @@ class CompiledStep:
 
         pipeline = pipeline_of(self._options)
         with (
-            _torch.without_compiled_autograd(),
+            autograd.without_compiled_autograd(),
             observing(self._options.logs),
-            _torch.captured_for("shoal"),
+            dynamo.captured_for("shoal"),
             torch.no_grad(),
         ):
             try:
-                with _leaving_python(read), _torch.without_fused_rnn():
+                with _leaving_python(read), traces.without_fused_rnn():
                     lowered = pipeline.lower(run, [*parts.tensors, *data.values], range(num_fixed))
             except MissingStateError:
                 self.why_not_captured = "the optimizer has to make state for some parameters"
@@ -307,7 +307,7 @@ def _leaving_python(read: Fingerprint) -> Iterator[None]:
         yield
         change, drawn = reads.change(), reads.drawn()
     except Exception as error:
-        told = _torch.why_not_traced(error)
+        told = fakes.why_not_traced(error)
         if isinstance(error, LeftFakeError):
             told, change = "it keeps a tensor, and reads it in a later step", reads.change()
         if change is not None:
@@ -367,4 +367,4 @@ def _cut(data: Any, num_parts: int) -> Iterator[Any]:
             size = one.shape[0] // num_parts
             return one[number * size : (number + 1) * size]
 
-        yield _torch.tree_map(part, data)
+        yield trees.tree_map(part, data)

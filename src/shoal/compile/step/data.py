@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import storage, trees
 from shoal.errors import UsageError
 
 _CONSTANTS = (
@@ -27,7 +27,7 @@ class Data:
             self.values: list[Any] = [inputs, targets]  # ten times as fast
             self.structure: Any = None
         else:
-            self.values, self.structure = _torch.tree_flatten((inputs, targets))
+            self.values, self.structure = trees.tree_flatten((inputs, targets))
         self.storages: dict[int | None, int] = {}
         """The memory that the tensors lie in, and the first tensor in each."""
         self.described = self._described()
@@ -35,7 +35,7 @@ class Data:
 
     def unflattened(self, values: Any) -> Any:
         """Other values in the places of these: inputs, targets."""
-        return values if self.structure is None else _torch.tree_unflatten(values, self.structure)
+        return values if self.structure is None else trees.tree_unflatten(values, self.structure)
 
     def _described(self) -> list[Any]:
         first: dict[int, int] = {}
@@ -51,7 +51,7 @@ class Data:
                     "it one.detach(), or call loss.backward() and optimizer.step() yourself."
                 )
             same = first.setdefault(id(one), at)
-            shared = self.storages.setdefault(_torch.storage_key(one), at)
+            shared = self.storages.setdefault(storage.storage_key(one), at)
             place = None if shared == at else (shared, one.storage_offset())
             strides = one.stride() if one.layout is torch.strided else one.layout
             found.append(

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shoal import _torch
+from shoal._torch import autograd, optimizers, settings
 from shoal.compile.step.data import Data
 from shoal.compile.step.reads import Reads
 from shoal.ddp.listeners import hooks_of
@@ -56,7 +56,7 @@ class Fingerprint:
         data: Data,
     ) -> None:
         self._structure, self._described = data.structure, data.described
-        self._settings = _torch.GlobalSettings()
+        self._settings = settings.GlobalSettings()
         self._named = dict(model.named_parameters())
         if isinstance(loss_fn, nn.Module):
             self._named.update(loss_fn.named_parameters("loss_fn"))
@@ -66,7 +66,7 @@ class Fingerprint:
         self._hooks = _Hooks(self._parameters, optimizer)
         self._units, self._replicas = units_of(model), replicas_of(model)
         self._engine = self._engine_now()
-        hooks = _torch.hooks_of_all_modules()
+        hooks = settings.hooks_of_all_modules()
         self.reads = Reads(
             {"": model, "loss_fn": loss_fn, "hooks of all modules": hooks}, optimizer
         )
@@ -117,19 +117,19 @@ class _Hooks:
     ) -> None:
         self._parameters = parameters
         self._optimizer = optimizer
-        self._on_grads = list(map(_torch.grad_hooks, parameters))
+        self._on_grads = list(map(autograd.grad_hooks, parameters))
         self._empty = list(map(hooks_of, parameters))
-        self._on_step = _torch.step_hooks(optimizer)
+        self._on_step = optimizers.step_hooks(optimizer)
         self._on_step_before = list(map(dict, self._on_step))
-        self._methods = _torch.replaced_methods(optimizer)
+        self._methods = optimizers.replaced_methods(optimizer)
 
     def are_same(self) -> bool:
         return (
-            not any(map(_torch.tensor_hooks, self._parameters))
-            and all(map(is_, map(_torch.grad_hooks, self._parameters), self._on_grads))
+            not any(map(autograd.tensor_hooks, self._parameters))
+            and all(map(is_, map(autograd.grad_hooks, self._parameters), self._on_grads))
             and not any(self._empty)
             and self._on_step == self._on_step_before
-            and _torch.replaced_methods(self._optimizer) == self._methods
+            and optimizers.replaced_methods(self._optimizer) == self._methods
         )
 
 

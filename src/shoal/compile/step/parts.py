@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shoal import _torch
+from shoal._torch import distributed_tensor, storage, traces
 from shoal.compile.step.data import Data
 from shoal.compile.step.refusals import changes_python
 from shoal.ddp.replicated import replicas_of
@@ -91,7 +91,7 @@ class Parts:
         self._num_held = list(map(len, self._holders))
         self._held = list(self._held_now())
         self._parameters = list(model.parameters())
-        self._storages = frozenset(map(_torch.storage_key, self.tensors))
+        self._storages = frozenset(map(storage.storage_key, self.tensors))
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +128,7 @@ class Parts:
             and all(map(is_, states.values(), self._states))
             and list(map(len, self._holders)) == self._num_held
             and all(map(is_, self._held_now(), self._held))
-            and all(map(_torch.is_set_to, self._originals, self.tensors))
+            and all(map(storage.is_set_to, self._originals, self.tensors))
             and not any(unit.shards.have_moved for unit in self.units)
         )
 
@@ -162,7 +162,7 @@ class Parts:
             for _, place, key, one, number in self._loose:
                 _put(place, key, stand_ins[number])
                 stack.callback(_put, place, key, one)
-            stack.enter_context(_torch.parameters_replaced(self._model, named))
+            stack.enter_context(traces.parameters_replaced(self._model, named))
             stack.enter_context(kept_full())
             for one, leaf in zip(lowered, leaves, strict=True):
                 one.leaf = leaf
@@ -251,7 +251,7 @@ class Places:
     def are_those_of(self, other: Places) -> bool:
         """Whether nothing has moved in between."""
         ours, theirs = self._tensors, other._tensors
-        return len(ours) == len(theirs) and all(map(_torch.is_set_to, ours, theirs))
+        return len(ours) == len(theirs) and all(map(storage.is_set_to, ours, theirs))
 
 
 def _lowered(unit: Unit) -> InGraph:
@@ -265,7 +265,7 @@ def _can_be_input(tensor: Tensor, data: Data) -> bool:
 
     Not if a gradient would have to go on from it, nor if it is data: the next step has others.
     """
-    is_data = _torch.storage_key(tensor) in data.storages
+    is_data = storage.storage_key(tensor) in data.storages
     return not (tensor.requires_grad or is_data or type(tensor) is not Tensor)
 
 
@@ -298,4 +298,4 @@ def _local(tensor: Tensor) -> Tensor:
     """What this rank has of a tensor."""
     if isinstance(tensor, ShardedTensor):
         return tensor.local
-    return _torch.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor
+    return distributed_tensor.local_tensor(tensor) if isinstance(tensor, DTensor) else tensor

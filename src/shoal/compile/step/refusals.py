@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shoal import _torch
+from shoal._torch import autograd, optimizers
 from shoal.ddp.listeners import hooks_of
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
@@ -82,7 +82,7 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             f"shoal: compile_step cannot capture {kind}, which keeps state under {foreign[0]!r}: "
             f"that is no parameter, so a graph would lose it. {_WRITTEN_OUT}"
         )
-    obstacle = _torch.around_step(optimizer)
+    obstacle = optimizers.around_step(optimizer)
     if obstacle is not None:
         raise NotImplementedError(
             f"shoal: a captured step would not call {obstacle}. Call it around the step instead."
@@ -93,7 +93,7 @@ def _parameter_hooks(model: nn.Module) -> Iterator[tuple[str, object]]:
     """The hooks on parameters that a user put there, with the names of the parameters."""
     for name, parameter in model.named_parameters():
         for hook in (
-            *(_torch.tensor_hooks(parameter) or {}).values(),
+            *(autograd.tensor_hooks(parameter) or {}).values(),
             *hooks_of(parameter).values(),
         ):
             yield name, hook

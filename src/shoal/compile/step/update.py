@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shoal import _torch
+from shoal._torch import optimizers, storage
 from shoal.compile.step.parts import Parts
 
 _EPSILON = 1e-6
@@ -29,7 +29,7 @@ def clip(parts: Parts, grads: Sequence[Tensor | None], max_norm: float) -> list[
         if grad is not None and unit.in_graph is not None
     ]
     squares += [
-        torch.linalg.vector_norm(grad, dtype=_torch.wide_dtype(grad)).square()
+        torch.linalg.vector_norm(grad, dtype=storage.wide_dtype(grad)).square()
         for grad in grads[num_units:]
         if grad is not None
     ]
@@ -54,7 +54,7 @@ def count_on_device(optimizer: torch.optim.Optimizer) -> None:
 def update(parts: Parts, given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Let the optimizer update what stands for its parameters and state."""
     optimizer = parts.optimizer
-    twin = _torch.twin_of(optimizer)
+    twin = optimizers.twin_of(optimizer)
     groups, state = parts.stand_ins(given, grads)
     for group in groups:
         # Steps are counted in tensors, which a graph can count on. One operator for many
@@ -65,7 +65,7 @@ def update(parts: Parts, given: Sequence[Tensor], grads: Sequence[Tensor | None]
     twin.state = defaultdict(dict, {stand_in: _counting(held) for stand_in, held in state.items()})
     numbers = [_constants(group) for group in groups]
     # Past what schedulers have put around the step of the optimizer itself.
-    _torch.bare_step(optimizer)(twin)
+    optimizers.bare_step(optimizer)(twin)
     for group, before in zip(groups, numbers, strict=True):
         _check_constant("a group", _constants(group), before, optimizer)
     _check_constant("itself", _constants(vars(twin)), _constants(vars(optimizer)), optimizer)
