@@ -16,6 +16,7 @@ from shoal.compile.aot.pipeline import Pipeline
 from shoal.compile.aot.sharing import guard_sharing, where_shared_alike
 from shoal.compile.cache.door import lower_cached
 from shoal.compile.communication import schedule_collectives
+from shoal.compile.lowering.graph_unit import graph_unit_at
 from shoal.compile.observe.dynamo import news
 from shoal.compile.observe.observation import count_calls, observing, say
 from shoal.compile.observe.text import graph_text
@@ -24,7 +25,6 @@ from shoal.compile.options import Options
 from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
 from shoal.compile.passes.old_values import keep_old_values
 from shoal.compile.passes.one_hot import compare_instead_of_scatter
-from shoal.runtime.in_graph import in_graph_of
 
 _MODES: dict[str | None, dict[str, Any]] = {
     None: {},
@@ -89,7 +89,7 @@ def with_shards_of_now(run: Callable[..., Any], args: Sequence[Any]) -> Callable
     Dynamo does not see parameters that were moved or replaced: they are no inputs of the graph. Nor
     can a shard's gradient tell for which parameters it is; `run` has been traced, which told.
     """
-    units = [(place, in_graph_of(arg)) for place, arg in enumerate(args)]
+    units = [(place, graph_unit_at(arg)) for place, arg in enumerate(args)]
     reached = [(place, unit.take_reached()) for place, unit in units if unit is not None]
     if not reached:
         return run
@@ -99,7 +99,7 @@ def with_shards_of_now(run: Callable[..., Any], args: Sequence[Any]) -> Callable
     def call(*values: Any) -> Any:
         given = list(values)
         for place, indices in reached:
-            unit = in_graph_of(given[place])
+            unit = graph_unit_at(given[place])
             if unit is not None:
                 given[place] = unit.marked(unit.follow(), indices)
         return run(*given)

@@ -22,7 +22,6 @@ from shoal._torch import autograd, dynamo
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.context import Context
 from shoal.runtime.guard import check_ranks_agree
-from shoal.runtime.in_graph import lower, names_in
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.reach import Reach, map_tensors
 from shoal.runtime.streams import Streams
@@ -34,6 +33,11 @@ _STATE = "_shoal_state"
 
 Runs = list[tuple[Unit, Pass]]
 """What one call of a module has begun: a pass for each of its units."""
+
+
+LOWERINGS: dict[str, Callable[[ModuleState], None]] = {}
+"""Compilers that take units into their graphs: by the name of the backend what prepares a module's
+units for it. Compilers put themselves in."""
 
 
 class ModuleState:
@@ -151,7 +155,10 @@ class ModuleState:
             # other options, the graph is traced again.
             assert unit.shards.num_recaptures >= 0
             assert in_graph is not None
-            assert unit.options.all_gather is None
+            options = unit.options
+            assert options.all_gather is None
+            assert options.reshards_after_forward in (None, True, False)
+            assert options.prefetch_depth >= 0
             if unit.reduces_in_graph:
                 fulls = in_graph.gather(in_graph.leaf)
             else:
@@ -285,14 +292,11 @@ def units_of(model: nn.Module) -> list[Unit]:
 def _capture_check(state_ref: weakref.ref[ModuleState]) -> Callable[[], bool]:
     def is_captured() -> bool:
         state = state_ref()
-        if state is None or dynamo.tracing_backend() != "shoal":
+        lower = LOWERINGS.get(dynamo.tracing_backend() or "")
+        if state is None or lower is None:
             return False
         context_of(state.modules[0], state)
-        for unit in state.units:
-            reshards = unit.options.reshards_after_forward
-            lower(unit, reshards=not state.is_root if reshards is None else reshards)
-        for module in state.modules:
-            state.graph_names[module] = [names_in(module, unit) for unit in state.units]
+        lower(state)
         return True
 
     return dynamo.constant_in_graph(is_captured)

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter, methodcaller
-from typing import TYPE_CHECKING, ClassVar, TypeAlias
+from typing import ClassVar, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -42,13 +42,21 @@ from shoal.step.action import ActionKind, Actions
 from shoal.step.phase import Phase
 from shoal.step.unit_step import UnitStep, undo
 
-if TYPE_CHECKING:
-    from shoal.runtime.in_graph import InGraph
-
 _requires_grad = attrgetter("requires_grad")
 
 Version: TypeAlias = tuple[int, int, int]
 """How often parameters were stepped, replaced, and changed in place."""
+
+
+class InGraph(Protocol):
+    """How graphs of a compiler gather and reduce a unit."""
+
+    leaf: torch.Tensor
+    """This rank's shard: the input of graphs."""
+    full_leaves: tuple[torch.Tensor, ...]
+    """For each parameter one of its full shape, without memory: what full gradients are for."""
+    gather: Callable[..., tuple[torch.Tensor, ...]]
+    """Full parameters of the leaf, which gets reduced gradients, or of both, where full ones do."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,18 +80,21 @@ class Machine:
         """
         if unit.phase is not Phase.FORWARD:  # somebody took its parameters away
             return ()
-        reshards = unit.settings.reshards_after_forward
         # Whoever asked for full parameters after forward wants them in evaluations too.
-        unit.stays = reshards is False
+        unit.stays = unit.settings.reshards_after_forward is False
         unit.phase = Phase.HELD
         if is_nested:
             return ()
-        if reshards is None:
-            reshards = unit not in self.roots
+        reshards = self.frees_after_forward(unit)
         frees = (reshards and is_reached) or not (is_expected or unit.stays)
         if frees and not unit.is_kept:
             return (unit.stash(),)
         return (unit.do(ActionKind.REST),)
+
+    def frees_after_forward(self, unit: UnitStep) -> bool:
+        """Whether a unit is freed between forward and backward, so that backward gathers again."""
+        reshards = unit.settings.reshards_after_forward
+        return unit not in self.roots if reshards is None else reshards
 
     def raise_forward(self, unit: UnitStep) -> Actions:
         """A unit's forward raised."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -147,16 +149,13 @@ def test_another_dim() -> None:
     check(make)
 
 
-@ranks(2)
-@pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.parametrize("bucket_mb", [1e-6, 25])
-def test_one_gather_and_one_reduction_per_unit(reshards: bool, bucket_mb: float) -> None:
-    """Backward gathers again what forward freed; the root's are kept. Small ones become one."""
-    model: Any = build()
-    units = [fully_shard(block, reshard_after_forward=reshards) for block in model.blocks]
-    fully_shard(model)
-    torch._dynamo.reset()
-    counts: dict[str, Counter[Any]] = {}
+GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+REDUCE = torch.ops._c10d_functional.reduce_scatter_tensor.default
+
+
+@contextmanager
+def counting_collectives(counts: dict[str, Counter[Any]]) -> Iterator[None]:
+    """By the role of each graph that is compiled in here, the collectives in it."""
 
     def counting(task: Task) -> Any:
         counts[task.role] = Counter(
@@ -167,16 +166,51 @@ def test_one_gather_and_one_reduction_per_unit(reshards: bool, bucket_mb: float)
         return directly(task)
 
     with patch.object(backend, "directly", counting):
-        options = {"cache": False, "bucket_mb": bucket_mb}
-        run = torch.compile(model, backend="shoal", fullgraph=True, options=options)
-        _, part = next(iter(batches(1, dist.get_rank(), dist.get_world_size())))
-        loss_of(run, part).backward()
-    ops = torch.ops._c10d_functional
-    gather, reduce = ops.all_gather_into_tensor.default, ops.reduce_scatter_tensor.default
+        yield
+
+
+def step_of(model: Any, bucket_mb: float) -> Callable[[], None]:
+    """Forward and backward of a compiled model."""
+    torch._dynamo.reset()
+    options = {"cache": False, "bucket_mb": bucket_mb}
+    run = torch.compile(model, backend="shoal", fullgraph=True, options=options)
+    _, part = next(iter(batches(1, dist.get_rank(), dist.get_world_size())))
+    return lambda: loss_of(run, part).backward()
+
+
+@ranks(2)
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("bucket_mb", [1e-6, 25])
+def test_one_gather_and_one_reduction_per_unit(reshards: bool, bucket_mb: float) -> None:
+    """Backward gathers again what forward freed; the root's are kept. Small ones become one."""
+    model: Any = build()
+    units = [fully_shard(block, reshard_after_forward=reshards) for block in model.blocks]
+    fully_shard(model)
+    counts: dict[str, Counter[Any]] = {}
+    with counting_collectives(counts):
+        step_of(model, bucket_mb)()
     num_gathers, num_again = (len(units) + 1, len(units)) if bucket_mb < 1 else (1, 1)
-    assert counts["forward"] == {gather: num_gathers}
-    assert counts["backward"][gather] == (num_again if reshards else 0)
-    assert counts["backward"][reduce] == num_gathers
+    assert counts["forward"] == {GATHER: num_gathers}
+    assert counts["backward"][GATHER] == (num_again if reshards else 0)
+    assert counts["backward"][REDUCE] == num_gathers
+
+
+@ranks(2)
+def test_units_are_kept_as_setters_say_after_capture() -> None:
+    """Whether backward gathers again is the machine's choice by settings, which may change."""
+    model: Any = build()
+    units = [fully_shard(block) for block in model.blocks]
+    fully_shard(model)
+    counts: dict[str, Counter[Any]] = {}
+    with counting_collectives(counts):
+        step = step_of(model, bucket_mb=1e-6)
+        for reshards in (True, False):
+            model.set_reshard_after_forward(reshards)
+            step()
+            assert counts["backward"][GATHER] == (len(units) + 1) * reshards
+            counts.clear()
+            step()
+            assert not counts, "nothing has changed"
 
 
 @ranks(2)

@@ -8,9 +8,9 @@ from typing import Any
 
 from shoal._torch import operators
 from shoal.compile.cache.errors import DamagedError, NotExactError
-from shoal.runtime import row_op
+from shoal.compile.lowering import gathered_rows
 
-NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", row_op.NAMESPACE})
+NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", gathered_rows.NAMESPACE})
 """Of operators that torch and shoal bring. What others do, and what their derivatives are, is code
 that may be another tomorrow under the same name."""
 
@@ -62,7 +62,7 @@ def operator_called(name: str) -> Any:
     parts = name.split(".")
     if len(parts) != 3 or parts[0] not in NAMESPACES or not all(map(str.isidentifier, parts)):
         raise DamagedError(f"{name!r} is no operator of torch's own")
-    row_op.define()
+    gathered_rows.define()
     try:
         found = operators.operator_named(name)
     except AttributeError:

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shoal._torch import distributed_tensor, storage, traces
+from shoal.compile.lowering.graph_unit import GraphUnit, graph_unit_of
 from shoal.compile.step.data import Data
 from shoal.compile.step.refusals import changes_python
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
-from shoal.runtime.in_graph import InGraph
 from shoal.runtime.module_call import kept_full
 from shoal.runtime.module_state import units_of
 from shoal.runtime.unit import Unit
@@ -47,7 +47,7 @@ class Parts:
         self._originals: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         self.units, self.replicas = units_of(model), replicas_of(model)
-        self._leaves = [self._add(_lowered(unit).leaf) for unit in self.units]
+        self._leaves = [self._add(lowered(unit).leaf) for unit in self.units]
         self._homes: dict[nn.Parameter, tuple[int, int]] = {
             sharded: (number, index)
             for number, unit in enumerate(self.units)
@@ -156,15 +156,15 @@ class Parts:
         own = {number: given[number].detach().requires_grad_() for number in self.trained}
         stand_ins = {number: own.get(number, given[number]) for number in self._numbers.values()}
         named = {name: stand_ins[number] for name, number in self._named.items()}
-        lowered = [_lowered(unit) for unit in self.units]
-        before = [one.leaf for one in lowered]
+        graph_units = [lowered(unit) for unit in self.units]
+        before = [one.leaf for one in graph_units]
         with ExitStack() as stack:
             for _, place, key, one, number in self._loose:
                 _put(place, key, stand_ins[number])
                 stack.callback(_put, place, key, one)
             stack.enter_context(traces.parameters_replaced(self._model, named))
             stack.enter_context(kept_full())
-            for one, leaf in zip(lowered, leaves, strict=True):
+            for one, leaf in zip(graph_units, leaves, strict=True):
                 one.leaf = leaf
                 one.reached.clear()
             try:
@@ -172,7 +172,7 @@ class Parts:
                 self._check_loose(stand_ins)
                 self._write_back(given, named)
             finally:
-                for one, leaf in zip(lowered, before, strict=True):
+                for one, leaf in zip(graph_units, before, strict=True):
                     one.leaf = leaf
 
     def _check_loose(self, stand_ins: Mapping[int, Tensor]) -> None:
@@ -228,11 +228,11 @@ class Parts:
             number = self._numbers[id(parameter)]
             return given[number], by_number.get(number)
         unit, index = home
-        in_graph, grad = _lowered(self.units[unit]), grads[unit]
-        view = in_graph.piece_of(given[self._leaves[unit]], index)
-        if grad is None or index not in in_graph.reached:
+        graph_unit, grad = lowered(self.units[unit]), grads[unit]
+        view = graph_unit.piece_of(given[self._leaves[unit]], index)
+        if grad is None or index not in graph_unit.reached:
             return view, None
-        return view, in_graph.piece_of(grad, index)
+        return view, graph_unit.piece_of(grad, index)
 
 
 class Places:
@@ -254,10 +254,11 @@ class Places:
         return len(ours) == len(theirs) and all(map(storage.is_set_to, ours, theirs))
 
 
-def _lowered(unit: Unit) -> InGraph:
-    in_graph = unit.in_graph
-    assert in_graph is not None
-    return in_graph
+def lowered(unit: Unit) -> GraphUnit:
+    """How the captured step gathers and reduces a unit."""
+    found = graph_unit_of(unit)
+    assert found is not None
+    return found
 
 
 def _can_be_input(tensor: Tensor, data: Data) -> bool:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal._torch import optimizers, storage
-from shoal.compile.step.parts import Parts
+from shoal.compile.step.parts import Parts, lowered
 
 _EPSILON = 1e-6
 """As `clip_grad_norm_` of torch has it."""
@@ -24,9 +24,9 @@ def clip(parts: Parts, grads: Sequence[Tensor | None], max_norm: float) -> list[
     """Gradients scaled so that their norm, over all ranks, is at most `max_norm`."""
     num_units = len(parts.units)
     squares = [
-        unit.in_graph.total_of_squares(grad)
+        lowered(unit).total_of_squares(grad)
         for unit, grad in zip(parts.units, grads[:num_units], strict=True)
-        if grad is not None and unit.in_graph is not None
+        if grad is not None
     ]
     squares += [
         torch.linalg.vector_norm(grad, dtype=storage.wide_dtype(grad)).square()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.runtime.row_op import lay_in_row
+from shoal.compile.lowering.gathered_rows import lay_in_row
 
 WIDE, NARROW = torch.float32, torch.bfloat16
 

@@ -17,31 +17,30 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from shoal._torch import dynamo, graph_collectives, kernels, storage, traces
+from shoal.compile.lowering.gathered_rows import full_in, matrix_of, place_of
 from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
 from shoal.runtime.cuts import cut, examples_of
-from shoal.runtime.graph_rows import full_in, matrix_of, place_of
+from shoal.runtime.module_state import ModuleState
 from shoal.runtime.reduction import Division
+from shoal.runtime.unit import Unit
 from shoal.step.phase import Phase
-
-if TYPE_CHECKING:
-    from shoal.runtime.unit import Unit
 
 _REDUCTIONS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 """As the operators of graphs name them."""
 
 
-_IN_GRAPH = "_shoal_in_graph"
+_GRAPH_UNIT = "_shoal_graph_unit"
 
 
-class InGraph:
+class GraphUnit:
     """How one unit is gathered and reduced by a graph."""
 
     def __init__(self, unit: Unit) -> None:
@@ -80,22 +79,22 @@ class InGraph:
 
         Given `full_leaves` too, these get the gradients as they are.
         """
-        self.reshards = True
+        self.gathers_again = True
         """Whether backward gathers again, so that full parameters need not be kept for it."""
 
     def _new_leaf(self) -> Tensor:
         leaf = self._buffer.detach().view(self.stored.params[0].dtype).requires_grad_()
         dynamo.mark_unmoving(leaf)
         leaf.register_post_accumulate_grad_hook(
-            _weakly(InGraph._deliver, self, self._buffer, self._marks)
+            _weakly(GraphUnit._deliver, self, self._buffer, self._marks)
         )
-        setattr(leaf, _IN_GRAPH, weakref.ref(self))
+        setattr(leaf, _GRAPH_UNIT, weakref.ref(self))
         return leaf
 
     def _new_full_leaf(self, index: int) -> Tensor:
         blank = torch.zeros((), dtype=self.compute_dtype, device=self._buffer.device)
         leaf = blank.expand(self.stored.params[index].shape).requires_grad_()
-        leaf.register_post_accumulate_grad_hook(_weakly(InGraph._hand_over, self, index))
+        leaf.register_post_accumulate_grad_hook(_weakly(GraphUnit._hand_over, self, index))
         return leaf
 
     @property
@@ -149,7 +148,7 @@ class InGraph:
         return _Marked.apply(leaf, self, reached) if self._marks else leaf
 
     def _gather(self, leaf: Tensor, *full_leaves: Tensor) -> tuple[Tensor, ...]:
-        again = traces.computed_again_in_backward() if self.reshards else nullcontext()
+        again = traces.computed_again_in_backward() if self.gathers_again else nullcontext()
         with again:
             fulls = _Gathered.apply(self, leaf, *full_leaves)
         return tuple(
@@ -233,9 +232,9 @@ class InGraph:
             )
 
 
-def _weakly(method: Callable[..., None], in_graph: InGraph, *args: Any) -> Callable[[Tensor], None]:
+def _weakly(method: Callable[..., None], unit: GraphUnit, *args: Any) -> Callable[[Tensor], None]:
     """A hook that keeps nothing alive: the garbage collector does not look into hooks."""
-    alive = weakref.ref(in_graph)
+    alive = weakref.ref(unit)
 
     def hook(leaf: Tensor) -> None:
         found = alive()
@@ -245,9 +244,15 @@ def _weakly(method: Callable[..., None], in_graph: InGraph, *args: Any) -> Calla
     return hook
 
 
-def in_graph_of(leaf: object) -> InGraph | None:
+def graph_unit_of(unit: Unit) -> GraphUnit | None:
+    """How graphs gather and reduce a unit, once one was captured."""
+    found = unit.in_graph
+    return found if isinstance(found, GraphUnit) else None
+
+
+def graph_unit_at(leaf: object) -> GraphUnit | None:
     """Whose shard a tensor is, if it is the leaf of a unit."""
-    found = getattr(leaf, _IN_GRAPH, None) if isinstance(leaf, Tensor) else None
+    found = getattr(leaf, _GRAPH_UNIT, None) if isinstance(leaf, Tensor) else None
     return None if found is None else found()
 
 
@@ -255,7 +260,9 @@ class _Gathered(torch.autograd.Function):
     """A gather whose derivative is a reduction; without one, if there are leaves for the rest."""
 
     @staticmethod
-    def forward(ctx: Any, unit: InGraph, leaf: Tensor, *full_leaves: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(
+        ctx: Any, unit: GraphUnit, leaf: Tensor, *full_leaves: Tensor
+    ) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.unit, ctx.reduces = unit, not full_leaves
         ctx.set_materialize_grads(False)
         return unit.fulls_of(leaf)
@@ -272,7 +279,7 @@ class _Marked(torch.autograd.Function):
     """A leaf as it is, whose derivative comes with the parameters that it is for."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: Tensor, unit: InGraph, reached: frozenset[int]) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, leaf: Tensor, unit: GraphUnit, reached: frozenset[int]) -> Tensor:  # type: ignore[override]
         ctx.unit, ctx.reached = unit, reached
         return leaf.view_as(leaf)
 
@@ -313,20 +320,30 @@ def _check_can_lower(unit: Unit) -> None:
         )
 
 
-def lower(unit: Unit, *, reshards: bool) -> None:
-    """Let graphs gather a unit; anew when its shards have changed."""
+def lower_units(state: ModuleState) -> None:
+    """Let graphs gather a module's units; again in backward if the machine frees them before."""
+    assert state.context is not None
+    for unit in state.units:
+        _lower(unit, gathers_again=state.context.machine.frees_after_forward(unit.step))
+    for module in state.modules:
+        state.graph_names[module] = [_names_in(module, unit) for unit in state.units]
+
+
+def _lower(unit: Unit, *, gathers_again: bool) -> None:
+    """Anew when its shards have changed."""
     _check_can_lower(unit)
     if unit.phase is not Phase.SHARDED:
         unit.reshard()
     unit.shards.follow()
-    known = unit.in_graph
+    known = graph_unit_of(unit)
     if known is None or not known.holds_for(unit):
-        known = unit.in_graph = InGraph(unit)
+        known = GraphUnit(unit)
+        unit.in_graph = known
     known.follow()
-    known.reshards = reshards
+    known.gathers_again = gathers_again
 
 
-def names_in(module: nn.Module, unit: Unit) -> tuple[tuple[str, int], ...]:
+def _names_in(module: nn.Module, unit: Unit) -> tuple[tuple[str, int], ...]:
     """The names under which a module, or one inside it, has parameters of a unit."""
     prefixes = {id(inner): f"{name}." if name else "" for name, inner in module.named_modules()}
     return tuple(

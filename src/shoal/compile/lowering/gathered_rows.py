@@ -1,16 +1,24 @@
-"""Where parameters and gradients lie in gathered rows, by calls that a graph can have."""
+"""Full parameters out of gathered rows, and gradients into them, by calls that a graph can have.
+
+`lay_in_row` is an operator of its own: tensors end to end in one row of another dtype. As casts and
+a `cat` it would be a kernel for every tensor once a compiler has been over it, and a launch on the
+host for each. This is one kernel for all of them, which CUDA graphs can record.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from shoal._torch import kernels
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
-from shoal.runtime.row_op import lay_in_row
 
+NAMESPACE = "shoal"
+_SCHEMA = "lay_in_row(Tensor[] parts, ScalarType dtype) -> Tensor"
 Zeros = Callable[[tuple[int, ...]], Tensor]
 Piece = tuple[int, int, tuple[int, ...]]
 """Where a parameter's piece begins and ends in a rank's shard, and its shape."""
@@ -128,3 +136,30 @@ def _runs(packing: Packing) -> list[tuple[int, int]] | None:
         if param.numel:
             runs.append((offset // param.dtype.itemsize, index))
     return sorted(runs)
+
+
+def lay_in_row(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """All elements of some tensors in their order, cast; one node of a graph."""
+    define()
+    return torch.ops.shoal.lay_in_row(parts, dtype)
+
+
+@functools.cache
+def define() -> torch.library.Library:
+    """Make the operator known to torch, once."""
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define(_SCHEMA, tags=(torch.Tag.flexible_layout,))
+    library.impl("lay_in_row", _lay_in_row, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"{NAMESPACE}::lay_in_row", _row_for, lib=library)
+    return library
+
+
+def _lay_in_row(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    row = _row_for(parts, dtype)
+    targets = row.split_with_sizes([part.numel() for part in parts])
+    kernels.foreach_copy(list(targets), [part.reshape(-1) for part in parts])
+    return row
+
+
+def _row_for(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    return parts[0].new_empty(sum(part.numel() for part in parts), dtype=dtype)
