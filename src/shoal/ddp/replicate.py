@@ -20,7 +20,7 @@ from shoal.ddp.reducer import Reducer
 from shoal.ddp.replicated import Replica, ReplicatedModule
 from shoal.errors import MeshError, ShardedTwiceError, UsageError
 from shoal.runtime.guard import check_tensors_agree
-from shoal.runtime.managed_class import become
+from shoal.runtime.module_call import swap_class
 from shoal.runtime.module_state import state_of
 from shoal.wrapper.base import wrappers_below
 
@@ -90,7 +90,7 @@ def replicate(
         move_inputs(module, device)
     dynamo.fuse_traced_averages(bucket_cap_mb)
     composable.register_composable(module, "replicate")
-    become(module, ReplicatedModule, "DDP", _COPY_REFUSAL)
+    swap_class(module, ReplicatedModule, "DDP", _COPY_REFUSAL)
     return module
 
 

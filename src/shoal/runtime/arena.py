@@ -4,7 +4,7 @@ Slots are kept by size. A unit's buffer is a storage object of its own, which is
 for a gather and detached when the unit is freed, so that a step that was seen before allocates
 nothing, and a tensor saved by autograd finds the bytes of the next gather.
 
-A buffer without memory points at a graveyard (`graveyard`), where every float is NaN. A backward
+A buffer without memory points at a `Graveyard`, where every float is NaN. A backward
 that comes to a unit without its outputs would read there; the engine notices when the unit's
 gradients arrive, and says so.
 
@@ -14,13 +14,54 @@ from the allocator's cache.
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections import Counter, defaultdict
 
 import torch
 
 from shoal._torch import cuda
 from shoal._torch import storage as torch_storage
-from shoal.runtime.graveyard import Graveyard
+
+_CHUNK = 2 << 20
+_FAILED = ctypes.c_void_p(-1).value
+
+
+class Graveyard:
+    """NaN for as many bytes as are asked for; private to this process, so writing harms nobody."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = -(-max(num_bytes, 1) // _CHUNK) * _CHUNK
+        libc = ctypes.CDLL(None, use_errno=True)
+        libc.mmap.restype = ctypes.c_void_p
+        libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+        private = mmap.MAP_PRIVATE
+        read_write = mmap.PROT_READ | mmap.PROT_WRITE
+        self._address = libc.mmap(
+            None, self.num_bytes, read_write, private | mmap.MAP_ANONYMOUS, -1, 0
+        )
+        if self._address in (None, _FAILED):
+            raise OSError(ctypes.get_errno(), "cannot reserve address space for freed parameters")
+        if not hasattr(os, "memfd_create"):
+            return  # other systems than Linux read zeros here
+        file = os.memfd_create("shoal-freed")
+        try:
+            os.write(file, b"\xff" * _CHUNK)
+            fixed = private | 0x10  # MAP_FIXED, which the mmap module does not name
+            for offset in range(0, self.num_bytes, _CHUNK):
+                at = libc.mmap(self._address + offset, _CHUNK, read_write, fixed, file, 0)
+                if at == _FAILED:
+                    raise OSError(ctypes.get_errno(), "cannot map memory for freed parameters")
+        finally:
+            os.close(file)
+
+    def grave(self, num_bytes: int) -> torch.Tensor:
+        """Bytes of it. They stay for the life of the process: storages may point there."""
+        assert self._address is not None
+        bytes_there = (ctypes.c_char * num_bytes).from_address(self._address)
+        return torch.frombuffer(bytes_there, dtype=torch.uint8)
+
 
 _KEPT_BYTES = 64 << 20
 """Up to here, memory to reduce from is kept from one step to the next."""
@@ -130,3 +171,57 @@ class Arena:
         if self._graveyard is None or self._graveyard.num_bytes < num_bytes:
             self._graveyard = Graveyard(num_bytes)
         return self._graveyard.grave(num_bytes)
+
+
+class Buffer:
+    """Bytes that come from an arena and go back there."""
+
+    __slots__ = ("_arena", "_resize", "_slot", "_storage", "bytes", "num_bytes")
+
+    def __init__(self, num_bytes: int, arena: Arena) -> None:
+        self.num_bytes = num_bytes
+        self.bytes = arena.blank(num_bytes)
+        """All of it. Make the views, then call `settle`: later there can be no new ones."""
+        self._begin(self.bytes.untyped_storage(), arena)
+
+    def _begin(self, storage: torch.UntypedStorage, arena: Arena) -> None:
+        self._storage, self._arena = storage, arena
+        self._slot: torch.UntypedStorage | None = None
+        self._resize = None if arena.swaps else storage.resize_
+
+    @classmethod
+    def around(cls, tensor: torch.Tensor, arena: Arena) -> Buffer:
+        """Take over the memory of a tensor that has some: it counts as filled."""
+        storage = tensor.untyped_storage()
+        buffer = cls.__new__(cls)
+        buffer.num_bytes = storage.nbytes()
+        buffer.bytes = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
+        buffer._begin(storage, arena)
+        buffer._slot = arena.adopt(storage)
+        return buffer
+
+    def settle(self) -> None:
+        """All views are made; from here on there is memory only between `fill` and `empty`."""
+        self._arena.bury(self._storage)
+
+    def typed(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as elements of a dtype."""
+        return self.bytes.view(dtype)
+
+    def fill(self) -> None:
+        """Give it memory; what is in there is arbitrary."""
+        if self._resize is None:
+            self._slot = self._arena.attach(self._storage, self.num_bytes)
+        elif self._arena.pool is None:
+            self._resize(self.num_bytes)
+        else:
+            self._arena.pool.allocate(self._resize, self.num_bytes)
+
+    def empty(self) -> None:
+        """Take its memory away."""
+        if self._resize is not None:
+            self._resize(0)
+        else:
+            assert self._slot is not None
+            self._arena.detach(self._storage, self.num_bytes, self._slot)
+            self._slot = None

@@ -19,8 +19,8 @@ from shoal.comm import observer
 from shoal.errors import InvariantError
 from shoal.runtime.arena import Arena
 from shoal.runtime.events import EventKind, Mark, Recorder
+from shoal.runtime.gradient_matrix import limit_parts
 from shoal.runtime.reduction import Reduction
-from shoal.runtime.rows import limit_parts
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import PERFORM, Unit
 from shoal.step.action import Action, ActionKind, Actions
@@ -62,7 +62,7 @@ class Context:
                 unit.prepare(self.arena, self.streams)
                 unit.on_grad(self.gradient_arrived)
                 unit.waiting = waiting
-            limit_parts([unit.rows for unit in self.units])
+            limit_parts([unit.matrix for unit in self.units])
 
     # Moments of forward.
 

@@ -26,12 +26,11 @@ from shoal.errors import InvariantError
 from shoal.layout import Packing
 from shoal.layout.even import EvenPacking
 from shoal.layout.spec import ALIGN_NUMEL, round_up
-from shoal.runtime.arena import Arena
-from shoal.runtime.buffer import Buffer
+from shoal.runtime.arena import Arena, Buffer
 from shoal.runtime.form import Form
 
 if TYPE_CHECKING:
-    from shoal.runtime.extension import Extension
+    from shoal.runtime.gather_hooks import Extension
     from shoal.runtime.shards import Member
 
 _version_of = operator.attrgetter("_version")

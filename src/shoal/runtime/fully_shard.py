@@ -1,4 +1,7 @@
-"""The entry point: `fully_shard(module)` turns a module's parameters into shards, in place."""
+"""The entry points: `fully_shard(module)` shards parameters, `replicate(module)` leaves them whole.
+
+Both change the module in place, and its class.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shoal._torch import composable
-from shoal.errors import ShardedTwiceError, UsageError
+from shoal.errors import InvariantError, MeshError, ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout
 from shoal.mesh import (
     DataParallelMeshDims,
     DataParallelMeshInfo,
+    DDPMeshInfo,
     FSDPMeshInfo,
     device_of,
     mesh_info_of,
@@ -30,9 +34,9 @@ from shoal.runtime.collect import (
     without_shared,
 )
 from shoal.runtime.form import DTensorForm
-from shoal.runtime.fsdp_module import FSDPModule
+from shoal.runtime.fsdp_module import FSDPModule, torch_state
+from shoal.runtime.gather import PostForward
 from shoal.runtime.gather_hooks import refusal
-from shoal.runtime.managed_class import become
 from shoal.runtime.mistakes import (
     ignored_of,
     layout_of,
@@ -42,10 +46,9 @@ from shoal.runtime.mistakes import (
     refuse_plain_values,
     refuse_unknown,
 )
+from shoal.runtime.module_call import swap_class
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
-from shoal.runtime.post_forward import PostForward
-from shoal.runtime.torch_state import torch_state
 from shoal.runtime.unit import Unit
 from shoal.tensor.custom_ops import listen
 from shoal.tensor.sharded import ShardedTensor
@@ -106,7 +109,7 @@ def fully_shard(
     )
     for one in modules:
         composable.register_composable(one, "fully_shard", torch_state(one))
-        become(one, FSDPModule, "FSDP", COPY_REFUSAL)
+        swap_class(one, FSDPModule, "FSDP", COPY_REFUSAL)
     return module
 
 
@@ -232,3 +235,67 @@ COPY_REFUSAL = (
     "FSDP does not support deepcopy: copy the module before fully_shard, or build another "
     "one and load_state_dict() this one's state_dict()"
 )
+
+
+class ReplicateModule(FSDPModule):
+    """What `replicate` makes of a module's class."""
+
+
+def replicate(
+    module: Any,
+    *,
+    mesh: DeviceMesh | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    **unknown: Never,
+) -> Any:
+    """Replicate a module over the one axis of a mesh, by default over all ranks.
+
+    As `fully_shard`, with units, policies and the methods of `FSDPModule`, but each rank holds
+    whole parameters (DTensors that are replicated): nothing is gathered over ranks, and gradients
+    are all-reduced. The module is changed in place and returned. `shoal.replicate` is the other
+    way to do it, which leaves parameters plain tensors.
+    """
+    refuse_unknown("replicate", unknown)
+    policy, offload = precision_of(mp_policy), offload_of(offload_policy)
+    ignored = ignored_of(ignored_params)
+    _check_not_sharded(module)
+    modules = modules_of(module, "replicate")
+    mesh = mesh_of(mesh, ("replicate",))
+    check_device(mesh)
+    make_units(
+        modules,
+        _info_of(mesh, dp_mesh_dims),
+        policy,
+        offload,
+        ignored,
+        reshard_after_forward=False,
+    )
+    for one in modules:
+        composable.register_composable(one, "replicate", torch_state(one))
+        swap_class(one, ReplicateModule, "Replicate", COPY_REFUSAL)
+    return module
+
+
+def _check_not_sharded(module: object) -> None:
+    if isinstance(module, nn.Module) and composable.is_fully_sharded(module):
+        raise InvariantError(
+            "Cannot apply `replicate()` on a Module already managed by `fully_shard`; use one of "
+            "the two"
+        )
+
+
+def _info_of(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> DataParallelMeshInfo:
+    if dims is None:
+        if mesh.ndim != 1:
+            raise MeshError(f"replicate expects a 1D DeviceMesh but got {mesh}")
+        return DDPMeshInfo(mesh, replicate_mesh_dim=0)
+    info = mesh_info_of(mesh, dims)
+    if isinstance(info, FSDPMeshInfo):
+        raise MeshError(
+            f"replicate needs dp_mesh_dims that only replicate, got {dims}; use fully_shard to "
+            "shard over an axis"
+        )
+    return info

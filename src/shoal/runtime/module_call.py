@@ -9,9 +9,10 @@ block(x) in a model's forward   → gather, a graph of the block, free: gathers 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -130,3 +131,20 @@ def kept_full() -> Iterator[None]:
 @dynamo.constant_in_graph
 def _is_kept_full() -> bool:
     return bool(_kept_full)
+
+
+def swap_class(module: nn.Module, manager: type, prefix: str, refusal: str) -> None:
+    """Make a module an instance of `manager` and of its own class.
+
+    Copies are refused with the given words, in the class itself, so that it wins over a module's
+    own: a copy would share the state.
+    """
+    module.__class__ = _class_of(type(module), manager, prefix, refusal)
+
+
+@functools.cache
+def _class_of(cls: type[nn.Module], manager: type, prefix: str, refusal: str) -> type[nn.Module]:
+    def refuse_copy(self: nn.Module, memo: dict[int, Any]) -> NoReturn:
+        raise AssertionError(refusal)  # because torch's classes answer with one
+
+    return type(f"{prefix}{cls.__name__}", (manager, cls), {"__deepcopy__": refuse_copy})

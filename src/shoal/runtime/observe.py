@@ -11,8 +11,8 @@ from torch import nn
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.events import Recorder
 from shoal.runtime.fsdp_module import own_state
+from shoal.runtime.guard import plan_unit
 from shoal.runtime.module_state import context_of
-from shoal.runtime.plan import plan_unit
 from shoal.runtime.unit import Unit
 from shoal.step.plan import Plan, UnitPlan
 from shoal.step.settings import Settings

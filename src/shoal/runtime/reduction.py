@@ -8,14 +8,22 @@ divide, cast, add       → `.grad` of the sharded parameters
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ReduceOp
 
 from shoal._torch import collectives
+from shoal.comm import observer
+from shoal.comm.transport import Pending, Transport
+from shoal.runtime.gradient_matrix import real_of
+from shoal.runtime.streams import no_wait
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -93,7 +101,7 @@ class Reduction:
         """What the host has to wait for before it reads the gradients, where they go there."""
         self._rows = rows
         self._output = output
-        self._cuts = unit.rows.cuts
+        self._cuts = unit.matrix.cuts
         self._wait: Callable[[], object] | None = wait
         self._held = held
 
@@ -129,3 +137,207 @@ class Reduction:
             mark = None
         self.unit.take_reduced(self.indices, self._output, self._cuts)
         return mark
+
+
+class UnitReducer:
+    """Reduces the gradients of one unit: over the ranks that shard, then over replicas."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._dtypes = {param.dtype for param in unit.compute_packing.params}
+        self._separate: Transport | None = None
+        self._division: tuple[object, Division] | None = None
+        self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
+
+    def launch(
+        self, grads: dict[int, torch.Tensor], unused: AbstractSet[int] = frozenset()
+    ) -> Reduction:
+        """Copy gradients in, zeros for those that other ranks may have, and start reducing."""
+        unit, matrix = self._unit, self._unit.matrix
+        trained = unit.trained
+        kept = grads.keys() | unused if unused else grads.keys()
+        if not unit.trained_set.issuperset(kept):  # frozen since its gradient was kept
+            trained = tuple(sorted({*trained, *kept}))
+        dtype = unit.policy.sum_dtype(self._common_dtype(grads, trained))
+        matrix.settle(trained, dtype)
+        indices = matrix.trained
+        if len(kept) != len(indices) and not unit.options.reduces_unused:
+            indices = tuple(sorted(kept))
+        parts = matrix.copy_in(grads, self._take, in_parts=self._is_plain())
+        grads.clear()  # their memory may serve the collective
+        return self._reduce(indices, parts)
+
+    def _is_plain(self) -> bool:
+        """Whether reductions are the engine's own, on its own stream."""
+        options = self._unit.options
+        return (
+            self._unit.streams.reducing is not None
+            and options.reduce_scatter is None
+            and options.reduce_group is None
+        )
+
+    def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        custom = self._unit.options.reduce_scatter
+        if custom is None:
+            return self._unit.arena.take_rows(numel, dtype)
+        return custom.allocate((numel,), dtype=dtype, device=self._unit.device)
+
+    def _common_dtype(
+        self, grads: Mapping[int, torch.Tensor], trained: tuple[int, ...]
+    ) -> torch.dtype:
+        """One for all ranks: where dtypes differ, not that of the gradients that happen to be."""
+        dtypes = {grad.dtype for grad in grads.values()}
+        if not dtypes or len(self._dtypes) > 1:
+            dtypes = {self._unit.full.parameters[index].dtype for index in trained}
+        return functools.reduce(torch.promote_types, dtypes)
+
+    def _reduce(self, indices: tuple[int, ...], parts: list[torch.Tensor]) -> Reduction:
+        """Reduce what was copied in."""
+        unit = self._unit
+        division = self._divided()
+        scatters = unit.transport is not None and unit.size > 1
+        output = self._output(parts[0]) if scatters else torch.empty_like(parts[0])
+        kept = self._kept(parts[0]) if len(parts) == 1 else None
+        lane = unit.streams.reducing
+        if lane is None and scatters and self._is_single(division):
+            pending = self._scatter(real_of(output), real_of(parts[0]), division)
+            return Reduction(unit, indices, kept, output, pending.wait)
+        if lane is None:
+            indices, _ = self._chain(indices, parts, output, division)
+            return Reduction(unit, indices, kept, output, no_wait)
+        with lane:
+            indices, used = self._chain(indices, parts, output, division)
+            host = self._to_host(output) if indices and unit.offloads else None
+            mark = lane.mark()
+        reduction = Reduction(
+            unit,
+            indices,
+            kept,
+            output if host is None else host,
+            partial(lane.join, mark),
+            # What the lane still reads may not be given to others before compute has joined it.
+            (parts, output, used),
+        )
+        if host is not None:
+            reduction.host_mark = mark
+        return reduction
+
+    def _kept(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Memory that goes back to the arena; a custom collective's does not."""
+        return rows if self._unit.options.reduce_scatter is None else None
+
+    def _to_host(self, output: torch.Tensor) -> torch.Tensor:
+        """Start copying reduced gradients to where the shards live, beside compute."""
+        stored = self._unit.shards.buffer
+        dtypes = {member.dtype for member in self._unit.shards.members}
+        if len(dtypes) == 1:  # on the host a cast would have to wait for the copy
+            output = output.to(dtypes.pop())
+        host = torch.empty(
+            output.shape, dtype=output.dtype, pin_memory=stored.is_pinned(), device=stored.device
+        )
+        return host.copy_(output, non_blocking=True)
+
+    def _is_single(self, division: Division) -> bool:
+        """Whether one collective is all there is to do."""
+        steps = (self._unit.replicas, self._unit.options.all_reduce_hook)
+        return division.is_in_collective and not any(step is not None for step in steps)
+
+    def _chain(
+        self,
+        indices: tuple[int, ...],
+        parts: list[torch.Tensor],
+        output: torch.Tensor,
+        division: Division,
+    ) -> tuple[tuple[int, ...], torch.Tensor | None]:
+        """Reduce, step after step on the current stream.
+
+        Returns whose gradients are complete (none, if replicas are still to come), and what was
+        read on the way.
+        """
+        unit, options = self._unit, self._unit.options
+        used = None
+        if len(parts) == 1 or unit.matrix.parts is None:
+            self._scatter_now(division, output, parts[0])
+        else:
+            for piece, rows in zip(unit.matrix.parts.outputs(output), parts, strict=True):
+                self._scatter_now(division, piece, rows)
+        if unit.replicas is not None:
+            indices, used = unit.add_partial(indices, output)
+            if not options.all_reduces:
+                unit.keep_partial(indices, output)
+                return (), used
+            reason = f"the all-reduce of unit {unit.name!r}"
+            unit.replicas.all_reduce(real_of(output), division.all_reduce_op, reason=reason).wait()
+            self._note_in_stream()
+        if options.all_reduce_hook is not None:
+            unit.streams.run_hook(options.all_reduce_hook, output, options.all_reduce_hook_stream)
+        if division.after is not None and division.after != 1:
+            output.div_(division.after)
+        return indices, used
+
+    def _scatter_now(self, division: Division, output: torch.Tensor, rows: torch.Tensor) -> None:
+        """Reduce over the ranks that shard, in order with the current stream."""
+        unit, options = self._unit, self._unit.options
+        output, rows = real_of(output), real_of(rows)
+        if division.before is not None and division.before != 1:
+            rows.div_(division.before)
+        on_host = unit.streams.reducing is None
+        if unit.transport is None or unit.size == 1:
+            output.copy_(rows)
+        elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
+            self._scatter(output, rows, division).wait()
+            self._note_in_stream()
+        elif self._scatters is not None:
+            self._scatters(output, rows)
+
+    def _note_in_stream(self) -> None:
+        """On CUDA the lane waits for the collective just launched, and the host does not."""
+        if self._unit.streams.reducing is not None:
+            observer.in_stream()
+
+    def _output(self, rows: torch.Tensor) -> torch.Tensor:
+        custom = self._unit.options.reduce_scatter
+        if custom is not None:
+            return custom.allocate(
+                (self._unit.matrix.shard_numel,), dtype=rows.dtype, device=rows.device
+            )
+        return torch.empty(self._unit.matrix.shard_numel, dtype=rows.dtype, device=rows.device)
+
+    def _scatter(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> Pending:
+        unit = self._unit
+        reason = f"the reduction of unit {unit.name!r}"
+        transport = self._own_transport(unit.options.reduce_group) or unit.transport
+        assert transport is not None
+        custom = unit.options.reduce_scatter
+        if custom is None:
+            return transport.reduce_scatter(output, rows, division.reduce_op, reason=reason)
+        observer.launching(reason, transport.group, output)
+        work = custom(output, rows, transport.group, division.reduce_op, async_op=True)
+        return Pending(output, work, reason)
+
+    def _own_transport(self, group: dist.ProcessGroup | None) -> Transport | None:
+        """Where gradients are reduced, if not where parameters are gathered."""
+        if group is not None and (self._separate is None or self._separate.group is not group):
+            self._separate = Transport(group)
+        return None if group is None else self._separate
+
+    def _divided(self) -> Division:
+        unit, options = self._unit, self._unit.options
+        dtype = unit.matrix.dtype
+        key = (dtype, options)
+        if self._division is None or self._division[0] != key:
+            assert dtype is not None
+            division = Division.of(
+                dtype.to_real() if dtype.is_complex else dtype,
+                unit.size,
+                1 if unit.replicas is None else unit.replicas.size,
+                options.divide_factor,
+                only_sums=options.only_sums,
+                halves=options.halves_division,
+            )
+            self._division = (key, division)
+            if unit.transport is not None and unit.streams.reducing is not None:
+                self._scatters = unit.transport.reduce_scatter_in_stream(
+                    division.reduce_op, reason=f"the reduction of unit {unit.name!r}"
+                )
+        return self._division[1]

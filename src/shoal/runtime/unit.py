@@ -21,7 +21,6 @@ from shoal.errors import InvariantError
 from shoal.layout import Layout
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shoal.runtime.arena import Arena
-from shoal.runtime.extension import Extension
 from shoal.runtime.full import (
     FullParameters,
     ShardOf,
@@ -30,11 +29,11 @@ from shoal.runtime.full import (
     full_name,
     own_grad,
 )
-from shoal.runtime.gather import Gather
+from shoal.runtime.gather import Gather, PostForward
+from shoal.runtime.gather_hooks import Extension
+from shoal.runtime.gradient_matrix import Cuts, GradientMatrix
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, Options
-from shoal.runtime.post_forward import PostForward
-from shoal.runtime.reduction import Reduction
-from shoal.runtime.rows import Cuts, Rows
+from shoal.runtime.reduction import Reduction, UnitReducer
 from shoal.runtime.shards import Member, Shards, Source
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
@@ -176,7 +175,8 @@ class Unit:
         self._find_registrations()
         self._counted.clear()
         self.follow_requires_grad()
-        self.rows = Rows(self)
+        self.matrix = GradientMatrix(self)
+        self.reducer = UnitReducer(self)
         self._prepared = self.shards.buffer
 
     def _name_full(self) -> None:
@@ -542,7 +542,7 @@ class Unit:
         self._note_reductions()
         if not grads and not kept_unused and not self.options.reduces_unused:
             return None
-        return self.rows.launch(grads, kept_unused)
+        return self.reducer.launch(grads, kept_unused)
 
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor
@@ -556,7 +556,7 @@ class Unit:
         before, partial, trained = self._partial
         self._partial = None
         self._note_reductions()
-        if trained != self.rows.trained:
+        if trained != self.matrix.trained:
             raise InvariantError(
                 f"parameters of unit {self.name!r} were frozen or unfrozen while partial sums of "
                 "their gradients wait for the all-reduce. Change requires_grad after a backward "
@@ -567,7 +567,7 @@ class Unit:
 
     def keep_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
         """Keep a gradient that the replicas have still to add theirs to."""
-        self._partial = (indices, output, self.rows.trained)
+        self._partial = (indices, output, self.matrix.trained)
         self._note_reductions()
 
     def reads_grads_at_once(self, indices: Sequence[int], dtype: torch.dtype) -> bool:
@@ -593,7 +593,7 @@ class Unit:
         members, dtype = self.shards.members, output.dtype
         wanted = None if indices is self.trained else set(indices)
         failure: BaseException | None = None
-        for index, grad in self.rows.views(output, cuts):
+        for index, grad in self.matrix.views(output, cuts):
             if wanted is not None and index not in wanted:
                 continue
             stored = members[index].dtype
@@ -705,7 +705,7 @@ class Unit:
         if self._partial is not None:
             before, partial, trained = self._partial
             left = tuple(index for index in before if index not in indices)
-            for index, view in self.rows.views(partial, self.rows.cuts):
+            for index, view in self.matrix.views(partial, self.matrix.cuts):
                 if index in indices:
                     view.zero_()
             self._partial = (left, partial, trained) if left else None

@@ -27,8 +27,8 @@ from gpu.runtime.steps import DEVICE, model_for, train
 from harness import nccl_ranks
 from oracle import CHECKPOINTS, Checkpoint, batches, check_bitwise_equal_to_torch, full, loss_of
 from shoal.layout import Even, Flat, Layout, Whole
-from shoal.runtime import context, parts
-from shoal.runtime.rows import Rows
+from shoal.runtime import context, gradient_matrix
+from shoal.runtime.gradient_matrix import GradientMatrix
 
 Scenario = Callable[[Engine], list[Any]]
 
@@ -140,11 +140,11 @@ def test_other_layouts_in_mixed_precision(layout: Layout) -> None:
 def test_reductions_in_parts(layout: Layout) -> None:
     at_once = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
 
-    def in_small_parts(all_rows: Sequence[Rows]) -> None:
-        for rows in all_rows:
-            rows.part_bytes = 1024
+    def in_small_parts(matrices: Sequence[GradientMatrix]) -> None:
+        for matrix in matrices:
+            matrix.part_bytes = 1024
 
-    small = patch.object(parts, "LARGE_BYTES", 1024)
+    small = patch.object(gradient_matrix, "LARGE_BYTES", 1024)
     with small, patch.object(context, "limit_parts", in_small_parts):
         in_parts = train(SHOAL, model_for(SHOAL, layout=layout, dtypes=HALF), every=2)
     check_same(in_full(in_parts), in_full(at_once), exact=False, where=f"{layout} in parts")

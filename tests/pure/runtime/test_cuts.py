@@ -7,7 +7,7 @@ from math import prod
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.runtime.cuts import cut, examples_of
+from shoal.runtime.gradient_matrix import cut, examples_of
 
 
 @st.composite

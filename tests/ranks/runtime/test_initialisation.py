@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from harness import ranks
 from oracle import full
 from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
-from shoal.runtime.fully_shard import fully_shard
-from shoal.runtime.replicate import replicate
+from shoal.runtime.fully_shard import fully_shard, replicate
 
 DRAWS: list[Callable[[torch.Tensor], Any]] = [
     nn.init.normal_,

@@ -24,7 +24,7 @@ from shoal.fsdp import (
     fully_shard,
 )
 from shoal.layout import Even, Flat, Layout, Packing, ParamSpec, Rows
-from shoal.runtime.replicate import replicate
+from shoal.runtime.fully_shard import replicate
 
 
 class Nameless(Layout):

@@ -152,10 +152,10 @@ def test_schedules(name: str, variant: str) -> None:
 @ranks(4)
 def test_replicated_stages() -> None:
     """`replicate` on units: the same branch of torch's."""
-    from shoal.runtime.replicate import replicate
+    from shoal.runtime.fully_shard import replicate
 
     mesh = mesh_of_two_axes()
-    replicated = Engine(name="replicate", module="shoal.runtime.replicate")
+    replicated = Engine(name="replicate", module="shoal.runtime.fully_shard")
 
     def shard(self: Engine, model: Any, **options: Any) -> Any:
         for block in model.blocks:

@@ -27,8 +27,8 @@ from shoal._torch import dynamo, graph_collectives, kernels, storage, traces
 from shoal.compile.lowering.gathered_rows import full_in, matrix_of, place_of
 from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
-from shoal.runtime.cuts import cut, examples_of
-from shoal.runtime.module_state import ModuleState
+from shoal.runtime.gradient_matrix import cut, examples_of
+from shoal.runtime.module_state import LOWERINGS, ModuleState
 from shoal.runtime.reduction import Division
 from shoal.runtime.unit import Unit
 from shoal.step.phase import Phase
@@ -352,3 +352,6 @@ def _names_in(module: nn.Module, unit: Unit) -> tuple[tuple[str, int], ...]:
         for home in member.homes
         if id(home.module) in prefixes
     )
+
+
+LOWERINGS["shoal"] = lower_units

@@ -14,9 +14,8 @@ from pure.layout.strategies import profile
 from shoal.layout import Block, Even, Flat, Layout, ParamSpec, Rows, Whole
 from shoal.layout.buffer import shard_of
 from shoal.layout.spec import ALIGN_NUMEL
-from shoal.runtime import parts
-from shoal.runtime.parts import Parts
-from shoal.runtime.rows import limit_parts
+from shoal.runtime import gradient_matrix
+from shoal.runtime.gradient_matrix import MatrixParts, limit_parts
 
 LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Block(4), Whole()]
 
@@ -53,7 +52,7 @@ def test_parts_are_the_columns_of_the_matrix(
         if i not in missing
     }
     whole = [grads[i].float() if i in grads else torch.zeros(s) for i, s in enumerate(shapes)]
-    cut = Parts(packing, num_columns, columns)
+    cut = MatrixParts(packing, num_columns, columns)
     parts = cut.copy_in(grads, torch.float32, torch.device("cpu"))
     for rank in range(num_ranks):
         output = torch.full((num_columns,), torch.nan)
@@ -71,12 +70,12 @@ def test_small_matrices_and_inner_cuts_go_at_once(monkeypatch: pytest.MonkeyPatc
     spec = ParamSpec(name="w", shape=(64, 48), dtype=torch.float32)
     num_bytes = 64 * 48 * 4
     flat, inner = Flat().pack([spec], 2), Even(dim=1).pack([spec], 2)
-    monkeypatch.setattr(parts, "LARGE_BYTES", num_bytes + 1)
-    assert Parts.of(flat, torch.float32, num_bytes // 2) is None
-    monkeypatch.setattr(parts, "LARGE_BYTES", num_bytes)
-    assert Parts.of(flat, torch.float32, num_bytes) is None
-    assert Parts.of(inner, torch.float32, num_bytes // 2) is None
-    found = Parts.of(flat, torch.float32, num_bytes // 2)
+    monkeypatch.setattr(gradient_matrix, "LARGE_BYTES", num_bytes + 1)
+    assert MatrixParts.of(flat, torch.float32, num_bytes // 2) is None
+    monkeypatch.setattr(gradient_matrix, "LARGE_BYTES", num_bytes)
+    assert MatrixParts.of(flat, torch.float32, num_bytes) is None
+    assert MatrixParts.of(inner, torch.float32, num_bytes // 2) is None
+    found = MatrixParts.of(flat, torch.float32, num_bytes // 2)
     assert found is not None
     assert len(found.outputs(torch.zeros(64 * 48 // 2))) == 2
 

@@ -1,0 +1,351 @@
+"""The matrix a unit's gradients are reduced from: one row per rank, cut as the shards are.
+
+    the matrix, a row per rank      [ a a a a a | b b b ]
+    reduced one after the other     [ a a a a a ]   [ b b b ]     each in memory of its own
+
+A large matrix goes in parts of a size that other units have too: memory of a size that only one
+unit needs would be reserved for it alone, or cut up by others.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+from shoal._torch import kernels
+from shoal.layout.even import EvenPacking
+from shoal.layout.packing import Packing
+from shoal.layout.spec import ALIGN_NUMEL, round_up
+from shoal.layout.stripe import Stripe
+
+if TYPE_CHECKING:
+    from shoal.runtime.unit import Unit
+
+Cuts = tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None]
+"""The widths of gradients and gaps in a row, which pieces are whose, and their shapes."""
+Take = Callable[[int, torch.dtype], torch.Tensor]
+"""Memory for so many elements of a dtype."""
+
+
+class GradientMatrix:
+    """How the gradients of one unit are laid out for a reduction."""
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._packing: Packing | None = None
+        self.parts: MatrixParts | None = None
+        """In which parts it is reduced, if it is too much for one."""
+        self.trained: tuple[int, ...] = ()
+        """The parameters that it has place for."""
+        self.dtype: torch.dtype | None = None
+        self._targets: dict[int, list[list[torch.Tensor]]] = {}
+        self._generation = 0
+        self._cuts: Cuts | None = None
+        self.part_bytes: int | None = None
+        """The size to reduce a larger matrix in parts of."""
+
+    def settle(self, trained: tuple[int, ...], dtype: torch.dtype) -> None:
+        """Lay out the parameters that are trained; all of them where cuts depend on neighbours."""
+        unit = self._unit
+        if trained is self.trained and dtype is self.dtype:
+            return
+        whole = unit.shards.whole
+        self._targets.clear()
+        self.trained, self.dtype = trained, dtype
+        self._cuts = None
+        self._offsets: dict[int, int] = {}
+        dtypes = {whole.params[i].dtype for i in trained}
+        self.parts = self._parts_of(whole, trained, dtype)
+        if (
+            self.parts is None
+            and isinstance(whole, EvenPacking)
+            and not any(whole.dims[i] for i in trained)
+            and len(dtypes) == 1
+        ):
+            self._packing = None
+            self._settle_columns(whole, trained)
+        else:
+            self._packing = whole.with_dtypes([dtype] * len(whole.params))
+            self._is_zero_copy = [self._packing.is_zero_copy(i) for i in range(len(whole.params))]
+            self._is_all_zero_copy = all(self._is_zero_copy)
+            numel = self._packing.shard_bytes // dtype.itemsize
+            self.shard_numel = numel
+            for index in trained:
+                piece = self._packing.piece(index, unit.rank)
+                self._offsets[index] = piece.offset_bytes // dtype.itemsize
+        self._num_rows_numel = unit.size * self.shard_numel
+        unit.arena.expect_rows(self._num_rows_numel * dtype.itemsize)
+
+    def _parts_of(
+        self, whole: Packing, trained: tuple[int, ...], dtype: torch.dtype
+    ) -> MatrixParts | None:
+        """In which parts to reduce, if it is too much for one."""
+        unit = self._unit
+        if unit.streams.reducing is None or unit.size == 1 or len(trained) < len(whole.params):
+            return None
+        if self.part_bytes is None:
+            return None
+        return MatrixParts.of(
+            whole.with_dtypes([dtype] * len(whole.params)), dtype, self.part_bytes
+        )
+
+    @property
+    def whole_bytes(self) -> int:
+        """The size of the matrix if every parameter is trained."""
+        unit = self._unit
+        whole = unit.shards.whole
+        dtype = unit.policy.reduce_dtype or unit.policy.param_dtype
+        packing = whole if dtype is None else whole.with_dtypes([dtype] * len(whole.params))
+        return unit.size * packing.shard_bytes
+
+    def _settle_columns(self, whole: EvenPacking, trained: tuple[int, ...]) -> None:
+        """Chunks beside each other with no gaps; those that keep others aligned come first."""
+        chunks = {i: whole.piece(i, 0).numel for i in trained}
+        order = sorted(trained, key=lambda i: chunks[i] % 16 != 0)
+        self._in_order = [i for i in order if chunks[i] > 0]
+        end = 0
+        for index in order:
+            self._offsets[index] = end
+            end += chunks[index]
+        self.shard_numel = end
+
+    def copy_in(
+        self, grads: Mapping[int, torch.Tensor], take: Take, *, in_parts: bool
+    ) -> list[torch.Tensor]:
+        """Copy gradients into memory for the matrix, or for each of its parts."""
+        assert self.dtype is not None
+        if self.parts is not None and in_parts:
+            return self.parts.copy_in(grads, self.dtype, self._unit.device)
+        rows = take(self._num_rows_numel, self.dtype)
+        self._copy_in(grads, rows)
+        return [rows]
+
+    def _copy_in(self, grads: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
+        unit = self._unit
+        if self._packing is None:
+            tensors = [
+                grads[i] if i in grads else rows.new_zeros(unit.shards.members[i].spec.shape)
+                for i in self._in_order
+            ]
+            if len({tensor.dtype for tensor in tensors}) > 1:
+                tensors = [tensor.to(rows.dtype) for tensor in tensors]
+            if rows.is_complex():
+                tensors = [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
+            if self.shard_numel:
+                kernels.chunk_into_columns(tensors, unit.size, real_of(rows).view(unit.size, -1))
+            return
+        everything = self._targets_in(rows)
+        if self._is_all_zero_copy and len(grads) == len(everything):
+            # Not in the order of the gradients: those kept from earlier backwards come last.
+            sources = [grads[index] for index in range(len(everything))]
+            kernels.foreach_copy([target for (target,) in everything], sources)
+            return
+        into: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, targets in enumerate(everything):
+            grad = grads.get(index)
+            if grad is None:
+                for target in targets:
+                    target.zero_()
+            elif self._is_zero_copy[index]:
+                into.extend(targets)
+                sources.append(grad)
+            else:
+                into.extend(targets)
+                flat = grad.reshape(-1)
+                sources.extend(s.of_full(flat) for s in self._packing.stripes(index))
+        if into:
+            kernels.foreach_copy(into, sources)
+
+    def _targets_in(self, rows: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Where each gradient goes; remembered for memory that is used again."""
+        assert self._packing is not None
+        if self._generation != self._unit.arena.generation:
+            self._generation = self._unit.arena.generation
+            self._targets.clear()
+        known = self._targets.get(rows.data_ptr())
+        if known is not None:
+            return known
+        matrix = rows.view(self._unit.size, -1)
+        targets: list[list[torch.Tensor]] = []
+        for index, param in enumerate(self._packing.params):
+            offset = self._packing.gathered_offset(index)
+            if offset is not None:
+                start = offset // rows.dtype.itemsize
+                targets.append([rows[start : start + param.numel].view(param.shape)])
+            else:
+                targets.append([s.of_rows(matrix) for s in self._packing.stripes(index)])
+        if self._unit.arena.keeps_rows(rows.nbytes):
+            self._targets[rows.data_ptr()] = targets
+        return targets
+
+    @property
+    def cuts(self) -> Cuts:
+        """How a row is cut now; what is trained may change before it is cut."""
+        if self._cuts is None:
+            self._cuts = self._cut()
+        return self._cuts
+
+    def views(self, output: torch.Tensor, cuts: Cuts) -> list[tuple[int, torch.Tensor]]:
+        """Every gradient in this rank's row of the reduced matrix, by parameter."""
+        widths, wanted, examples = cuts
+        pieces = (
+            output.split_with_sizes(widths)
+            if examples is None
+            else kernels.unflatten(output, examples)
+        )
+        return [(index, pieces[at]) for index, at in wanted]
+
+    def _cut(self) -> Cuts:
+        members = self._unit.shards.members
+        pieces = {
+            index: (offset, tuple(members[index].local.shape))
+            for index, offset in self._offsets.items()
+        }
+        shapes, wanted = cut(pieces, self.shard_numel)
+        is_flat = all(len(shape) == 1 for shape in shapes)
+        return [prod(shape) for shape in shapes], wanted, None if is_flat else examples_of(shapes)
+
+
+LARGE_BYTES = 512 << 20
+"""Smaller matrices are reduced at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """What one part has of a stripe of parameter `index`."""
+
+    index: int
+    stripe: Stripe
+    start: int
+    stop: int
+    in_part: Stripe
+
+    def source(self, flat: torch.Tensor) -> torch.Tensor:
+        return self.stripe.of_full(flat)[..., self.start : self.stop]
+
+
+class MatrixParts:
+    """The parts of a matrix that a packing lays out: `width` columns each, the last one fewer."""
+
+    def __init__(self, packing: Packing, num_columns: int, width: int) -> None:
+        self._num_rows = packing.world_size
+        self._bounds = [
+            (start, min(start + width, num_columns)) for start in range(0, num_columns, width)
+        ]
+        self._cuts = [_cuts_of(packing, start, stop) for start, stop in self._bounds]
+
+    @classmethod
+    def of(cls, packing: Packing, dtype: torch.dtype, part_bytes: int) -> MatrixParts | None:
+        """The parts of a matrix of that dtype; None if it goes at once."""
+        num_columns = packing.shard_bytes // dtype.itemsize
+        row_bytes = packing.world_size * dtype.itemsize
+        width = round_up(part_bytes // row_bytes, ALIGN_NUMEL)
+        if num_columns * row_bytes < LARGE_BYTES or not 0 < width < num_columns:
+            return None
+        stripes = [s for i in range(len(packing.params)) for s in packing.stripes(i)]
+        if any(stripe.num_bands > 1 for stripe in stripes):  # cut along an inner dim
+            return None
+        return cls(packing, num_columns, width)
+
+    def copy_in(
+        self, grads: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor]:
+        """Copy gradients into new memory for each part; those that are missing are zero."""
+        flats = {index: grad.reshape(-1) for index, grad in grads.items()}
+        parts: list[torch.Tensor] = []
+        for (start, stop), cuts in zip(self._bounds, self._cuts, strict=True):
+            rows = torch.empty(self._num_rows * (stop - start), dtype=dtype, device=device)
+            matrix = rows.view(self._num_rows, -1)
+            into: list[torch.Tensor] = []
+            sources: list[torch.Tensor] = []
+            for cut in cuts:
+                target = cut.in_part.of_rows(matrix)
+                if cut.index in flats:
+                    into.append(target)
+                    sources.append(cut.source(flats[cut.index]))
+                else:
+                    target.zero_()
+            if into:
+                kernels.foreach_copy(into, sources)
+            parts.append(rows)
+        return parts
+
+    def outputs(self, output: torch.Tensor) -> list[torch.Tensor]:
+        """Where each part goes in this rank's row."""
+        return [output[start:stop] for start, stop in self._bounds]
+
+
+def _cuts_of(packing: Packing, start: int, stop: int) -> list[_Cut]:
+    """What is in the columns from `start` to `stop`."""
+    cuts: list[_Cut] = []
+    for index in range(len(packing.params)):
+        for stripe in packing.stripes(index):
+            first = max(stripe.shard_offset, start)
+            last = min(stripe.shard_offset + stripe.numel, stop)
+            if first < last:
+                cuts.append(
+                    _Cut(
+                        index,
+                        stripe,
+                        first - stripe.shard_offset,
+                        last - stripe.shard_offset,
+                        replace(stripe, shard_offset=first - start, numel=last - first),
+                    )
+                )
+    return cuts
+
+
+def real_of(row: torch.Tensor) -> torch.Tensor:
+    """Complex numbers as pairs of real ones, which collectives can add; others as they are."""
+    return torch.view_as_real(row).view(-1) if row.is_complex() else row
+
+
+def limit_parts(matrices: Sequence[GradientMatrix]) -> None:
+    """Let matrices of a size that no other unit has go in parts of a size that several have.
+
+    It depends on the declared units alone, so that all ranks cut alike.
+    """
+    sizes = Counter(matrix.whole_bytes for matrix in matrices)
+    shared = [size for size, count in sizes.items() if count > 1]
+    for matrix in matrices:
+        own = matrix.whole_bytes
+        smaller = [size for size in shared if size < own]
+        matrix.part_bytes = max(smaller) if sizes[own] == 1 and smaller else None
+
+
+Shape = tuple[int, ...]
+
+
+def cut(
+    pieces: Mapping[int, tuple[int, Shape]], length: int | None = None
+) -> tuple[list[Shape], list[tuple[int, int]]]:
+    """The shapes of all parts of a row, and for each piece its number and its place among them.
+
+    `pieces` have numbers, and say where they begin. Up to the end of the last one, or for so many
+    elements.
+    """
+    shapes: list[Shape] = []
+    wanted: list[tuple[int, int]] = []
+    reached = 0
+    for number, (start, shape) in sorted(pieces.items(), key=lambda item: (item[1][0], item[0])):
+        if (numel := prod(shape)) > 0:
+            if start > reached:
+                shapes.append((start - reached,))
+            reached = start + numel
+        wanted.append((number, len(shapes)))
+        shapes.append(shape)
+    if length is not None and length > reached:
+        shapes.append((length - reached,))
+    return shapes, wanted
+
+
+def examples_of(shapes: list[Shape]) -> list[torch.Tensor]:
+    """Tensors of these shapes, with no memory behind them."""
+    blank = torch.empty(1)
+    return [blank.expand(shape) for shape in shapes]
