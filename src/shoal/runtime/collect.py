@@ -19,7 +19,7 @@ from shoal.runtime.form import Form, ShardedForm, bytes_of, dtensor_form
 from shoal.runtime.gather_hooks import has_hooks_before_sharding, refusal
 from shoal.runtime.module_state import state_of
 from shoal.runtime.policy import ShardPlacementResult
-from shoal.runtime.shards import Home, Source
+from shoal.runtime.shards import Home, ParameterSource
 from shoal.runtime.updates import owners_known, replaced_home
 from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor
@@ -40,7 +40,7 @@ class Group:
 
     mesh_info: DataParallelMeshInfo
     layout: Layout
-    sources: tuple[Source, ...]
+    sources: tuple[ParameterSource, ...]
 
 
 def collect(modules: Sequence[nn.Module], ignored: set[nn.Parameter]) -> list[Found]:
@@ -254,7 +254,7 @@ def _group(
     else:
         forms = _sharded_forms(found, specs, layout, info)
     sources = tuple(
-        Source(spec=spec, parameter=f.parameter, homes=f.homes, form=form)
+        ParameterSource(spec=spec, parameter=f.parameter, homes=f.homes, form=form)
         for spec, f, form in zip(specs, found, forms, strict=True)
     )
     return Group(mesh_info=info, layout=layout, sources=sources)

@@ -18,7 +18,7 @@ from shoal._torch import autograd, dynamo
 from shoal.comm import observer
 from shoal.errors import InvariantError
 from shoal.runtime.arena import Arena
-from shoal.runtime.events import EventKind, Mark, Recorder
+from shoal.runtime.events import EventKind, Recorder, TimeMark
 from shoal.runtime.gradient_matrix import limit_parts
 from shoal.runtime.reduction import Reduction
 from shoal.runtime.streams import Streams
@@ -26,7 +26,7 @@ from shoal.runtime.unit import PERFORM, Unit
 from shoal.step.action import Action, ActionKind, Actions
 from shoal.step.machine import Machine
 from shoal.step.phase import COMPUTING, Phase
-from shoal.step.unit_step import Pass, undo
+from shoal.step.unit_step import ModuleRun, undo
 
 
 class Context:
@@ -44,13 +44,13 @@ class Context:
         """The output that backward was last arranged to be noticed at, and by what."""
         self._taken: dict[Unit, dict[int, torch.Tensor]] = {}
         """Gradients between the moment that they are taken and that of their reduction."""
-        self._reductions: deque[tuple[Reduction | None, Mark | None]] = deque()
+        self._reductions: deque[tuple[Reduction | None, TimeMark | None]] = deque()
         """Those in flight, as the machine counts them; None: there was nothing to reduce."""
         self._arrived: deque[Reduction] = deque()
         """Reduced gradients that nobody waits for: they are put on the parameters together."""
         self._host_marks: list[torch.cuda.Event] = []
-        self._launched: dict[Unit, Mark | None] = {}
-        self._began: dict[Unit, tuple[EventKind, Mark | None]] = {}
+        self._launched: dict[Unit, TimeMark | None] = {}
+        self._began: dict[Unit, tuple[EventKind, TimeMark | None]] = {}
         # Autograd owns the callback that ends a backward. When a backward raises, autograd drops
         # it: a dead reference tells that the step will never end.
         self._end: weakref.ref[Callable[[], None]] | None = None
@@ -107,8 +107,8 @@ class Context:
 
     # Moments of backward.
 
-    def enter_backward(self, unit: Unit, run: Pass) -> None:
-        """Backward has come to the outputs of a pass."""
+    def enter_backward(self, unit: Unit, run: ModuleRun) -> None:
+        """Backward has come to the outputs of a run."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 f"unit {unit.name!r}: backward(create_graph=True) through a sharded module is not "
@@ -118,7 +118,7 @@ class Context:
         is_current = unit.step.phase is Phase.BACKWARD or self._is_current(unit, run)
         self._perform(self.machine.enter_backward(unit.step, run, is_current=is_current))
 
-    def _is_current(self, unit: Unit, run: Pass) -> bool:
+    def _is_current(self, unit: Unit, run: ModuleRun) -> bool:
         """Whether the bytes that are there, or on their way, or about to be, are those of a run."""
         step = unit.step
         if step.phase is not Phase.GATHERING and not step.is_stashed:
@@ -126,8 +126,8 @@ class Context:
         return run.version == unit.gathered_version
 
     @dynamo.unwrapped_by_dynamo
-    def leave_backward(self, unit: Unit, run: Pass) -> None:
-        """One pass has reached its inputs."""
+    def leave_backward(self, unit: Unit, run: ModuleRun) -> None:
+        """One run has reached its inputs."""
         for step in self.machine.reducible(unit.step, run):
             step.owner.note_grads()
         self._perform(self.machine.leave_backward(unit.step, run))
@@ -329,10 +329,10 @@ class Context:
         while self._arrived:  # one by one: a user's hook may raise
             self._arrived.popleft().finish()
 
-    def _mark(self) -> Mark | None:
+    def _mark(self) -> TimeMark | None:
         return None if self.recorder is None else self.recorder.mark()
 
-    def _record(self, kind: EventKind, unit: Unit, start: Mark | None) -> None:
+    def _record(self, kind: EventKind, unit: Unit, start: TimeMark | None) -> None:
         if self.recorder is not None and start is not None:
             self.recorder.span(kind, unit.name, start, self.recorder.mark())
 

@@ -58,7 +58,7 @@ class Event:
         return self.end_us - self.start_us
 
 
-Mark = float | torch.cuda.Event
+TimeMark = float | torch.cuda.Event
 
 
 class Recorder:
@@ -68,10 +68,10 @@ class Recorder:
         self._device = device
         self.actions: list[tuple[ActionKind, str]] = []
         """What the step machine asked for, unit by unit."""
-        self._spans: list[tuple[EventKind, str, Mark, Mark]] = []
+        self._spans: list[tuple[EventKind, str, TimeMark, TimeMark]] = []
         self._origin = self.mark()
 
-    def mark(self) -> Mark:
+    def mark(self) -> TimeMark:
         """Take the present moment: of the host on CPU, of the current stream on CUDA."""
         if self._device.type != "cuda":
             return time.perf_counter()
@@ -79,7 +79,7 @@ class Recorder:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def span(self, kind: EventKind, unit: str, start: Mark, end: Mark) -> None:
+    def span(self, kind: EventKind, unit: str, start: TimeMark, end: TimeMark) -> None:
         """Note that `kind` happened for `unit` between two marks."""
         self._spans.append((kind, unit, start, end))
 
@@ -92,7 +92,7 @@ class Recorder:
             for kind, unit, start, end in self._spans
         ]
 
-    def _us(self, mark: Mark) -> float:
+    def _us(self, mark: TimeMark) -> float:
         origin = self._origin
         if isinstance(mark, torch.cuda.Event):
             assert isinstance(origin, torch.cuda.Event)

@@ -27,12 +27,12 @@ from shoal.runtime.reach import Reach, map_tensors
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import Unit
 from shoal.step.phase import Phase
-from shoal.step.unit_step import Pass
+from shoal.step.unit_step import ModuleRun
 
 _STATE = "_shoal_state"
 
-Runs = list[tuple[Unit, Pass]]
-"""What one call of a module has begun: a pass for each of its units."""
+Runs = list[tuple[Unit, ModuleRun]]
+"""What one call of a module has begun: a run for each of its units."""
 
 
 LOWERINGS: dict[str, Callable[[ModuleState], None]] = {}
@@ -136,7 +136,7 @@ class ModuleState:
             context.enter_forward(unit)
             if unit.phase is Phase.FORWARD:
                 inputs = inputs or Reach.of_call(args, kwargs)
-                runs.append((unit, _begin_pass(context, unit, inputs)))
+                runs.append((unit, _begin_run(context, unit, inputs)))
         return args, kwargs, runs
 
     def enter_graph(
@@ -257,8 +257,8 @@ class Boundary:
             return
         self._context.boundary = (weakref.ref(tensor), self)
 
-    def also_leave(self, unit: Unit, run: Pass) -> None:
-        """When the gradient is there, backward has also left this pass."""
+    def also_leave(self, unit: Unit, run: ModuleRun) -> None:
+        """When the gradient is there, backward has also left this run."""
         self._left.append((unit, run))
 
     @dynamo.unwrapped_by_dynamo
@@ -334,13 +334,13 @@ def context_of(module: nn.Module, state: ModuleState) -> Context:
     return state.context
 
 
-def _begin_pass(context: Context, unit: Unit, inputs: Reach) -> Pass:
+def _begin_run(context: Context, unit: Unit, inputs: Reach) -> ModuleRun:
     """Arrange to be told when backward has left the module."""
     tensors = inputs.differentiable
-    run = Pass(unit.gathered_version)
+    run = ModuleRun(unit.gathered_version)
     if context.machine.is_in_turn and not autograd.inside_backward():
-        unit.step.passes.add(run)
-    # Without such inputs a pass counts as open until the end of backward. So it does with leaves
+        unit.step.runs.add(run)
+    # Without such inputs a run counts as open until the end of backward. So it does with leaves
     # alone: a leaf's own hook would come before nodes that do not depend on it, and pile up on a
     # tensor that outlives the step.
     if not tensors:

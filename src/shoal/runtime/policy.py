@@ -116,7 +116,7 @@ class ReduceScatter(Comm, Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options(Settings):
+class UnitOptions(Settings):
     """What may change between steps, with how; `FSDPModule`'s setters replace it as a whole."""
 
     all_reduces: bool = True

@@ -37,7 +37,7 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class ParameterSource:
     """A parameter as `fully_shard` finds it."""
 
     spec: ParamSpec
@@ -51,7 +51,7 @@ class Member:
 
     __slots__ = ("dtype", "form", "homes", "local", "places", "sharded", "spec")
 
-    def __init__(self, source: Source, sharded: nn.Parameter) -> None:
+    def __init__(self, source: ParameterSource, sharded: nn.Parameter) -> None:
         self.spec = source.spec
         self.homes = source.homes
         self.form = source.form
@@ -77,7 +77,7 @@ class Shards:
     def __init__(
         self,
         unit: str,
-        sources: Sequence[Source],
+        sources: Sequence[ParameterSource],
         packing: Packing,
         rank: int,
         offload: OffloadPolicy,
@@ -161,7 +161,9 @@ class Shards:
             place=self._place,
         )
 
-    def _adopt(self, source: Source, local: torch.Tensor, is_extended: bool) -> nn.Parameter:
+    def _adopt(
+        self, source: ParameterSource, local: torch.Tensor, is_extended: bool
+    ) -> nn.Parameter:
         original = source.parameter
         sharded = source.form.adopt(original, local)
         if sharded is original:

@@ -32,9 +32,9 @@ from shoal.runtime.full import (
 from shoal.runtime.gather import Gather, PostForward
 from shoal.runtime.gather_hooks import Extension
 from shoal.runtime.gradient_matrix import Cuts, GradientMatrix
-from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, Options
+from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, UnitOptions
 from shoal.runtime.reduction import Reduction, UnitReducer
-from shoal.runtime.shards import Member, Shards, Source
+from shoal.runtime.shards import Member, ParameterSource, Shards
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
 from shoal.step.action import ActionKind, Actions
@@ -59,7 +59,7 @@ class InGraph(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class GradMark:
     """A gradient as it is on a parameter, by which it is seen whether somebody zeroes it."""
 
     grad: torch.Tensor
@@ -76,7 +76,7 @@ class Unit:
     def __init__(
         self,
         name: str,
-        sources: Sequence[Source],
+        sources: Sequence[ParameterSource],
         layout: Layout,
         mesh_info: DataParallelMeshInfo,
         device: torch.device,
@@ -90,7 +90,7 @@ class Unit:
         self.device = device
         self.mesh_info = mesh_info
         self.layout = layout
-        self._options = Options()
+        self._options = UnitOptions()
         self.transport = (
             Transport(mesh_info.shard_process_group)
             if isinstance(mesh_info, FSDPMeshInfo)
@@ -128,7 +128,7 @@ class Unit:
         """The parameters that are reduced with the next backward whether or not this rank keeps a
         gradient of them, because another rank may."""
         self._partial: tuple[tuple[int, ...], torch.Tensor, tuple[int, ...]] | None = None
-        self._marks: dict[int, Mark] = {}
+        self._marks: dict[int, GradMark] = {}
         self.waiting: set[Unit] = set()
         """The units of the model that have gradients of earlier backwards to reduce."""
         self.reduces_in_graph = True
@@ -253,12 +253,12 @@ class Unit:
             )
 
     @property
-    def options(self) -> Options:
+    def options(self) -> UnitOptions:
         """What setters have made of the unit."""
         return self._options
 
     @options.setter
-    def options(self, new: Options) -> None:
+    def options(self, new: UnitOptions) -> None:
         self._options = self.step.settings = new
         self._note_reductions()
 
@@ -675,7 +675,7 @@ class Unit:
                 sharded.grad = member.form.grad(sharded, torch.zeros_like(member.local))
             if sharded.grad is not None:  # a rank that holds nothing of it may have none
                 count = self._num_operations(member, sharded.grad)
-                self._marks[index] = Mark(sharded.grad, count, stands_for_none)
+                self._marks[index] = GradMark(sharded.grad, count, stands_for_none)
 
     def settle_marks(self) -> frozenset[int]:
         """Take the marks away; drop, and return, those whose gradients were zeroed since."""

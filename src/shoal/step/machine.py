@@ -1,6 +1,6 @@
 """The step machine: each method is a moment of a step, and returns what to do in it.
 
-It owns every *when*: phases, open passes, orders, prefetching, how many reductions are in flight,
+It owns every *when*: phases, open runs, orders, prefetching, how many reductions are in flight,
 what is kept between forward and backward, which reductions are late. Executors perform actions in
 order, and say what of them did not happen.
 """
@@ -14,7 +14,7 @@ from itertools import takewhile
 from shoal.step.action import Action, ActionKind, Actions
 from shoal.step.orders import Orders
 from shoal.step.phase import COMPUTING, Phase
-from shoal.step.unit_step import Pass, UnitStep
+from shoal.step.unit_step import ModuleRun, UnitStep
 
 _FREED = (Phase.SHARDED, Phase.GATHERING)
 
@@ -141,13 +141,13 @@ class Machine:
                     actions += unit.prefetch()
         return tuple(actions)
 
-    def enter_backward(self, unit: UnitStep, run: Pass, *, is_current: bool = True) -> Actions:
-        """Backward has come to the outputs of a pass: hold its unit, gather ahead what comes next.
+    def enter_backward(self, unit: UnitStep, run: ModuleRun, *, is_current: bool = True) -> Actions:
+        """Backward has come to the outputs of a run: hold its unit, gather ahead what comes next.
 
         `is_current` says that the parameters are those of the forward.
         """
         unit.is_entered = True
-        unit.open_passes.add(run)
+        unit.open_runs.add(run)
         if unit.phase is Phase.BACKWARD:
             return ()
         if not is_current:
@@ -160,21 +160,21 @@ class Machine:
             self._prefetch_backward(unit, actions)
         return tuple(actions)
 
-    def reducible(self, unit: UnitStep, run: Pass) -> Sequence[UnitStep]:
+    def reducible(self, unit: UnitStep, run: ModuleRun) -> Sequence[UnitStep]:
         """What `leave_backward` may reduce: it has to know of these whether they have gradients."""
-        if len(unit.open_passes) != 1 or run not in unit.open_passes:
+        if len(unit.open_runs) != 1 or run not in unit.open_runs:
             return ()
         if not self.is_in_turn:
             return (unit,)
         return list(takewhile(lambda one: one is unit or self._is_over(one), self._turns))
 
-    def leave_backward(self, unit: UnitStep, run: Pass) -> Actions:
-        """One pass has reached its inputs; after the last one the unit is reduced and freed."""
-        if run not in unit.open_passes:  # its outputs were not part of the loss
+    def leave_backward(self, unit: UnitStep, run: ModuleRun) -> Actions:
+        """One run has reached its inputs; after the last one the unit is reduced and freed."""
+        if run not in unit.open_runs:  # its outputs were not part of the loss
             return ()
-        unit.open_passes.discard(run)
+        unit.open_runs.discard(run)
         run.left_in = self._num_backwards
-        if unit.phase is not Phase.BACKWARD or unit.open_passes:
+        if unit.phase is not Phase.BACKWARD or unit.open_runs:
             return ()
         actions: list[Action] = []
         if not self.is_in_turn:
@@ -210,7 +210,7 @@ class Machine:
         """The whole backward is done: reduce what some parameters kept back, free the rest."""
         actions: list[Action] = []
         for unit in reversed(self.units):
-            unit.open_passes.clear()
+            unit.open_runs.clear()
             has_grads = unit.has_late_grads or unit.phase is Phase.BACKWARD or unit in self._turns
             if has_grads or unit.waits_for_reduction:
                 if unit.phase is Phase.GATHERING and not self.is_in_turn:
@@ -284,9 +284,9 @@ class Machine:
                 actions += target.prefetch()
 
     def _is_over(self, unit: UnitStep) -> bool:
-        """Whether this backward comes to a unit no more: it has left every pass there is."""
-        is_left = [run.left_in == self._num_backwards for run in unit.passes]
-        return bool(is_left) and all(is_left) and not unit.open_passes
+        """Whether this backward comes to a unit no more: it has left every run there is."""
+        is_left = [run.left_in == self._num_backwards for run in unit.runs]
+        return bool(is_left) and all(is_left) and not unit.open_runs
 
     def _reduce(self, unit: UnitStep, actions: list[Action]) -> None:
         if not unit.settings.reduces:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from shoal.step.action import Action, Actions
 from shoal.step.machine import Machine
-from shoal.step.unit_step import Pass, UnitStep
+from shoal.step.unit_step import ModuleRun, UnitStep
 
 Path = tuple[str, ...]
 
@@ -21,7 +21,7 @@ def rehearse(
     """
     actions: list[Action] = []
     machine.begin_forward()
-    runs = [(unit, Pass()) for unit in order]
+    runs = [(unit, ModuleRun()) for unit in order]
     way: list[tuple[int, bool]] = []
     """Which run was entered (True), or left."""
     stack: list[int] = []
@@ -38,7 +38,7 @@ def rehearse(
         stack.append(number)
         actions += machine.enter_forward(unit, is_stale=False)
         if machine.is_in_turn:
-            unit.passes.add(run)
+            unit.runs.add(run)
     while stack:
         leave()
     actions += machine.end_forward(expects_backward=True)

@@ -21,7 +21,7 @@ _BEFORE = {
 """In which phase a unit is whose action did not happen."""
 
 
-class Pass:
+class ModuleRun:
     """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
 
     __slots__ = ("__weakref__", "left_in", "version")
@@ -59,9 +59,9 @@ class UnitStep:
         """Whether a `full_parameters` block has them: then state dicts show them, not shards."""
         self.stays = False
         """Whether it is held after forward, also where no backward follows."""
-        self.open_passes: set[Pass] = set()
+        self.open_runs: set[ModuleRun] = set()
         """Those that backward has come to and not left."""
-        self.passes: weakref.WeakSet[Pass] = weakref.WeakSet()
+        self.runs: weakref.WeakSet[ModuleRun] = weakref.WeakSet()
         """All that some backward may come to; noted where units are reduced in turn."""
         self.is_entered = False
         """Whether this backward has come to the unit."""
@@ -141,7 +141,7 @@ class UnitStep:
 
     def forget_backward(self) -> None:
         """What was noted of a backward that is over."""
-        self.open_passes.clear()
+        self.open_runs.clear()
         self.is_entered = self.has_late_grads = self.is_reduced = False
 
 

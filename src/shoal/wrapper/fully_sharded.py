@@ -20,8 +20,8 @@ from shoal.layout import Flat, ParamSpec
 from shoal.runtime.collect import Found
 from shoal.runtime.form import bytes_of
 from shoal.runtime.module_state import ModuleState, state_of
-from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, Options
-from shoal.runtime.shards import Source
+from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, UnitOptions
+from shoal.runtime.shards import ParameterSource
 from shoal.wrapper.base import WRAPPED, wrappers_below
 from shoal.wrapper.clip import Clipping
 from shoal.wrapper.comm_hook import CommHooks
@@ -163,7 +163,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 offload,
             )
             prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-            unit.options = Options(
+            unit.options = UnitOptions(
                 halves_division=True,
                 prefetches_late=prefetches_late,
                 backward_prefetch=() if self.backward_prefetch is None else None,
@@ -176,13 +176,15 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         state.casts_as_root = self.mixed_precision.cast_root_forward_inputs
         self._unit = units[0] if units else None
 
-    def _sources(self, module: nn.Module, found: Sequence[Found], placing: Placing) -> list[Source]:
+    def _sources(
+        self, module: nn.Module, found: Sequence[Found], placing: Placing
+    ) -> list[ParameterSource]:
         is_whole = placing.strategy is ShardingStrategy.NO_SHARD
         if not self._use_orig_params:
             flat, self._flat_members = flatten(found, _innermost(module))
             found = [flat]
         return [
-            Source(
+            ParameterSource(
                 spec=ParamSpec.of(item.name, local),
                 parameter=item.parameter,
                 homes=item.homes,

@@ -19,7 +19,7 @@ from shoal.step.machine import Machine
 from shoal.step.phase import Phase
 from shoal.step.rehearsal import rehearse
 from shoal.step.settings import Settings
-from shoal.step.unit_step import Pass, UnitStep, undo
+from shoal.step.unit_step import ModuleRun, UnitStep, undo
 
 NAMES = ("root", "a", "a.x", "b", "c")
 PATHS = {"root": (), "a": ("a",), "a.x": ("a", "x"), "b": ("b",), "c": ("c",)}
@@ -47,7 +47,7 @@ class Driver:
     def __init__(self, data: st.DataObject) -> None:
         self.draw = data.draw
         self.machine, self.ledger = model()
-        self.runs: list[tuple[UnitStep, Pass]] = []
+        self.runs: list[tuple[UnitStep, ModuleRun]] = []
         self.arrived = 0
 
     def step(self) -> None:
@@ -74,7 +74,7 @@ class Driver:
         is_stale = not unit.is_bare and self.draw(st.booleans())
         ledger.perform(machine.enter_forward(unit, is_stale=is_stale))
         assert ledger.accounts[unit].memory is Phase.HELD, ledger.log
-        run = Pass()
+        run = ModuleRun()
         self.runs.append((unit, run))
         children = st.lists(st.sampled_from(machine.units[1:]), max_size=3)
         for child in self.draw(children) if depth < 2 else ():
@@ -251,7 +251,7 @@ def test_moments_of_nobody_mean_nothing() -> None:
     unit = machine.units[1]
     assert machine.leave_forward(unit) == ()
     assert machine.raise_forward(unit) == ()
-    assert machine.leave_backward(unit, Pass()) == ()
+    assert machine.leave_backward(unit, ModuleRun()) == ()
 
 
 def test_refusals() -> None:
@@ -259,7 +259,7 @@ def test_refusals() -> None:
     unit = machine.units[1]
     assert [a.kind for a in machine.gradient_arrived(unit)] == [ActionKind.REFUSE_BLIND]
     assert machine.gradient_arrived(unit, is_handed_over=True) == ()
-    refused = machine.enter_backward(unit, Pass(), is_current=False)
+    refused = machine.enter_backward(unit, ModuleRun(), is_current=False)
     assert [a.kind for a in refused] == [ActionKind.REFUSE_CHANGED]
 
 
