@@ -18,6 +18,10 @@ import torch.distributed as dist
 
 from shoal._torch import groups
 from shoal.errors import RankError
+from shoal.layout import Layout
+from shoal.layout.packing import Packing
+from shoal.layout.spec import ParamSpec
+from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.step.plan import ParameterPlan, UnitPlan
 
 if TYPE_CHECKING:
@@ -242,30 +246,52 @@ def _place(described: list[dict[str, object]]) -> str:
 
 def plan_unit(unit: Unit) -> UnitPlan:
     """Describe a unit, whether it has run or not."""
-    policy, members = unit.policy, unit.shards.members
-    packing = unit.shards.packing
+    shards = unit.shards
+    return describe(
+        name=unit.name,
+        layout=unit.layout,
+        ranks=tuple(sorted(unit.mesh_info.mesh.mesh.flatten().tolist())),
+        params=[member.spec for member in shards.members],
+        trained=[member.sharded.requires_grad for member in shards.members],
+        policy=unit.policy,
+        packing=shards.packing,
+        whole=shards.whole,
+    )
+
+
+def describe(
+    *,
+    name: str,
+    layout: Layout,
+    ranks: tuple[int, ...],
+    params: Sequence[ParamSpec],
+    trained: Sequence[bool],
+    policy: MixedPrecisionPolicy,
+    packing: Packing,
+    whole: Packing,
+) -> UnitPlan:
+    """A unit by its parameters; `packing` is what is gathered, `whole` what is reduced."""
     compute = [policy.compute_dtype(param.dtype) for param in packing.params]
     gathered = packing.with_dtypes(compute)
-    trained = [i for i, member in enumerate(members) if member.sharded.requires_grad]
     reduced_bytes = 0
-    if trained:
-        dtype = policy.reduce_dtype or compute[trained[0]]
-        reduced_bytes = unit.shards.whole.with_dtypes([dtype] * len(members)).gathered_bytes
+    if any(trained):
+        dtype = policy.reduce_dtype or compute[trained.index(True)]
+        reduced_bytes = whole.with_dtypes([dtype] * len(params)).gathered_bytes
     return UnitPlan(
-        name=unit.name,
-        layout=repr(unit.layout),
-        ranks=tuple(sorted(unit.mesh_info.mesh.mesh.flatten().tolist())),
+        name=name,
+        layout=repr(layout),
+        ranks=ranks,
         parameters=tuple(
             ParameterPlan(
-                name=member.spec.name,
-                shape=tuple(member.spec.shape),
-                dtype=str(member.spec.dtype),
-                is_trained=member.sharded.requires_grad,
+                name=param.name,
+                shape=tuple(param.shape),
+                dtype=str(param.dtype),
+                is_trained=is_trained,
             )
-            for member in members
+            for param, is_trained in zip(params, trained, strict=True)
         ),
         shard_bytes=packing.shard_bytes,
         gathered_bytes=gathered.gathered_bytes,
-        copies_out=any(gathered.gathered_offset(i) is None for i in range(len(members))),
+        copies_out=any(gathered.gathered_offset(i) is None for i in range(len(params))),
         reduced_bytes=reduced_bytes,
     )

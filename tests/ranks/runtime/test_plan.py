@@ -50,6 +50,29 @@ def test_a_step_does_what_its_plan_says(layout: Layout, reshard: bool | None) ->
     assert launches(model, batch) == planned(model) == before_the_first_step
 
 
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", [Even(), Flat(), Rows(), Whole()], ids=repr)
+@pytest.mark.parametrize("reshard", [None, False, True])
+def test_a_model_is_planned_before_it_is_sharded(
+    layout: Layout, reshard: bool | None, world_size: int
+) -> None:
+    """The plan for so many ranks, from the meta device, is the one that the sharded model has."""
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    how: Any = {"layout": layout, "reshard_after_forward": reshard, "mp_policy": half}
+    with torch.device("meta"):
+        other: Any = stack()
+    other.blocks[1].requires_grad_(False)
+    blocks = list(other.blocks)
+    planned_before = plan_of(other, world=world_size, units=[*blocks[:1], blocks[1:3]], **how)
+    model: Any = stack()
+    model.blocks[1].requires_grad_(False)
+    fully_shard(model.blocks[0], **how)
+    fully_shard(list(model.blocks)[1:3], **how)
+    fully_shard(model, **how)
+    assert planned_before == plan_of(model)
+    assert str(planned_before) == str(plan_of(model))
+
+
 class Forked(nn.Module):
     """Takes one of two ways."""
 
