@@ -1,0 +1,120 @@
+"""Two versions of shoal beside each other: `shoal bench` of an older source folder and this one.
+
+    git worktree add ../old COMMIT
+    python benchmarks/beside.py --old ../old/src --cases B1-8,B2 --out benchmarks/results/FILE.json
+
+They take turns: each round starts every case once with each version, in an order that changes from
+round to round. The table has medians over the rounds, and the ratio of this version to the older.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+NEW = Path(__file__).resolve().parents[1] / "src"
+FIGURES = ("forward_backward_ms", "host_ms", "optimizer_ms")
+Key = tuple[str, str, str, str]
+"""A case, an engine, a mode, a figure."""
+
+
+def main() -> None:
+    """Measure, print a table, and write a file if one is named."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--old", type=Path, required=True, help="the older src folder")
+    parser.add_argument("--cases", default="B1-8,B2,B3,B4,B5")
+    parser.add_argument("--engines", default="shoal,shoal-flat")
+    parser.add_argument("--modes", default="eager")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--quick", action="store_true", help="tiny models: measures nothing")
+    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    options = parser.parse_args()
+    versions = {"old": options.old.resolve(), "new": NEW}
+    seen: dict[str, dict[Key, list[float]]] = {"old": {}, "new": {}}
+    failures: list[str] = []
+    host: Any = None
+    for number in range(options.rounds):
+        for case in options.cases.split(","):
+            names = list(versions) if number % 2 == 0 else list(versions)[::-1]
+            for name in names:
+                results = run(versions[name], case, options)
+                host = host or results["sources"][0]["host"]
+                for record in results["records"]:
+                    where = (record["case"], record["engine"], record["mode"])
+                    if record["status"] != "ok":
+                        failures.append(f"{name} {' '.join(where)}: {record['reason']}")
+                        continue
+                    for figure in FIGURES:
+                        value = record["figures"].get(figure)
+                        if value is not None:
+                            seen[name].setdefault((*where, figure), []).append(value)
+        write(options, seen, failures, host)
+    print(table(seen))
+    for failure in failures:
+        print(failure)
+    sys.exit(1 if failures else 0)
+
+
+def run(source: Path, case: str, options: argparse.Namespace) -> Any:
+    """One `shoal bench` of a version."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "results.json"
+        flags = ["--cases", case, "--engines", options.engines, "--modes", options.modes]
+        flags += ["--repeats", "1", "--out", str(out), *(["--quick"] if options.quick else [])]
+        subprocess.run(
+            [sys.executable, "-m", "shoal", "bench", *flags],
+            env={**os.environ, "PYTHONPATH": str(source)},
+            stdout=subprocess.DEVNULL,
+            check=False,  # a run that failed is in the results, with its reason
+        )
+        return json.loads(out.read_text(encoding="utf-8"))
+
+
+def table(seen: dict[str, dict[Key, list[float]]]) -> str:
+    """Case, engine, mode, figure, both medians and their ratio."""
+    lines = ["case     engine         mode      figure                   old       new   new/old"]
+    for key in sorted(seen["old"].keys() & seen["new"].keys()):
+        old, new = (statistics.median(seen[name][key]) for name in ("old", "new"))
+        case, engine, mode, figure = key
+        ratio = f"{new / old:9.3f}" if old else "        –"
+        lines.append(f"{case:8} {engine:14} {mode:9} {figure:20} {old:9.3f} {new:9.3f} {ratio}")
+    return "\n".join(lines)
+
+
+def write(
+    options: argparse.Namespace,
+    seen: dict[str, dict[Key, list[float]]],
+    failures: list[str],
+    host: Any,
+) -> None:
+    """Keep what was measured so far."""
+    if options.out is None:
+        return
+    figures = [
+        {"case": case, "engine": engine, "mode": mode, "figure": figure, **both}
+        for case, engine, mode, figure in sorted(seen["old"].keys() | seen["new"].keys())
+        for both in [
+            {name: seen[name].get((case, engine, mode, figure), []) for name in ("old", "new")}
+        ]
+    ]
+    kept = {
+        "command": shlex.join(["python", *sys.argv]),
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "host": host,
+        "figures": figures,
+        "failures": failures,
+    }
+    options.out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
