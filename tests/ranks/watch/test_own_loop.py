@@ -13,6 +13,8 @@ from shoal.watch import post_mortem
 SCRIPT = Path(__file__).with_name("own_loop.py")
 SOURCE = Path(__file__).parents[3] / "src"
 LIMIT_S = 60
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key != "SHOAL_DEBUG"}
+"""Its ranks differ on purpose, which debugging would name first."""
 
 
 def run(folder: Path, manner: str, num_ranks: int) -> tuple[str, float]:
@@ -22,7 +24,7 @@ def run(folder: Path, manner: str, num_ranks: int) -> tuple[str, float]:
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
             *("--nproc-per-node", str(num_ranks), str(SCRIPT), str(folder), manner),
         ],
-        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        env={**ENVIRONMENT, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
