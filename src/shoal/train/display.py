@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from shoal.report.metrics import StepRecord, ValidationRecord
-from shoal.report.units import duration, size
+from shoal.report.number_format import duration, size
 from shoal.runtime.events import Event
 from shoal.train.outlet import printable, stdout
 

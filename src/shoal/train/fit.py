@@ -7,7 +7,7 @@ import os
 import torch
 
 from shoal.errors import UsageError
-from shoal.report.units import size
+from shoal.report.number_format import size
 from shoal.train.config import TrainConfig
 
 _BYTES_PER_NUMBER = 4

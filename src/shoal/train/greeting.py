@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.report.units import count, size
+from shoal.report.number_format import count, size
 from shoal.train.checkpoints import is_complete, newer_than
 from shoal.train.config import TrainConfig
 from shoal.train.data import Corpus
