@@ -18,7 +18,7 @@ from shoal.cli.printable import printable
 from shoal.cli.suggest import did_you_mean
 from shoal.errors import EXIT_INTERRUPTED, ShoalError, UsageError
 from shoal.train import environment
-from shoal.train.outlet import say
+from shoal.train.safe_stream import say
 from shoal.version import __version__
 
 COMMANDS = {

@@ -23,7 +23,7 @@ from shoal.checkpoint import latest
 from shoal.errors import CheckpointError, DivergedError, RankError, ShoalError, UsageError
 from shoal.train import environment
 from shoal.train.checkpoints import step_of
-from shoal.train.folder import RunFolder
+from shoal.train.run_folder import RunFolder
 from shoal.watch import post_mortem
 
 SHARED = (UsageError, CheckpointError, DivergedError)

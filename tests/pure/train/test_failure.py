@@ -9,7 +9,7 @@ import pytest
 
 from shoal.errors import CheckpointError, DivergedError, RankError, UsageError
 from shoal.train.failure import Ended, as_error, read_reply, reporting_failure, write_failure
-from shoal.train.folder import RunFolder
+from shoal.train.run_folder import RunFolder
 from shoal.watch.log import CollectiveLog, log_path
 
 FOLDER = RunFolder(Path("runs/x"))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.train.outlet import Outlet, printable, say
+from shoal.train.safe_stream import SafeStream, printable, say
 
 
 def test_a_closed_pipe_is_written_to_in_vain():
@@ -22,7 +22,7 @@ def test_a_closed_pipe_is_written_to_in_vain():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_no_reason_to_stop():
     with open("/dev/full", "w") as stream:
-        outlet = Outlet(stream)
+        outlet = SafeStream(stream)
         outlet.write("x" * 100_000)
         outlet.flush()
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TextIO
 
 
-class Outlet:
+class SafeStream:
     """A text stream that swallows what nobody can read any more."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -50,14 +50,14 @@ class Outlet:
             os.close(void)
 
 
-def stdout() -> TextIO:
+def safe_stdout() -> TextIO:
     """Return what stdout is now, made safe to write to."""
-    return Outlet(sys.stdout)  # pyright: ignore[reportReturnType]
+    return SafeStream(sys.stdout)  # pyright: ignore[reportReturnType]
 
 
 def say(text: str, *, stream: TextIO) -> None:
     """Print a line if there is someone to read it."""
-    print(printable(text), file=Outlet(stream), flush=True)  # pyright: ignore[reportArgumentType]
+    print(printable(text), file=SafeStream(stream), flush=True)  # pyright: ignore[reportArgumentType]
 
 
 def printable(text: str) -> str:
