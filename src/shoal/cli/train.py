@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = make_parser().parse(argv)
     # Imported late, so that --help and a mistyped flag need no torch.
     from shoal.train.launch import STOP_SIGNALS, launch
-    from shoal.train.rank import leave, run_rank
+    from shoal.train.rank import exit_now, run_rank
 
     place = environment.place()
     job = _make_job(arguments, is_rank=place is not None)
@@ -93,7 +93,7 @@ def main(argv: Sequence[str]) -> int:
         with job.folder.locked():
             job.create(num_ranks=num_ranks)
             return launch(job)
-    leave(run_rank(place, job, create=True, signals=STOP_SIGNALS))
+    exit_now(run_rank(place, job, create=True, signals=STOP_SIGNALS))
 
 
 def _make_job(arguments: argparse.Namespace, *, is_rank: bool) -> TrainJob:

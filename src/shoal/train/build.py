@@ -19,11 +19,11 @@ from torch.optim import AdamW
 from shoal.report.number_format import count, size
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
-from shoal.train.checkpoints import Progress, is_complete, newer_than, restore_state
+from shoal.train.checkpoints import RunProgress, is_complete, newer_than, restore_state
 from shoal.train.config import TrainConfig
 from shoal.train.data import Corpus, load_corpus
 from shoal.train.job import TrainJob, count_parameters
-from shoal.train.model import Block, Transformer
+from shoal.train.model import Transformer, TransformerBlock
 from shoal.train.optimizer import LossScale, configure_optimizer, make_optimizer
 from shoal.train.world import World
 from shoal.wrapper.fully_sharded import FullyShardedDataParallel
@@ -40,7 +40,7 @@ class BuiltRun:
     corpus: Corpus
     model: nn.Module
     optimizer: AdamW
-    progress: Progress
+    progress: RunProgress
     notes: tuple[str, ...]
 
 
@@ -48,12 +48,12 @@ def build_run(job: TrainJob, world: World) -> BuiltRun:
     """Read the text, build the model, and load the checkpoint that the job starts from."""
     config = job.config
     corpus = load_corpus(config.data, config.model.context)
-    world.agree("the text that they read", corpus.digest)
+    world.check_same("the text that they read", corpus.digest)
     model = shard_model(build_model(config), config, world)
     seed_generators(config.run.seed, world.rank)  # a checkpoint brings back those of the run
     optimizer = make_optimizer(model, config.optim)
     notes = [_size_note(job, world, corpus), *notes_on_data(config, corpus)]
-    progress = Progress(scale=LossScale.for_precision(config.parallel.precision))
+    progress = RunProgress(scale=LossScale.for_precision(config.parallel.precision))
     if job.checkpoint is not None:
         scale = progress.scale
         progress = restore_state(job.checkpoint, model, optimizer)
@@ -62,7 +62,7 @@ def build_run(job: TrainJob, world: World) -> BuiltRun:
         configure_optimizer(optimizer, config.optim)
         notes += notes_on_resume(job.checkpoint, progress, corpus)
         if world.leads:
-            job.accept(num_ranks=world.size)
+            job.commit_resume(num_ranks=world.size)
     return BuiltRun(
         corpus=corpus, model=model, optimizer=optimizer, progress=progress, notes=tuple(notes)
     )
@@ -90,7 +90,7 @@ def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Mod
             model,
             device_mesh=world.mesh,
             sharding_strategy=strategy,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy({TransformerBlock}),
             mixed_precision=MixedPrecision(param_dtype, reduce_dtype),
             device_id=world.device,
             use_orig_params=True,
@@ -141,7 +141,7 @@ def notes_on_data(config: TrainConfig, corpus: Corpus) -> list[str]:
     ]
 
 
-def notes_on_resume(checkpoint: Path, progress: Progress, corpus: Corpus) -> list[str]:
+def notes_on_resume(checkpoint: Path, progress: RunProgress, corpus: Corpus) -> list[str]:
     """Tell from where the run goes on, and what is not as it was."""
     text = f"resumed from {checkpoint} at step {progress.step}"
     if progress.data_digest != corpus.digest:

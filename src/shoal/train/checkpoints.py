@@ -1,6 +1,6 @@
 """The checkpoints of a run: what is in them, which are whole, and saving while training goes on.
 
-Beside the model and its optimizer a checkpoint holds how far the run came (`Progress`) and its
+Beside the model and its optimizer a checkpoint holds how far the run came (`RunProgress`) and its
 config.
 """
 
@@ -44,7 +44,7 @@ _POLL_S = 0.005
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
+class RunProgress:
     """How far a run has come, and on which text."""
 
     step: int = 0
@@ -55,10 +55,10 @@ class Progress:
     scale: LossScale = field(default_factory=LossScale)
     """What the next step's loss is multiplied by."""
 
-    def after(self, config: TrainConfig, data_digest: str, scale: LossScale) -> Progress:
+    def after(self, config: TrainConfig, data_digest: str, scale: LossScale) -> RunProgress:
         """How far it is one step later."""
         batch_size = config.run.batch_size
-        return Progress(
+        return RunProgress(
             step=self.step + 1,
             samples=self.samples + batch_size,
             tokens=self.tokens + batch_size * config.model.context,
@@ -122,7 +122,7 @@ def _by_step(checkpoints: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def read_progress(checkpoint: Path) -> Progress:
+def read_progress(checkpoint: Path) -> RunProgress:
     """Read how far a checkpoint is, without its tensors; raise if it cannot be trusted."""
     return _progress(checkpoint, _training_part(checkpoint))
 
@@ -133,7 +133,7 @@ def read_saved_config(checkpoint: Path) -> TrainConfig:
     return from_json(TrainConfig, tree, where=checkpoint / NAME)
 
 
-def restore_state(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> Progress:
+def restore_state(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> RunProgress:
     """Fill model and optimizer from a checkpoint of any number of ranks; every rank calls this."""
     with offering_older(checkpoint):
         return _progress(checkpoint, load_training(checkpoint, model, optimizer))
@@ -153,9 +153,9 @@ def _count(value: object) -> int:
     return value
 
 
-def _progress(checkpoint: Path, values: Mapping[str, Any]) -> Progress:
+def _progress(checkpoint: Path, values: Mapping[str, Any]) -> RunProgress:
     try:
-        return Progress(
+        return RunProgress(
             step=_count(values["step"]),
             samples=_count(values["samples"]),
             tokens=_count(values["tokens"]),
@@ -178,7 +178,7 @@ class SaveStatus(IntEnum):
     FAILED = 3
 
 
-class Saver:
+class CheckpointSaver:
     """Writes a run's checkpoints in the background, keeps those that shall stay.
 
     `saved` is the newest checkpoint that is known to be whole.
@@ -228,7 +228,7 @@ class Saver:
         if SaveStatus.FAILED in statuses or statuses == {SaveStatus.DONE}:
             self.finish()
 
-    def start(self, model: nn.Module, optimizer: Optimizer, progress: Progress) -> None:
+    def start(self, model: nn.Module, optimizer: Optimizer, progress: RunProgress) -> None:
         """Begin to save a step; waits for the save before it. Collective."""
         self.finish()
         checkpoints = self._folder.checkpoints
@@ -272,7 +272,7 @@ def start_saving(
     checkpoints: Path,
     model: nn.Module,
     optimizer: Optimizer,
-    progress: Progress,
+    progress: RunProgress,
     config: TrainConfig,
 ) -> PendingSave:
     """Copy the state of a step, and write its checkpoint while training goes on; collective."""

@@ -69,7 +69,7 @@ class ProgressBar(Listener):
 
     def on_note(self, text: str) -> None:
         """Print above the bar."""
-        self._console.print(printable(text), markup=False, highlight=False)
+        self._console.print(printable(text, keep="\n\t"), markup=False, highlight=False)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -102,7 +102,9 @@ class PlainLines(Listener):
 
     def on_note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
+        self._console.print(
+            printable(text, keep="\n\t"), markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def make_display(*, start_step: int, num_steps: int) -> ProgressBar | PlainLines:

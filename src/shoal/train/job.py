@@ -97,7 +97,7 @@ class TrainJob:
         proposed = self.checkpoint is not None
         self.folder.write_config(self.config, self._facts(num_ranks), proposed=proposed)
 
-    def accept(self, *, num_ranks: int) -> None:
+    def commit_resume(self, *, num_ranks: int) -> None:
         """Go on from the checkpoint for good, now that the ranks have loaded it."""
         assert self.checkpoint is not None, "a new run has its config already"
         remove_newer(self.checkpoint)

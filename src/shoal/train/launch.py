@@ -37,7 +37,7 @@ from shoal.checkpoint.disk import disk_errors
 from shoal.errors import EXIT_INTERRUPTED, ShoalError
 from shoal.files import create
 from shoal.train import environment
-from shoal.train.failure import SHARED, Ended, as_error, last_words, log_of, read_reply
+from shoal.train.failure import SHARED_ERRORS, RankEnd, as_error, log_of, read_reply, resume_advice
 from shoal.train.job import TrainJob
 from shoal.train.run_folder import RunFolder
 from shoal.train.safe_stream import say
@@ -89,13 +89,13 @@ def launch(job: TrainJob) -> int:
             if outcome is _Outcome.FINISHED:
                 return EXIT_INTERRUPTED if ranks.were_interrupted else 0
             if outcome is _Outcome.INSISTED:
-                say(f"stopped at once. {last_words(folder)}", stream=sys.stderr)
+                say(f"stopped at once. {resume_advice(folder)}", stream=sys.stderr)
                 return EXIT_INTERRUPTED
             if folder.is_lost(home):  # which a rank may have been lost of
                 folder.drop_remains(home)
                 raise folder.lost_error()
             error = as_error(ranks.ends, folder, restart=restart)
-            if restart == limit or isinstance(error, SHARED):
+            if restart == limit or isinstance(error, SHARED_ERRORS):
                 raise error
             _say_restart(error, restart + 1, limit)
     raise AssertionError("unreachable")
@@ -171,10 +171,10 @@ class RankProcesses:
         return any(own.returncode == EXIT_INTERRUPTED for own in self._processes.values())
 
     @property
-    def ends(self) -> list[Ended]:
+    def ends(self) -> list[RankEnd]:
         """How each rank ended."""
         return [
-            Ended(
+            RankEnd(
                 rank=rank,
                 pid=own.pid,
                 status=own.returncode if own.returncode is not None else -signal.SIGKILL,

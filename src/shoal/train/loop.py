@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from shoal.errors import DivergedError
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.train.build import build_run
-from shoal.train.checkpoints import Progress, Saver
+from shoal.train.checkpoints import CheckpointSaver, RunProgress
 from shoal.train.config import TrainConfig
 from shoal.train.data import Corpus, sample_offsets, share_of, spread_offsets, windows
 from shoal.train.display import make_display
@@ -33,7 +33,7 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
     built = build_run(job, world)
     corpus, model, optimizer = built.corpus, built.model, built.optimizer
     progress = built.progress
-    saver = Saver(job.folder, config, world, saved=job.checkpoint)
+    saver = CheckpointSaver(job.folder, config, world, saved=job.checkpoint)
     gate = StepGate(world, faults.on_nonfinite, stop_requested, saver, progress.scale)
     stragglers = Stragglers()
     with _open_journal(job, world, progress) as journal:
@@ -89,7 +89,7 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
     return finished
 
 
-def _open_journal(job: TrainJob, world: World, progress: Progress) -> Journal:
+def _open_journal(job: TrainJob, world: World, progress: RunProgress) -> Journal:
     """Only rank 0 keeps one; the others' has no listeners."""
     if not world.leads:
         return Journal([])
@@ -105,7 +105,7 @@ def _open_journal(job: TrainJob, world: World, progress: Progress) -> Journal:
 
 
 def _micro_batches(
-    corpus: Corpus, config: TrainConfig, world: World, progress: Progress
+    corpus: Corpus, config: TrainConfig, world: World, progress: RunProgress
 ) -> Sequence[Tensor]:
     """Return this rank's share of the next global batch, in as many parts as accumulate."""
     context = config.model.context
@@ -122,7 +122,7 @@ def _micro_batches(
 
 
 def _record(
-    progress: Progress, lr: float, result: StepResult, exchange: StepExchange
+    progress: RunProgress, lr: float, result: StepResult, exchange: StepExchange
 ) -> StepRecord:
     """Put together what all ranks reported with what this one measured."""
     reports = exchange.reports

@@ -27,7 +27,7 @@ from shoal.errors import EXIT_INTERRUPTED, InvariantError, RankError
 from shoal.train import environment
 from shoal.train.config import ParallelConfig
 from shoal.train.environment import Place
-from shoal.train.failure import SHARED, reporting_failure, write_failure
+from shoal.train.failure import SHARED_ERRORS, reporting_failure, write_failure
 from shoal.train.job import TrainJob
 from shoal.train.launch import stop_signals
 from shoal.train.loop import train
@@ -89,10 +89,10 @@ def main(argv: Sequence[str]) -> NoReturn:
     except Exception:
         traceback.print_exc()
         status = 1
-    leave(status)
+    exit_now(status)
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End this process past the interpreter's shutdown.
 
     A gloo thread that gives back the tensors of the last collective needs the interpreter's
@@ -148,7 +148,7 @@ def _watchdog(job: TrainJob) -> AbstractContextManager[object]:
     limit_s = job.config.faults.stall_limit
     if not limit_s:
         return nullcontext()
-    return Watchdog(limit_s=limit_s, folder=job.folder.logs, end=_end_stalled, alike=SHARED)
+    return Watchdog(limit_s=limit_s, folder=job.folder.logs, end=_end_stalled, alike=SHARED_ERRORS)
 
 
 def _end_stalled(verdict: str) -> None:

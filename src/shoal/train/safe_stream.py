@@ -57,12 +57,16 @@ def safe_stdout() -> TextIO:
 
 def say(text: str, *, stream: TextIO) -> None:
     """Print a line if there is someone to read it."""
-    print(printable(text), file=SafeStream(stream), flush=True)  # pyright: ignore[reportArgumentType]
+    print(printable(text, keep="\n\t"), file=SafeStream(stream), flush=True)  # pyright: ignore[reportArgumentType]
 
 
-def printable(text: str) -> str:
-    """Show what a terminal would obey, or could not print: names and values may be anybody's."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
-        for char in text
-    )
+def printable(text: str, *, keep: str = "") -> str:
+    """Return a text with every sign that is not printed as its escape, such as `\\x1b`.
+
+    Names and values may be anybody's. Escape sequences could move the cursor, rename the window or
+    hide what follows, and signs of direction turn a name round. `keep` are signs that stay, such as
+    the ends of lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)

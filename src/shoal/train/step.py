@@ -52,7 +52,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class StepAttempt:
     """What one rank knows of a step before the optimizer has changed anything."""
 
     loss: float
@@ -67,7 +67,7 @@ def training_step(
     micro_batches: Sequence[Tensor],
     *,
     clip: float,
-    accept: Callable[[Attempt], bool],
+    accept: Callable[[StepAttempt], bool],
     scale: float = 1.0,
 ) -> StepResult:
     """Take one optimizer step on this rank's micro-batches, each (sequence, context + 1).
@@ -89,7 +89,7 @@ def training_step(
             grad_norm = clip_gradients(model, clip)
         clipped = recorder.mark()
         with timed("the device to compute the gradients"):
-            attempt = Attempt(
+            attempt = StepAttempt(
                 loss=float(loss),
                 grad_norm=float(grad_norm),
                 own_ms=(time.perf_counter() - began_at) * 1e3 - _exposed_ms(recorder.events()),

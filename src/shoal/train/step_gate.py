@@ -22,10 +22,10 @@ from typing import Literal
 
 import torch
 
-from shoal.train.checkpoints import Saver, step_of
+from shoal.train.checkpoints import CheckpointSaver, step_of
 from shoal.train.job import TrainJob
 from shoal.train.optimizer import LossScale
-from shoal.train.step import Attempt
+from shoal.train.step import StepAttempt
 from shoal.train.world import World
 from shoal.watch import compare_collectives, digest_of_collectives
 
@@ -130,7 +130,7 @@ class StepGate:
         world: World,
         on_nonfinite: Literal["stop", "skip", "ignore"],
         stop_requested: Callable[[], bool],
-        saver: Saver,
+        saver: CheckpointSaver,
         scale: LossScale,
     ) -> None:
         self.notes: tuple[str, ...] = ()
@@ -142,7 +142,7 @@ class StepGate:
         self._saver = saver
         self._num_skipped = 0
 
-    def admits(self, step: int, attempt: Attempt) -> bool:
+    def admits(self, step: int, attempt: StepAttempt) -> bool:
         """Tell whether the optimizer may act on an attempt, the same on all ranks; collective."""
         self.exchange = StepExchange.gather(self._world, self._report(attempt))
         if not self.exchange.communicated_alike:
@@ -166,7 +166,7 @@ class StepGate:
             self.notes = (f"{found}; the step is skipped on all ranks",)
         return False
 
-    def _report(self, attempt: Attempt) -> RankReport:
+    def _report(self, attempt: StepAttempt) -> RankReport:
         return RankReport(
             loss=attempt.loss,
             own_ms=attempt.own_ms,

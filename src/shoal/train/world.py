@@ -94,7 +94,7 @@ class World:
             raise made
         return made  # pyright: ignore[reportReturnType]
 
-    def agree(self, what: str, value: str) -> None:
+    def check_same(self, what: str, value: str) -> None:
         """Raise on every rank, naming the first that differs, unless all hold the same value."""
         values: list[str] = [""] * self.size
         with waiting(f"what all ranks say of {what}"):

@@ -13,7 +13,7 @@ from shoal.checkpoint import point_latest, save_training, step_folder
 from shoal.errors import CheckpointError, UsageError
 from shoal.train import job
 from shoal.train.build import notes_on_resume
-from shoal.train.checkpoints import Progress
+from shoal.train.checkpoints import RunProgress
 from shoal.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from shoal.train.job import (
     TrainJob,
@@ -198,7 +198,7 @@ def test_the_config_changes_only_once_the_checkpoint_is_loaded(finished):
     job.create(num_ranks=2)
     assert finished.read_config().optim.lr != 0.5
     assert TrainJob.reopen(job.folder, job.checkpoint) == job
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     assert finished.read_config().optim.lr == 0.5
 
 
@@ -221,7 +221,7 @@ def test_a_run_goes_on_from_an_older_checkpoint_if_newer_ones_may_go(finished):
     assert (job.checkpoint, job.folder, job.config.run.steps) == (older, finished, 8)
     job.create(num_ranks=2)
     assert newer.exists()
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     assert not newer.exists()
 
 
@@ -230,10 +230,10 @@ def test_a_checkpoint_without_a_manifest_is_put_aside(finished):
     (broken / "manifest.json").unlink()
     job = resumed_job(finished.path, {}, more_steps=None)
     assert job.checkpoint == step_folder(finished.checkpoints, 7)
-    notes = notes_on_resume(job.checkpoint, Progress(step=7), SimpleNamespace(digest=""))
+    notes = notes_on_resume(job.checkpoint, RunProgress(step=7), SimpleNamespace(digest=""))
     assert notes[1].startswith("skipped, since it has no manifest: step-00000008")
     job.create(num_ranks=2)
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     names = sorted(path.name for path in finished.checkpoints.iterdir())
     assert names == ["damaged-step-00000008", "step-00000007"]
 
@@ -255,7 +255,7 @@ def test_of_newer_checkpoints_that_are_links_the_links_go(finished, tmp_path):
     (finished.checkpoints / "damaged-step-00000009").symlink_to(outside)
     job = resumed_job(older, {}, more_steps=None, overwrite=True)
     job.create(num_ranks=2)
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     assert not os.path.lexists(link)
     assert not (finished.checkpoints / "damaged-step-00000009").is_symlink()
     assert (outside / "manifest.json").exists()
@@ -267,7 +267,7 @@ def test_the_link_to_the_newest_checkpoint_stands_for_it(finished):
     job = resumed_job(finished.checkpoints / "latest", {}, more_steps=None, overwrite=True)
     assert (job.checkpoint, job.folder) == (newest, finished)
     job.create(num_ranks=2)
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     assert newest.exists()
 
 

@@ -150,9 +150,9 @@ def test_the_validation_loss_is_that_of_one_process(tmp_path, world_size):
 @ranks(2)
 def test_ranks_that_read_different_texts_all_hear_of_it():
     world = make_world()
-    world.agree("the text", "same")
+    world.check_same("the text", "same")
     with pytest.raises(UsageError, match="rank 1 and rank 0 differ in the text: b against a"):
-        world.agree("the text", "ab"[world.rank])
+        world.check_same("the text", "ab"[world.rank])
 
 
 @ranks(2)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from harness import on_ranks
 from shoal.train.build import build_model, shard_model
-from shoal.train.checkpoints import Saver
+from shoal.train.checkpoints import CheckpointSaver
 from shoal.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from shoal.train.environment import Place
 from shoal.train.model import next_byte_loss
@@ -55,7 +55,7 @@ class Trial:
             place=place, device=torch.device("cpu"), mesh=make_mesh("cpu", size, replicas=1)
         )
         folder = RunFolder(Path(tempfile.mkdtemp()))
-        saver = Saver(folder, config, self.world, saved=None)
+        saver = CheckpointSaver(folder, config, self.world, saved=None)
         scale = LossScale.for_precision(config.parallel.precision)
         self.gate = StepGate(self.world, on_nonfinite, lambda: False, saver, scale)
         self.config = config
