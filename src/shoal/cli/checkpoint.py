@@ -24,8 +24,8 @@ from shoal.checkpoint import (
 from shoal.checkpoint.dcp_import import METADATA
 from shoal.checkpoint.metadata import Manifest
 from shoal.cli.flags import Parser
-from shoal.cli.printable import printable
 from shoal.errors import CheckpointError
+from shoal.train.safe_stream import printable
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
 

@@ -21,7 +21,8 @@ from shoal.compile.observe import records
 from shoal.compile.observe.dynamo import breaks, recompiles
 from shoal.compile.observe.summary import render
 from shoal.errors import UsageError
-from shoal.train import environment, outlet
+from shoal.train import environment
+from shoal.train.safe_stream import safe_stdout
 
 WIDTH = 140
 """Of the table where no terminal has one."""
@@ -110,7 +111,7 @@ def _print_summary() -> None:
     place = environment.place()
     if place is not None and place.rank != 0:
         return
-    stream = outlet.stdout()
+    stream = safe_stdout()
     width = None if stream.isatty() else WIDTH
     # Paths and reasons are no markup.
     console = Console(file=stream, width=width, soft_wrap=True, markup=False, emoji=False)

@@ -14,11 +14,10 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from shoal.cli.printable import printable
 from shoal.cli.suggest import did_you_mean
 from shoal.errors import EXIT_INTERRUPTED, ShoalError, UsageError
 from shoal.train import environment
-from shoal.train.outlet import say
+from shoal.train.safe_stream import printable, say
 from shoal.version import __version__
 
 COMMANDS = {
@@ -98,6 +97,6 @@ def _speaks(error: ShoalError) -> bool:
         return True
     if place is None:
         return True
-    from shoal.train.failure import SHARED
+    from shoal.train.failure import SHARED_ERRORS
 
-    return place.local_rank == 0 or not isinstance(error, SHARED)
+    return place.local_rank == 0 or not isinstance(error, SHARED_ERRORS)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.cli.flags import Parser
-from shoal.cli.printable import printable
 from shoal.report import write_report
+from shoal.train.safe_stream import printable
 
 
 def main(argv: Sequence[str]) -> int:

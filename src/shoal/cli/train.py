@@ -12,12 +12,11 @@ from typing import TYPE_CHECKING
 from shoal.cli.flags import Parser, add_config_flags, given_options
 from shoal.errors import UsageError
 from shoal.train import environment
-from shoal.train.config import TrainConfig
+from shoal.train.config import TrainConfig, load_recipe
 from shoal.train.options import replace_options, to_json
-from shoal.train.recipe import load_recipe
 
 if TYPE_CHECKING:
-    from shoal.train.job import Job
+    from shoal.train.job import TrainJob
 
 _DESCRIPTION = """\
 Train a small transformer on text, fully sharded over ranks.
@@ -78,24 +77,14 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status, or end the process as a rank of torchrun."""
     arguments = make_parser().parse(argv)
     # Imported late, so that --help and a mistyped flag need no torch.
-    from shoal.train.fit import check_memory
-    from shoal.train.job import check_devices, count_parameters
-    from shoal.train.launch import launch
-    from shoal.train.rank import leave, run_rank
-    from shoal.train.signals import STOP_SIGNALS
+    from shoal.train.launch import STOP_SIGNALS, launch
+    from shoal.train.rank import exit_now, run_rank
 
     place = environment.place()
     job = _make_job(arguments, is_rank=place is not None)
     num_ranks = place.world_size if place else job.num_ranks
     num_local_ranks = place.local_world_size if place else num_ranks
-    check_devices(job.config, num_local_ranks)
-    job.config.check_ranks(num_ranks)
-    check_memory(
-        job.config,
-        count_parameters(job.config),
-        num_ranks=num_ranks,
-        num_local_ranks=num_local_ranks,
-    )
+    job.check_machine(num_ranks=num_ranks, num_local_ranks=num_local_ranks)
     if arguments.dry_run:
         if place is None or place.rank == 0:
             print(json.dumps(to_json(job.config), indent=2))
@@ -104,10 +93,10 @@ def main(argv: Sequence[str]) -> int:
         with job.folder.locked():
             job.create(num_ranks=num_ranks)
             return launch(job)
-    leave(run_rank(place, job, create=True, signals=STOP_SIGNALS))
+    exit_now(run_rank(place, job, create=True, signals=STOP_SIGNALS))
 
 
-def _make_job(arguments: argparse.Namespace, *, is_rank: bool) -> Job:
+def _make_job(arguments: argparse.Namespace, *, is_rank: bool) -> TrainJob:
     """Put recipe, flags and the resumed run together; writes nothing."""
     from shoal.train.job import check_can_restart, new_job, restarted_job, resumed_job
 

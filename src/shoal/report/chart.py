@@ -13,13 +13,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import NamedTuple, TypeVar
 
-from shoal.report.series import Point, thin
-from shoal.report.ticks import Axis, step_axis
-from shoal.report.units import digits
+from shoal.report.axis import Axis, step_axis
+from shoal.report.number_format import digits
+
+T = TypeVar("T")
 
 SCALE = 1000
 """Length of either side of the SVG's own coordinates; large enough to round to whole numbers."""
@@ -34,6 +36,13 @@ WIDEST_BAR = 0.08
 """The most of the plot's width that one bar takes."""
 
 
+class Point(NamedTuple):
+    """One value at a step; NaN is a gap."""
+
+    step: int
+    value: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Line:
     """A series in a line chart; `css` names its colour, `dots` draws points without a line."""
@@ -45,7 +54,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class LegendEntry:
     """One layer of stacked bars."""
 
     name: str
@@ -76,14 +85,20 @@ def line_chart(
     steps = [point.step for line in lines for point in line.points]
     x = step_axis(min(steps), max(steps))
     shapes = _flag_lines(flags, x) + "".join(_shape(line, x, y) for line in lines)
-    names = [Part(name=line.name, css=line.css) for line in lines]
+    names = [LegendEntry(name=line.name, css=line.css) for line in lines]
     hover = _hover(names, _line_marks(lines, x))
     words = _flag_words(flags, x)
     return _figure(names, shapes, hover, x=x, y=y, y_name=y_name, summary=summary, words=words)
 
 
 def bar_chart(
-    bars: Sequence[Bar], parts: Sequence[Part], *, y: Axis, y_name: str, unit: str, summary: str
+    bars: Sequence[Bar],
+    parts: Sequence[LegendEntry],
+    *,
+    y: Axis,
+    y_name: str,
+    unit: str,
+    summary: str,
 ) -> str:
     """Draw stacked bars over the steps; a bar that is too high for the axis is cut with a mark."""
     x = step_axis(bars[0].first, bars[-1].last)
@@ -94,7 +109,7 @@ def bar_chart(
     return _figure(parts, shapes, hover, x=x, y=y, y_name=y_name, summary=summary)
 
 
-def legend(parts: Sequence[Part], values: Sequence[str] | None = None) -> str:
+def legend(parts: Sequence[LegendEntry], values: Sequence[str] | None = None) -> str:
     """Name the colours, each with a value beside it when there are some."""
     texts = [""] * len(parts) if values is None else values
     items = "".join(
@@ -106,7 +121,7 @@ def legend(parts: Sequence[Part], values: Sequence[str] | None = None) -> str:
     return f'<ul class="legend">{items}</ul>'
 
 
-def share_bar(parts: Sequence[Part], values: Sequence[float], labels: Sequence[str]) -> str:
+def share_bar(parts: Sequence[LegendEntry], values: Sequence[float], labels: Sequence[str]) -> str:
     """Draw one full-width bar cut into shares, and name them below it."""
     total = math.fsum(values)
     pieces = "".join(
@@ -159,7 +174,7 @@ def _flag_words(flags: Sequence[Flag], x: Axis) -> str:
     return "".join(words)
 
 
-def _bar(bar: Bar, parts: Sequence[Part], x: Axis, y: Axis) -> str:
+def _bar(bar: Bar, parts: Sequence[LegendEntry], x: Axis, y: Axis) -> str:
     left, right = x.at(bar.first - 0.5), x.at(bar.last + 0.5)
     # A gap between bars; and a run of few steps does not get bars as wide as a hand.
     inset = max((right - left) * 0.08, (right - left - WIDEST_BAR) / 2)
@@ -221,7 +236,7 @@ def _bar_marks(bars: Sequence[Bar], x: Axis, unit: str) -> list[Mark]:
     ]
 
 
-def _hover(parts: Sequence[Part], marks: list[Mark]) -> str:
+def _hover(parts: Sequence[LegendEntry], marks: list[Mark]) -> str:
     content = {
         "names": [part.name for part in parts],
         "css": [part.css for part in parts],
@@ -233,7 +248,7 @@ def _hover(parts: Sequence[Part], marks: list[Mark]) -> str:
 
 
 def _figure(
-    parts: Sequence[Part],
+    parts: Sequence[LegendEntry],
     shapes: str,
     hover: str,
     *,
@@ -264,3 +279,55 @@ def _figure(
         f'<div class="x-ticks">{below}</div><div class="x-name">step</div>'
         f"</div>{hover}</figure>"
     )
+
+
+def thin(points: Sequence[Point], limit: int) -> list[Point]:
+    """Keep at most about `limit` points: the lowest and highest of each stretch, and each gap.
+
+    Taking every n-th point would lose the spikes that a reader is looking for.
+    """
+    if len(points) <= limit:
+        return list(points)
+    kept: list[Point] = []
+    for stretch in stretches(points, max(1, limit // 3)):
+        finite = [point for point in stretch if math.isfinite(point.value)]
+        chosen = set()
+        if finite:
+            chosen |= {
+                min(finite, key=lambda point: point.value),
+                max(finite, key=lambda point: point.value),
+            }
+        gap = next((point for point in stretch if not math.isfinite(point.value)), None)
+        if gap is not None:
+            chosen.add(gap)
+        kept.extend(sorted(chosen, key=lambda point: point.step))
+    return kept
+
+
+def smooth(points: Sequence[Point]) -> list[Point]:
+    """Average over the neighbours on both sides, a twentieth of the run in all; gaps stay gaps.
+
+    The window is centred and shrinks towards the ends, so the curve neither lags nor drifts there.
+    """
+    sums, numbers = [0.0], [0]
+    for point in points:
+        finite = math.isfinite(point.value)
+        sums.append(sums[-1] + (point.value if finite else 0.0))
+        numbers.append(numbers[-1] + finite)
+    reach = len(points) // 40
+    result: list[Point] = []
+    for index, (step, value) in enumerate(points):
+        if not math.isfinite(value):
+            result.append(Point(step, math.nan))
+            continue
+        side = min(reach, index, len(points) - 1 - index)
+        low, high = index - side, index + side + 1
+        result.append(Point(step, (sums[high] - sums[low]) / (numbers[high] - numbers[low])))
+    return result
+
+
+def stretches(items: Sequence[T], number: int) -> Iterator[Sequence[T]]:
+    """Cut a sequence into at most `number` stretches whose lengths differ by at most one."""
+    number = min(number, len(items))
+    for index in range(number):
+        yield items[len(items) * index // number : len(items) * (index + 1) // number]

@@ -77,10 +77,10 @@ class Metrics:
     @property
     def rank_counts(self) -> tuple[int, ...]:
         """How many ranks the run had, one after the other: (2, 4) when it went on with 4."""
-        told = [(record.step, len(record.memory_bytes)) for record in self.steps]
+        by_step = [(record.step, len(record.memory_bytes)) for record in self.steps]
         # A resume from a step comes after that step.
-        told += [(record.step + 0.5, record.num_ranks) for record in self.resumes]
-        counts = [number for _, number in sorted(told) if number]
+        by_step += [(record.step + 0.5, record.num_ranks) for record in self.resumes]
+        counts = [number for _, number in sorted(by_step) if number]
         return tuple(number for number, _ in groupby(counts))
 
 

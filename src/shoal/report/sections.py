@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from shoal.report.chart import Bar, Flag, Line, Part, bar_chart, line_chart, share_bar
-from shoal.report.gantt import gantt
+from shoal.report.axis import Axis, axis_over
+from shoal.report.chart import (
+    Bar,
+    Flag,
+    LegendEntry,
+    Line,
+    Point,
+    bar_chart,
+    line_chart,
+    share_bar,
+    smooth,
+    stretches,
+)
 from shoal.report.metrics import Metrics, ResumeRecord, StepRecord
-from shoal.report.run import Run
-from shoal.report.series import Point, mean, smooth, stretches
-from shoal.report.ticks import Axis, axis_over
-from shoal.report.units import digits, duration, percent, size
+from shoal.report.number_format import digits, duration, percent, size
+from shoal.report.recorded_run import RecordedRun
+from shoal.report.timeline import draw_timeline
 
 MOST_BARS = 60
 """Bars in the step-time chart; each stands for the mean of its steps."""
@@ -28,11 +38,11 @@ FEW_STEADY = 4
 MOST_RANKS = 16
 """Ranks drawn in the memory section."""
 
-_PARTS = (
-    Part(name="compute", css="compute"),
-    Part(name="exposed communication", css="exposed"),
-    Part(name="optimizer", css="optimizer"),
-    Part(name="other", css="other"),
+_TIME_PARTS = (
+    LegendEntry(name="compute", css="compute"),
+    LegendEntry(name="exposed communication", css="exposed"),
+    LegendEntry(name="optimizer", css="optimizer"),
+    LegendEntry(name="other", css="other"),
 )
 
 
@@ -48,7 +58,7 @@ class Section:
     half: bool = False
 
 
-def sections(run: Run) -> list[Section]:
+def sections(run: RecordedRun) -> list[Section]:
     """Make every section, in the order of the page."""
     metrics = run.metrics or Metrics()
     return [
@@ -142,8 +152,10 @@ def _step_time(metrics: Metrics) -> Section:
     ]
     steady = _steady(timed, metrics.resumes)
     shares = _split(steady)
-    parts = [part for part, value in zip(_PARTS, shares, strict=True) if value > 0] or [_PARTS[0]]
-    kept = [_PARTS.index(part) for part in parts]
+    parts = [part for part, value in zip(_TIME_PARTS, shares, strict=True) if value > 0] or [
+        _TIME_PARTS[0]
+    ]
+    kept = [_TIME_PARTS.index(part) for part in parts]
     y, notes = _time_axis(bars, timed)
     total = math.fsum(shares[index] for index in kept)
     labels = [
@@ -186,7 +198,7 @@ def _steady(timed: Sequence[StepRecord], resumes: Sequence[ResumeRecord]) -> Seq
 def _split(records: Sequence[StepRecord]) -> tuple[float, float, float, float]:
     """Average the parts; what the step took beyond them is other: data, logging, the host."""
     compute, exposed, optimizer = (
-        _or_zero(mean(values))
+        _or_zero(finite_mean(values))
         for values in (
             [record.compute_ms for record in records],
             [record.exposed_ms for record in records],
@@ -194,7 +206,7 @@ def _split(records: Sequence[StepRecord]) -> tuple[float, float, float, float]:
         )
     )
     known = compute + exposed + optimizer
-    rest = mean(record.step_ms for record in records) - known
+    rest = finite_mean(record.step_ms for record in records) - known
     # Below one part in a hundred it is rounding between clocks, not a part of its own.
     return compute, exposed, optimizer, rest if rest > 0.01 * known else 0.0
 
@@ -237,7 +249,7 @@ def _memory(metrics: Metrics) -> Section:
     return Section(title=title, lead=lead, html=f'<table class="bars">{rows}</table>')
 
 
-def _schedule(run: Run) -> Section:
+def _schedule(run: RecordedRun) -> Section:
     title = "The schedule of one step"
     if run.timeline is None or not run.timeline.events:
         return Section(
@@ -249,18 +261,18 @@ def _schedule(run: Run) -> Section:
         lead=f"Step {run.timeline.step:,} as rank {run.timeline.rank} ran it. "
         "Communication under compute is hidden; a wait is not. "
         "A unit's name stands where it fits; point at a span, or tap it, to read it.",
-        html=gantt(run.timeline),
+        html=draw_timeline(run.timeline),
     )
 
 
-def _sample(run: Run) -> Section:
+def _sample(run: RecordedRun) -> Section:
     title = "Generated sample"
     if not run.sample:
         return Section(title=title, missing="No text was generated: there is no sample.txt.")
     return Section(title=title, html=f'<pre class="sample">{escape(run.sample)}</pre>')
 
 
-def _config(run: Run) -> Section:
+def _config(run: RecordedRun) -> Section:
     title = "Resolved config"
     if run.config is None:
         return Section(title=title, missing="There is no readable config.json.")
@@ -273,3 +285,9 @@ def _config(run: Run) -> Section:
 
 def _or_zero(value: float) -> float:
     return value if math.isfinite(value) else 0.0
+
+
+def finite_mean(values: Iterable[float]) -> float:
+    """Average the finite values; NaN when there is none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else math.nan

@@ -1,21 +1,71 @@
-"""Building the model of a run, sharded over its ranks."""
+"""Building a run: its text, its model sharded over the ranks, its optimizer, and where it starts.
+
+The result also has the lines that a run shows before its first step.
+"""
 
 from __future__ import annotations
 
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.optim import AdamW
 
+from shoal.report.number_format import count, size
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.train.checkpoints import RunProgress, is_complete, newer_than, restore_state
 from shoal.train.config import TrainConfig
-from shoal.train.model import Block, Transformer
+from shoal.train.data import Corpus, load_corpus
+from shoal.train.job import TrainJob, count_parameters
+from shoal.train.model import Transformer, TransformerBlock
+from shoal.train.optimizer import LossScale, configure_optimizer, make_optimizer
 from shoal.train.world import World
 from shoal.wrapper.fully_sharded import FullyShardedDataParallel
 
 _INNER = {"graph": "direct", "inductor": "inductor"}
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_NUM_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuiltRun:
+    """What a run has before its next step; `notes` are for people."""
+
+    corpus: Corpus
+    model: nn.Module
+    optimizer: AdamW
+    progress: RunProgress
+    notes: tuple[str, ...]
+
+
+def build_run(job: TrainJob, world: World) -> BuiltRun:
+    """Read the text, build the model, and load the checkpoint that the job starts from."""
+    config = job.config
+    corpus = load_corpus(config.data, config.model.context)
+    world.check_same("the text that they read", corpus.digest)
+    model = shard_model(build_model(config), config, world)
+    seed_generators(config.run.seed, world.rank)  # a checkpoint brings back those of the run
+    optimizer = make_optimizer(model, config.optim)
+    notes = [_size_note(job, world, corpus), *notes_on_data(config, corpus)]
+    progress = RunProgress(scale=LossScale.for_precision(config.parallel.precision))
+    if job.checkpoint is not None:
+        scale = progress.scale
+        progress = restore_state(job.checkpoint, model, optimizer)
+        if progress.scale.is_dynamic != scale.is_dynamic:  # it goes on in another precision
+            progress = replace(progress, scale=scale)
+        configure_optimizer(optimizer, config.optim)
+        notes += notes_on_resume(job.checkpoint, progress, corpus)
+        if world.leads:
+            job.commit_resume(num_ranks=world.size)
+    return BuiltRun(
+        corpus=corpus, model=model, optimizer=optimizer, progress=progress, notes=tuple(notes)
+    )
 
 
 def build_model(config: TrainConfig) -> Transformer:
@@ -40,7 +90,7 @@ def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Mod
             model,
             device_mesh=world.mesh,
             sharding_strategy=strategy,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
+            auto_wrap_policy=ModuleWrapPolicy({TransformerBlock}),
             mixed_precision=MixedPrecision(param_dtype, reduce_dtype),
             device_id=world.device,
             use_orig_params=True,
@@ -55,3 +105,48 @@ def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Mod
         inner = _INNER[config.parallel.compile]
         sharded.compile(backend="shoal", fullgraph=True, options={"inner": inner})
     return sharded
+
+
+def seed_generators(seed: int, rank: int) -> None:
+    """Give every generator of this rank a state of its own, from the seed of the run."""
+
+    def seed_numpy(seed: int) -> None:
+        np.random.seed(seed % 2**32)
+
+    for number, set_seed in enumerate((torch.manual_seed, random.seed, seed_numpy)):
+        sequence = np.random.SeedSequence([seed, rank, number])
+        set_seed(int(sequence.generate_state(1, dtype=np.uint64)[0]))
+
+
+def _size_note(job: TrainJob, world: World, corpus: Corpus) -> str:
+    """Tell the size of everything in one line."""
+    parallel = job.config.parallel
+    plural = "s" if world.size != 1 else ""
+    return (
+        f"{job.folder.path}: {count(count_parameters(job.config))} parameters, "
+        f"{world.size} rank{plural} on {parallel.device} in {parallel.precision}, "
+        f"{size(len(corpus.training))} of text from {corpus.num_files} files"
+    )
+
+
+def notes_on_data(config: TrainConfig, corpus: Corpus) -> list[str]:
+    """Name files that someone may have meant to be learned."""
+    if config.data.folder is None or not corpus.skipped:
+        return []
+    names = ", ".join(corpus.skipped[:_NUM_NAMED])
+    more = ", …" if len(corpus.skipped) > _NUM_NAMED else ""
+    plural = "s" if len(corpus.skipped) > 1 else ""
+    return [
+        f"left out {len(corpus.skipped)} file{plural}, unreadable or no UTF-8 text: {names}{more}"
+    ]
+
+
+def notes_on_resume(checkpoint: Path, progress: RunProgress, corpus: Corpus) -> list[str]:
+    """Tell from where the run goes on, and what is not as it was."""
+    text = f"resumed from {checkpoint} at step {progress.step}"
+    if progress.data_digest != corpus.digest:
+        text += "; the text has changed since, so the data will differ from an unbroken run's"
+    broken = [path.name for path in newer_than(checkpoint) if not is_complete(path)]
+    if not broken:
+        return [text]
+    return [text, f"skipped, since it has no manifest: {', '.join(broken)}; renamed to damaged-…"]

@@ -9,9 +9,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from shoal.report.metrics import StepRecord, ValidationRecord
-from shoal.report.units import duration, size
+from shoal.report.number_format import duration, size
 from shoal.runtime.events import Event
-from shoal.train.outlet import printable, stdout
+from shoal.train.journal import Listener
+from shoal.train.safe_stream import printable, safe_stdout
 
 _LINE_EVERY_S = 5.0
 _BAR_WIDTH = 8
@@ -33,7 +34,7 @@ class _Clock:
         return f"left {duration(per_step * (self._num_steps - step))}"
 
 
-class ProgressBar:
+class ProgressBar(Listener):
     """A live bar: step, loss, tokens per second, memory per rank, time left."""
 
     def __init__(self, console: Console, *, start_step: int, num_steps: int) -> None:
@@ -68,14 +69,14 @@ class ProgressBar:
 
     def on_note(self, text: str) -> None:
         """Print above the bar."""
-        self._console.print(printable(text), markup=False, highlight=False)
+        self._console.print(printable(text, keep="\n\t"), markup=False, highlight=False)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
         self._progress.stop()
 
 
-class PlainLines:
+class PlainLines(Listener):
     """A line every few seconds, and at the first and the last step, for logs and pipes."""
 
     def __init__(self, console: Console, *, start_step: int, num_steps: int) -> None:
@@ -101,15 +102,14 @@ class PlainLines:
 
     def on_note(self, text: str) -> None:
         """Print a line."""
-        self._console.print(printable(text), markup=False, highlight=False, soft_wrap=True)
-
-    def close(self) -> None:
-        """Nothing is open."""
+        self._console.print(
+            printable(text, keep="\n\t"), markup=False, highlight=False, soft_wrap=True
+        )
 
 
 def make_display(*, start_step: int, num_steps: int) -> ProgressBar | PlainLines:
     """Choose what suits stdout."""
-    console = Console(file=stdout())
+    console = Console(file=safe_stdout())
     kind = ProgressBar if console.is_terminal else PlainLines
     return kind(console, start_step=start_step, num_steps=num_steps)
 

@@ -23,10 +23,10 @@ from shoal.checkpoint import latest
 from shoal.errors import CheckpointError, DivergedError, RankError, ShoalError, UsageError
 from shoal.train import environment
 from shoal.train.checkpoints import step_of
-from shoal.train.folder import RunFolder
+from shoal.train.run_folder import RunFolder
 from shoal.watch import post_mortem
 
-SHARED = (UsageError, CheckpointError, DivergedError)
+SHARED_ERRORS = (UsageError, CheckpointError, DivergedError)
 """Errors that every rank meets alike, from what all share: one message says it for all."""
 
 _HINTS: dict[int, str] = {
@@ -37,7 +37,7 @@ _HINTS: dict[int, str] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class RankEnd:
     """How the process of a rank ended."""
 
     rank: int
@@ -95,7 +95,7 @@ def read_reply(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def as_error(ends: Sequence[Ended], folder: RunFolder, *, restart: int = 0) -> ShoalError:
+def as_error(ends: Sequence[RankEnd], folder: RunFolder, *, restart: int = 0) -> ShoalError:
     """Turn how the ranks ended into the one error to show; after so many restarts."""
     stopped = "".join(
         f"{ended} was stopped by a signal (SIGSTOP or SIGTSTP), so the others waited in vain\n"
@@ -104,19 +104,19 @@ def as_error(ends: Sequence[Ended], folder: RunFolder, *, restart: int = 0) -> S
     )
     lost = [ended for ended in ends if ended.is_lost]
     if not lost:  # the others did not watch it yet, or it is alone
-        return RankError(f"{stopped}{last_words(folder)}")
+        return RankError(f"{stopped}{resume_advice(folder)}")
     first = min(lost, key=_precedence)
     kind = getattr(errors, first.reply.get("shoal_error") or "", ShoalError)
-    if issubclass(kind, SHARED):
+    if issubclass(kind, SHARED_ERRORS):
         return kind(first.reply["text"])
     log = log_of(first.rank, folder.logs, restart=restart)
     return RankError(
-        f"{stopped}{first} {_manner(first, ends, folder)}\n"
-        f"What it last wrote is in {log}. {last_words(folder)}"
+        f"{stopped}{first} {_how_it_was_lost(first, ends, folder)}\n"
+        f"What it last wrote is in {log}. {resume_advice(folder)}"
     )
 
 
-def _manner(first: Ended, ends: Sequence[Ended], folder: RunFolder) -> str:
+def _how_it_was_lost(first: RankEnd, ends: Sequence[RankEnd], folder: RunFolder) -> str:
     """In which way a rank was lost."""
     if first.status < 0:
         what = f"died with {_signal_name(-first.status)}. {_HINTS.get(-first.status, '')}".rstrip()
@@ -135,7 +135,7 @@ def _signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def last_words(folder: RunFolder) -> str:
+def resume_advice(folder: RunFolder) -> str:
     """Tell how to go on with a run that ended early."""
     checkpoint = latest(folder.checkpoints)
     if checkpoint is None:
@@ -148,7 +148,7 @@ def log_of(rank: int, logs: Path, *, restart: int = 0) -> Path:
     return logs / (f"rank-{rank}.restart-{restart}.err" if restart else f"rank-{rank}.err")
 
 
-def _precedence(ended: Ended) -> tuple[int, int, int]:
+def _precedence(ended: RankEnd) -> tuple[int, int, int]:
     """Sort lost ranks by how likely they are the first one."""
     if ended.status == -signal.SIGABRT:
         return (2, 0, ended.rank)  # NCCL's watchdog aborts when another rank is gone

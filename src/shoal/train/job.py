@@ -17,21 +17,34 @@ from shoal.checkpoint.disk import disk_errors
 from shoal.checkpoint.retention import LINK
 from shoal.errors import CheckpointError, UsageError
 from shoal.files import check_folder
+from shoal.report.number_format import size
 from shoal.train import environment
-from shoal.train.checkpoints import clear_way, is_complete, newer_than, step_of
+from shoal.train.checkpoints import (
+    is_complete,
+    newer_than,
+    read_progress,
+    read_saved_config,
+    remove_newer,
+    step_of,
+)
 from shoal.train.config import TrainConfig
 from shoal.train.data import load_corpus
-from shoal.train.folder import RunFolder
 from shoal.train.model import Transformer
 from shoal.train.options import options_of, replace_options
-from shoal.train.state import read_progress, read_saved_config
+from shoal.train.run_folder import RunFolder
 from shoal.version import __version__
 
 _CPU_RANKS = 2
+_BYTES_PER_NUMBER = 4
+_STATE_COPIES = 4
+"""Weights, gradients and AdamW's two moments."""
+
+_SWAP_FACTOR = 2
+"""What is refused would need this many times the memory of the machine: swap may do some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainJob:
     """A config in which nothing is left to be chosen, its folder, and where it starts from."""
 
     config: TrainConfig
@@ -45,12 +58,21 @@ class Job:
         return self.config.parallel.nproc
 
     @classmethod
-    def reopen(cls, folder: RunFolder, checkpoint: Path | None) -> Job:
+    def reopen(cls, folder: RunFolder, checkpoint: Path | None) -> TrainJob:
         """Read back what `create` has written: how a launched rank learns its job."""
         config = folder.read_config(proposed=folder.proposed_config.exists())
         return cls(config=config, folder=folder, checkpoint=checkpoint)
 
-    def after_restart(self) -> Job:
+    def check_machine(self, *, num_ranks: int, num_local_ranks: int) -> None:
+        """Raise a `UsageError` if the job cannot run on so many ranks, so many of them here."""
+        check_devices(self.config, num_local_ranks)
+        self.config.check_ranks(num_ranks)
+        num_parameters = count_parameters(self.config)
+        check_memory(
+            self.config, num_parameters, num_ranks=num_ranks, num_local_ranks=num_local_ranks
+        )
+
+    def after_restart(self) -> TrainJob:
         """Go on from the newest whole checkpoint, since ranks were lost; one rank calls this.
 
         Unless not even the checkpoint that this job was to start from had been loaded: then newer
@@ -75,10 +97,10 @@ class Job:
         proposed = self.checkpoint is not None
         self.folder.write_config(self.config, self._facts(num_ranks), proposed=proposed)
 
-    def accept(self, *, num_ranks: int) -> None:
+    def commit_resume(self, *, num_ranks: int) -> None:
         """Go on from the checkpoint for good, now that the ranks have loaded it."""
         assert self.checkpoint is not None, "a new run has its config already"
-        clear_way(self.checkpoint)
+        remove_newer(self.checkpoint)
         self.folder.write_config(self.config, self._facts(num_ranks))
         self.folder.proposed_config.unlink(missing_ok=True)
 
@@ -92,7 +114,7 @@ class Job:
         }
 
 
-def new_job(config: TrainConfig, *, overwrite: bool) -> Job:
+def new_job(config: TrainConfig, *, overwrite: bool) -> TrainJob:
     """Check a config that starts a new run."""
     if config.run.name is None:
         name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
@@ -101,7 +123,7 @@ def new_job(config: TrainConfig, *, overwrite: bool) -> Job:
     assert config.run.name is not None
     folder = RunFolder(config.run.out / config.run.name)
     folder.check_free(overwrite=overwrite)
-    return Job(config=config, folder=folder, checkpoint=None)
+    return TrainJob(config=config, folder=folder, checkpoint=None)
 
 
 def resumed_job(
@@ -110,7 +132,7 @@ def resumed_job(
     *,
     more_steps: int | None,
     overwrite: bool = False,
-) -> Job:
+) -> TrainJob:
     """Check a run that goes on, with some options changed.
 
     `path` is the run folder, for its newest checkpoint, or one of its checkpoints; newer ones
@@ -151,10 +173,10 @@ def resumed_job(
             f"{path} is at step {done} of {config.run.steps} already; add for example --steps +100 "
             f"to train it further"
         )
-    return Job(config=config, folder=folder, checkpoint=checkpoint)
+    return TrainJob(config=config, folder=folder, checkpoint=checkpoint)
 
 
-def restarted_job(config: TrainConfig, resume: Path | None) -> Job | None:
+def restarted_job(config: TrainConfig, resume: Path | None) -> TrainJob | None:
     """Find the job of ranks that torchrun has started again; None if these are the first ones.
 
     On several hosts some may have been started again, and others anew, with torchrun's --rdzv-id
@@ -169,7 +191,7 @@ def restarted_job(config: TrainConfig, resume: Path | None) -> Job | None:
         return None
     if not (is_restart and folder.config.exists()) and not folder.belongs_to(environment.job_id()):
         return None
-    return Job.reopen(folder, checkpoint or latest(folder.checkpoints))
+    return TrainJob.reopen(folder, checkpoint or latest(folder.checkpoints))
 
 
 def check_can_restart(config: TrainConfig) -> None:
@@ -204,6 +226,40 @@ def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
             f"{num_local_ranks} ranks on this machine need as many CUDA devices, but it has "
             f"{num_devices}. Start at most {num_devices} with --nproc, or use --device cpu."
         )
+
+
+def check_memory(
+    config: TrainConfig, num_parameters: int, *, num_ranks: int, num_local_ranks: int
+) -> None:
+    """Raise a `UsageError` if a run cannot fit into this machine by any means."""
+    model = num_parameters * _BYTES_PER_NUMBER
+    sequences = config.run.batch_size // (num_ranks * config.run.accumulate)
+    activations = sequences * config.model.context * config.model.dim * _BYTES_PER_NUMBER
+    per_rank = model * _STATE_COPIES // num_ranks + activations
+    whole = model * num_local_ranks  # each rank makes the whole model before it is sharded
+    needed = {"the whole model once per rank": whole}
+    if config.parallel.device == "cpu":
+        needed["shards and activations"] = per_rank * num_local_ranks
+    else:
+        _check_fits("a rank's shards and activations", per_rank, "a CUDA device", _device_bytes())
+    for what, num_bytes in needed.items():
+        _check_fits(what, num_bytes, "this machine", _machine_bytes())
+
+
+def _check_fits(what: str, needed: int, where: str, available: int) -> None:
+    if needed > _SWAP_FACTOR * available:
+        raise UsageError(
+            f"{what} would take at least {size(needed)}, but {where} has {size(available)}; "
+            f"lower --dim, --layers, --batch-size or --context"
+        )
+
+
+def _machine_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _device_bytes() -> int:
+    return torch.cuda.get_device_properties(0).total_memory
 
 
 def _resolve(config: TrainConfig) -> TrainConfig:

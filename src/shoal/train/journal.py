@@ -6,34 +6,49 @@ journals of the other ranks have none, so the loop talks to its journal without 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import math
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Self
 
+from shoal.checkpoint.disk import disk_errors
 from shoal.errors import ShoalError
-from shoal.report.metrics import StepRecord, ValidationRecord
+from shoal.files import is_still, replace, write_all
+from shoal.report.metrics import ResumeRecord, StepRecord, ValidationRecord, read_lines
 from shoal.runtime.events import Event
 
+_NUM_RECENT = 9
+_SCALARS = (
+    "loss",
+    "lr",
+    "grad_norm",
+    "tokens_per_s",
+    "step_ms",
+    "compute_ms",
+    "exposed_ms",
+    "optimizer_ms",
+)
 
-class Listener(Protocol):
-    """Something that hears what happens in a run."""
+
+class Listener:
+    """Hears what happens in a run; a listener defines the methods that it has use for."""
 
     def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
         """A step has been taken; `events` are what rank 0's engine did in it."""
-        ...
 
     def on_validation(self, record: ValidationRecord) -> None:
         """The loss on held-out text has been measured."""
-        ...
 
     def on_note(self, text: str) -> None:
         """Something that a person wants to know."""
-        ...
 
     def close(self) -> None:
         """Nothing more will happen."""
-        ...
 
 
 class Journal:
@@ -73,3 +88,107 @@ class Journal:
         except (OSError, ShoalError):
             if error is None:  # else the first error tells more than its echo
                 raise
+
+
+class MetricsFile(Listener):
+    """Appends what happens to `metrics.jsonl`: a line per step, validation and resume.
+
+    The file is continuous over resumes; lines after `start_step` belong to a past that is gone.
+    """
+
+    def __init__(self, path: Path, *, start_step: int, num_ranks: int) -> None:
+        self._path = path
+        with disk_errors("write", path):
+            self._file = replace(path, b"".join(_lines_up_to(start_step, path)))
+        if start_step:  # only a run that goes on starts after step 0
+            self._write("resume", ResumeRecord(step=start_step, num_ranks=num_ranks))
+
+    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
+        """Write a step."""
+        self._write("step", record)
+
+    def on_validation(self, record: ValidationRecord) -> None:
+        """Write a validation."""
+        self._write("validation", record)
+
+    def close(self) -> None:
+        """Close the file."""
+        with disk_errors("write", self._path):
+            self._file.close()
+
+    def _write(self, kind: str, record: StepRecord | ValidationRecord | ResumeRecord) -> None:
+        fields = {name: _strict(value) for name, value in asdict(record).items()}
+        line = json.dumps({"kind": kind, **fields}, allow_nan=False)
+        with disk_errors("write", self._path):
+            write_all(self._file, f"{line}\n".encode())
+
+
+def _strict(value: object) -> object:
+    """Replace what JSON has no word for: NaN and infinity."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines_up_to(last: int, path: Path) -> Iterator[bytes]:
+    """Yield the lines up to a step; one that was cut off in a crash, or holds no step, goes."""
+    if not path.exists():
+        return
+    for line in read_lines(path):
+        try:
+            step = json.loads(line)["step"]
+            is_kept = isinstance(step, int) and step <= last
+        except (ValueError, KeyError, TypeError, RecursionError):
+            continue
+        if is_kept:
+            yield line.rstrip(b"\r\n") + b"\n"
+
+
+class TimelineFile(Listener):
+    """Remembers the last steps; at the end writes the one of median length to `timeline.json`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._home = path.parent.stat()
+        self._recent: deque[tuple[StepRecord, Sequence[Event]]] = deque(maxlen=_NUM_RECENT)
+
+    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
+        """Remember a step."""
+        self._recent.append((record, events))
+
+    def close(self) -> None:
+        """Write the typical one of the last steps, if there were any, and its folder is there."""
+        if not self._recent or not is_still(self._path.parent, self._home):
+            return
+        by_length = sorted(self._recent, key=lambda entry: entry[0].step_ms)
+        record, events = by_length[len(by_length) // 2]
+        timeline = {
+            "step": record.step,
+            "rank": 0,
+            "events": [asdict(event) for event in events],
+        }
+        with disk_errors("write", self._path):
+            replace(self._path, json.dumps(timeline).encode()).close()
+
+
+class TensorBoard(Listener):
+    """Writes every number of a step as a scalar of TensorBoard, for those who have it."""
+
+    def __init__(self, folder: Path) -> None:
+        # Imported here because it is no dependency of shoal: only --tensorboard needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(str(folder))
+
+    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
+        """Log a step."""
+        for name in _SCALARS:
+            self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
+        for rank, memory in enumerate(record.memory_bytes):
+            self._writer.add_scalar(f"memory/rank_{rank}", memory, record.step)
+
+    def on_validation(self, record: ValidationRecord) -> None:
+        """Log a validation."""
+        self._writer.add_scalar("validation/loss", record.loss, record.step)
+
+    def close(self) -> None:
+        """Flush and close the files."""
+        self._writer.close()

@@ -9,6 +9,10 @@
 Ranks meet through a file in a folder that only this user can open, and talk over loopback: nothing
 listens where another machine could connect, and the launcher reads nothing but exit statuses and
 JSON.
+
+The first Ctrl-C asks: the step in progress ends, a checkpoint is written. Shells, `make`,
+`timeout` and launchers all pass signals on, so the same Ctrl-C can arrive several times; only
+one that comes clearly later insists.
 """
 
 from __future__ import annotations
@@ -22,21 +26,27 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from enum import Enum, auto
 from pathlib import Path
+from types import FrameType
 from typing import Self
 
 from shoal.checkpoint.disk import disk_errors
 from shoal.errors import EXIT_INTERRUPTED, ShoalError
 from shoal.files import create
 from shoal.train import environment
-from shoal.train.failure import SHARED, Ended, as_error, last_words, log_of, read_reply
-from shoal.train.folder import RunFolder
-from shoal.train.job import Job
-from shoal.train.outlet import say
-from shoal.train.signals import STOP_SIGNALS, stop_signals
+from shoal.train.failure import SHARED_ERRORS, RankEnd, as_error, log_of, read_reply, resume_advice
+from shoal.train.job import TrainJob
+from shoal.train.run_folder import RunFolder
+from shoal.train.safe_stream import say
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a run to stop: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
+
+ECHO_S = 2.0
+"""Within this time a further signal is an echo of the first."""
 
 _POLL_S = 0.05
 _FOLDER_CHECK_S = 0.5
@@ -48,11 +58,13 @@ _KILLED_S = 10.0
 """How long after SIGKILL a process is waited for: one in the kernel's hands may stay longer."""
 
 # Ranks import from where the launcher does: `python -m` would look into the working folder first.
-_RANK = "import sys; sys.path[:] = {path!r}; from shoal.train.rank import main; main(sys.argv[1:])"
+_RANK_PROGRAM = (
+    "import sys; sys.path[:] = {path!r}; from shoal.train.rank import main; main(sys.argv[1:])"
+)
 
 
-class _Event(Enum):
-    """What makes the launcher act."""
+class _Outcome(Enum):
+    """What ends one start of the ranks."""
 
     FINISHED = auto()
     RANK_LOST = auto()
@@ -60,7 +72,7 @@ class _Event(Enum):
     INSISTED = auto()
 
 
-def launch(job: Job) -> int:
+def launch(job: TrainJob) -> int:
     """Run a created job on its own ranks; return the exit status or raise what a rank raised."""
     plural = "s" if job.num_ranks != 1 else ""
     say(f"launching {job.num_ranks} rank{plural}; Ctrl-C saves and stops", stream=sys.stdout)
@@ -71,25 +83,27 @@ def launch(job: Job) -> int:
     gc.freeze()
     with _private_folder() as private, _StopRequests(folder) as requests:
         for restart in itertools.count():
-            with Ranks(job, private, restart=restart) as ranks:
-                event = _wait(ranks, folder, home, requests)
+            with RankProcesses(job, private, restart=restart) as ranks:
+                outcome = _wait(ranks, folder, home, requests)
                 ranks.end()
-            if event is _Event.FINISHED:
+            if outcome is _Outcome.FINISHED:
                 return EXIT_INTERRUPTED if ranks.were_interrupted else 0
-            if event is _Event.INSISTED:
-                say(f"stopped at once. {last_words(folder)}", stream=sys.stderr)
+            if outcome is _Outcome.INSISTED:
+                say(f"stopped at once. {resume_advice(folder)}", stream=sys.stderr)
                 return EXIT_INTERRUPTED
             if folder.is_lost(home):  # which a rank may have been lost of
                 folder.drop_remains(home)
                 raise folder.lost_error()
             error = as_error(ranks.ends, folder, restart=restart)
-            if restart == limit or isinstance(error, SHARED):
+            if restart == limit or isinstance(error, SHARED_ERRORS):
                 raise error
             _say_restart(error, restart + 1, limit)
     raise AssertionError("unreachable")
 
 
-def _wait(ranks: Ranks, folder: RunFolder, home: os.stat_result, requests: _StopRequests) -> _Event:
+def _wait(
+    ranks: RankProcesses, folder: RunFolder, home: os.stat_result, requests: _StopRequests
+) -> _Outcome:
     """Wait until something happens that ends this start of the ranks.
 
     Here it is decided what the death of a rank means: today it ends the start for all.
@@ -97,15 +111,15 @@ def _wait(ranks: Ranks, folder: RunFolder, home: os.stat_result, requests: _Stop
     look_at = 0.0
     while True:
         if requests.insisted:
-            return _Event.INSISTED
+            return _Outcome.INSISTED
         if ranks.poll() or ranks.stand_still:
-            return _Event.RANK_LOST
+            return _Outcome.RANK_LOST
         if not ranks.running:
-            return _Event.FINISHED
+            return _Outcome.FINISHED
         if time.monotonic() > look_at:
             look_at = time.monotonic() + _FOLDER_CHECK_S
             if folder.is_lost(home):
-                return _Event.FOLDER_LOST
+                return _Outcome.FOLDER_LOST
         time.sleep(_POLL_S)
 
 
@@ -114,14 +128,14 @@ def _say_restart(error: ShoalError, number: int, limit: int) -> None:
     say(f"{what}; starting all ranks again, {number} of at most {limit} times", stream=sys.stdout)
 
 
-class Ranks:
+class RankProcesses:
     """The processes of one start of a job; ended for sure when the `with` block is left.
 
     Rank 0's stdout stays the terminal's, all else goes into files: native code of torch warns at
     length on stderr when a rank dies, and the launcher tells the same in one message.
     """
 
-    def __init__(self, job: Job, private: Path, *, restart: int) -> None:
+    def __init__(self, job: TrainJob, private: Path, *, restart: int) -> None:
         self._job = job
         self._restart = restart
         self._meeting = private / str(restart)
@@ -157,10 +171,10 @@ class Ranks:
         return any(own.returncode == EXIT_INTERRUPTED for own in self._processes.values())
 
     @property
-    def ends(self) -> list[Ended]:
+    def ends(self) -> list[RankEnd]:
         """How each rank ended."""
         return [
-            Ended(
+            RankEnd(
                 rank=rank,
                 pid=own.pid,
                 status=own.returncode if own.returncode is not None else -signal.SIGKILL,
@@ -225,7 +239,13 @@ class Ranks:
             out = files.enter_context(create(logs / f"rank-{rank}.out")) if rank else None
             log = log_of(rank, logs, restart=self._restart)
             return subprocess.Popen(
-                [sys.executable, "-u", "-c", _RANK.format(path=sys.path), *_arguments(self._job)],
+                [
+                    sys.executable,
+                    "-u",
+                    "-c",
+                    _RANK_PROGRAM.format(path=sys.path),
+                    *_arguments(self._job),
+                ],
                 env=environment.of_rank(
                     rank,
                     self._job.num_ranks,
@@ -250,7 +270,7 @@ class Ranks:
         return self._meeting / f"rank-{rank}.json"
 
 
-def _arguments(job: Job) -> list[str]:
+def _arguments(job: TrainJob) -> list[str]:
     """What a process is told to be a rank of the job."""
     checkpoint = [] if job.checkpoint is None else [str(job.checkpoint)]
     return [str(job.folder.path), str(os.getpid()), *checkpoint]
@@ -314,3 +334,34 @@ class _StopRequests:
     def _withdraw(self) -> None:
         with suppress(OSError):
             self._folder.stop_request.unlink()
+
+
+@contextmanager
+def stop_signals(
+    signals: Sequence[signal.Signals],
+    *,
+    ask: Callable[[], None],
+    insist: Callable[[signal.Signals], None],
+) -> Iterator[None]:
+    """Call `ask` on the first of `signals`, `insist` on one that comes clearly later."""
+    asked_at: float | None = None
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal asked_at
+        if asked_at is None:
+            asked_at = time.monotonic()
+            ask()
+        elif time.monotonic() - asked_at > ECHO_S:
+            insist(signal.Signals(number))
+
+    previous = {
+        number: signal.signal(number, handle)
+        for number in signals
+        # `nohup` ignores SIGHUP on behalf of a run that shall outlive its terminal.
+        if not (number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)

@@ -50,7 +50,7 @@ class FeedForward(nn.Module):
         return self.down(F.silu(gate) * value)
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then feed-forward, each on a normalised residual stream."""
 
     def __init__(self, config: ModelConfig, *, activation_checkpointing: bool) -> None:
@@ -82,7 +82,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
         self.blocks = nn.ModuleList(
-            Block(config, activation_checkpointing=activation_checkpointing)
+            TransformerBlock(config, activation_checkpointing=activation_checkpointing)
             for _ in range(config.layers)
         )
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)

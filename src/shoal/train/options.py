@@ -28,20 +28,7 @@ from shoal.errors import UsageError
 
 ConfigT = TypeVar("ConfigT")
 
-_FACTS = "option"
 _LARGEST_INT = 2**63 - 1
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Facts:
-    """What `option` was told."""
-
-    help: str
-    flag: str | None
-    alias: str | None
-    at_least: float | None
-    above: float | None
-    at_most: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +99,15 @@ def option(
 
     `alias` is a second flag for the same option.
     """
-    facts = _Facts(
-        help=help, flag=flag, alias=alias, at_least=at_least, above=above, at_most=at_most
-    )
-    return dataclasses.field(default=default, metadata={_FACTS: facts})
+    declared = {
+        "help": help,
+        "flag": flag,
+        "alias": alias,
+        "at_least": at_least,
+        "above": above,
+        "at_most": at_most,
+    }
+    return dataclasses.field(default=default, metadata=declared)
 
 
 def options_of(config_type: type) -> list[Option]:
@@ -201,7 +193,8 @@ def _leaves(
 
 
 def _option_of(config_type: type, field: dataclasses.Field[Any], hint: Any) -> Option:
-    facts: _Facts = field.metadata[_FACTS]
+    declared = dict(field.metadata)
+    flag = declared.pop("flag") or "--" + field.name.replace("_", "-")
     kind, optional, choices = hint, False, ()
     if get_origin(hint) in (Union, UnionType):
         (kind,) = (inner for inner in get_args(hint) if inner is not type(None))
@@ -210,15 +203,11 @@ def _option_of(config_type: type, field: dataclasses.Field[Any], hint: Any) -> O
         kind, choices = str, get_args(kind)
     return Option(
         path=(field.name,),
-        flag=facts.flag or "--" + field.name.replace("_", "-"),
-        alias=facts.alias,
+        flag=flag,
         kind=kind,
         optional=optional,
         choices=choices,
         default=field.default,
-        help=facts.help,
         group=getattr(config_type, "TITLE", ""),
-        at_least=facts.at_least,
-        above=facts.above,
-        at_most=facts.at_most,
+        **declared,
     )

@@ -16,31 +16,33 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
 import torch
 
-from shoal.errors import EXIT_INTERRUPTED, InvariantError
+from shoal.errors import EXIT_INTERRUPTED, InvariantError, RankError
 from shoal.train import environment
 from shoal.train.config import ParallelConfig
 from shoal.train.environment import Place
-from shoal.train.failure import reporting_failure
-from shoal.train.folder import RunFolder
-from shoal.train.job import Job
+from shoal.train.failure import SHARED_ERRORS, reporting_failure, write_failure
+from shoal.train.job import TrainJob
+from shoal.train.launch import stop_signals
 from shoal.train.loop import train
-from shoal.train.outlet import Outlet
-from shoal.train.signals import die_of, stop_signals
-from shoal.train.watching import watching
+from shoal.train.run_folder import RunFolder
+from shoal.train.safe_stream import SafeStream, say
 from shoal.train.world import join_world
+from shoal.watch import Watchdog
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 0.5
 
 
-def run_rank(place: Place, job: Job, *, create: bool, signals: Sequence[signal.Signals]) -> int:
+def run_rank(
+    place: Place, job: TrainJob, *, create: bool, signals: Sequence[signal.Signals]
+) -> int:
     """Train as the rank at `place` and return the exit status.
 
     With `create` nobody has made the run folder yet: rank 0 does, and its job is everyone's.
@@ -53,16 +55,16 @@ def run_rank(place: Place, job: Job, *, create: bool, signals: Sequence[signal.S
     asked = threading.Event()
     with (
         reporting_failure(),
-        stop_signals(signals, ask=asked.set, insist=die_of),
+        stop_signals(signals, ask=asked.set, insist=_die_of),
         ExitStack() as held,
         join_world(place, parallel.device, replicas=parallel.replicas) as world,
     ):
         if create:
-            job = world.share(partial(_created, job, world.size, held))
+            job = world.share(partial(_create_or_rejoin, job, world.size, held))
         elif environment.restarts().count:
             job = world.share(job.after_restart)
         stop_request = job.folder.stop_request
-        with watching(job):
+        with _watchdog(job):
             finished = train(job, world, lambda: asked.is_set() or stop_request.exists())
     return 0 if finished else EXIT_INTERRUPTED
 
@@ -76,21 +78,21 @@ def main(argv: Sequence[str]) -> NoReturn:
     faulthandler.enable()
     faulthandler.register(signal.SIGTERM, chain=True)
     folder, launcher = RunFolder(Path(argv[0])), int(argv[1])
-    _follow(launcher)
+    _end_with_launcher(launcher)
     try:
         place = environment.place()
         if place is None:
             raise InvariantError("a launched rank found no RANK in its environment")
-        job = Job.reopen(folder, Path(argv[2]) if argv[2:] else None)
+        job = TrainJob.reopen(folder, Path(argv[2]) if argv[2:] else None)
         # Not SIGTERM: with it the launcher ends ranks that may hang in a collective for good.
         status = run_rank(place, job, create=False, signals=[signal.SIGINT, signal.SIGHUP])
     except Exception:
         traceback.print_exc()
         status = 1
-    leave(status)
+    exit_now(status)
 
 
-def leave(status: int) -> NoReturn:
+def exit_now(status: int) -> NoReturn:
     """End this process past the interpreter's shutdown.
 
     A gloo thread that gives back the tensors of the last collective needs the interpreter's
@@ -99,11 +101,11 @@ def leave(status: int) -> NoReturn:
     gone.
     """
     for stream in (sys.stdout, sys.stderr):
-        Outlet(stream).flush()
+        SafeStream(stream).flush()
     os._exit(status)
 
 
-def _created(job: Job, num_ranks: int, held: ExitStack) -> Job:
+def _create_or_rejoin(job: TrainJob, num_ranks: int, held: ExitStack) -> TrainJob:
     held.enter_context(job.folder.locked())
     is_restart = environment.restarts().count > 0 and job.folder.config.exists()
     if is_restart or job.folder.belongs_to(environment.job_id()):
@@ -112,19 +114,19 @@ def _created(job: Job, num_ranks: int, held: ExitStack) -> Job:
     return job
 
 
-def _follow(launcher: int) -> None:
+def _end_with_launcher(launcher: int) -> None:
     """End this process when the launcher is gone, however it went."""
     if sys.platform == "linux":
         # The kernel does it at once, whatever this process is stuck in.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
     # Elsewhere, and if the launcher went before this line.
-    def watch() -> None:
+    def wait_for_its_end() -> None:
         while os.getppid() == launcher:
             time.sleep(_PARENT_CHECK_S)
         os._exit(1)
 
-    threading.Thread(target=watch, name="follow-launcher", daemon=True).start()
+    threading.Thread(target=wait_for_its_end, name="follow-launcher", daemon=True).start()
 
 
 def _use_threads(config: ParallelConfig, place: Place) -> None:
@@ -139,3 +141,28 @@ def _num_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def _watchdog(job: TrainJob) -> AbstractContextManager[object]:
+    """End this rank when it waits for others for longer than the job's config allows."""
+    limit_s = job.config.faults.stall_limit
+    if not limit_s:
+        return nullcontext()
+    return Watchdog(limit_s=limit_s, folder=job.folder.logs, end=_end_stalled, alike=SHARED_ERRORS)
+
+
+def _end_stalled(verdict: str) -> None:
+    """Leave word for the launcher and end: the main thread may never come back to do it."""
+    path = environment.reply_file()
+    if path is not None:
+        with suppress(OSError):
+            write_failure(path, RankError(verdict))
+    say(f"shoal: error: {verdict}", stream=sys.stderr)
+    os._exit(1)
+
+
+def _die_of(number: signal.Signals) -> NoReturn:
+    """End this process as if it had never handled the signal."""
+    signal.signal(number, signal.SIG_DFL)
+    signal.raise_signal(number)
+    raise AssertionError(f"{number.name} did not end the process")

@@ -1,9 +1,11 @@
-"""One training step, and where its time went."""
+"""One training step: its time in parts, and its number in the errors that it raises."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,10 @@ from torch import Tensor, nn
 
 from shoal.comm.observer import timed, waiting
 from shoal.runtime.events import EXPOSED, Event, EventKind
+from shoal.runtime.fsdp_module import own_state
+from shoal.runtime.module_state import context_of, state_of
 from shoal.runtime.observe import watch
+from shoal.step.phase import Phase
 from shoal.train.model import next_byte_loss
 from shoal.train.optimizer import clip_gradients, unscale_gradients
 
@@ -47,7 +52,7 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attempt:
+class StepAttempt:
     """What one rank knows of a step before the optimizer has changed anything."""
 
     loss: float
@@ -62,7 +67,7 @@ def training_step(
     micro_batches: Sequence[Tensor],
     *,
     clip: float,
-    accept: Callable[[Attempt], bool],
+    accept: Callable[[StepAttempt], bool],
     scale: float = 1.0,
 ) -> StepResult:
     """Take one optimizer step on this rank's micro-batches, each (sequence, context + 1).
@@ -84,7 +89,7 @@ def training_step(
             grad_norm = clip_gradients(model, clip)
         clipped = recorder.mark()
         with timed("the device to compute the gradients"):
-            attempt = Attempt(
+            attempt = StepAttempt(
                 loss=float(loss),
                 grad_norm=float(grad_norm),
                 own_ms=(time.perf_counter() - began_at) * 1e3 - _exposed_ms(recorder.events()),
@@ -108,3 +113,31 @@ def training_step(
 
 def _exposed_ms(events: Sequence[Event]) -> float:
     return sum(event.duration_us for event in events if event.kind in EXPOSED) / 1e3
+
+
+@contextmanager
+def naming_step(step: int, model: nn.Module) -> Iterator[None]:
+    """Add to an error in which step it was raised, and what the model was computing."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"in step {step}{_unit_at(model, error)}")
+        raise
+
+
+def _unit_at(model: nn.Module, error: BaseException) -> str:
+    """What was being computed: calls tell it of forward, the units' phases of backward."""
+    called = [
+        unit.name
+        for frame, _ in traceback.walk_tb(error.__traceback__)
+        if isinstance(module := frame.f_locals.get("self"), nn.Module)
+        and (state := state_of(module)) is not None
+        for unit in state.units
+    ]
+    if called:
+        return f", in the forward of unit {called[-1]!r}"
+    context = context_of(model, own_state(model))
+    computing = [unit for unit in context.units if unit.phase is Phase.BACKWARD]
+    # The root computes as long as any unit in it does, so an inner one tells more.
+    inner = [unit for unit in computing if unit not in context.roots] or computing
+    return f", in the backward of unit {inner[-1].name!r}" if inner else ""

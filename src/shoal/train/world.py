@@ -1,28 +1,32 @@
-"""The ranks of a run, and what they tell each other apart from gradients."""
+"""The ranks of a run: how they meet, and what they tell each other apart from gradients."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistStoreError, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from shoal._torch import groups
 from shoal.comm.observer import waiting
-from shoal.errors import ShoalError, UsageError
+from shoal.errors import RankError, ShoalError, UsageError
 from shoal.train import environment
 from shoal.train.environment import Place
-from shoal.train.generation import fresh_store
 
 T = TypeVar("T")
 
 _HEAD_START_S = 0.5
+MEETING_TIMEOUT = timedelta(minutes=5)
+_POLL_S = 0.01
 
 
 class SilentExit(SystemExit):
@@ -90,7 +94,7 @@ class World:
             raise made
         return made  # pyright: ignore[reportReturnType]
 
-    def agree(self, what: str, value: str) -> None:
+    def check_same(self, what: str, value: str) -> None:
         """Raise on every rank, naming the first that differs, unless all hold the same value."""
         values: list[str] = [""] * self.size
         with waiting(f"what all ranks say of {what}"):
@@ -149,3 +153,42 @@ def make_mesh(device_type: str, num_ranks: int, replicas: int) -> DeviceMesh:
         return init_device_mesh(device_type, (num_ranks,), mesh_dim_names=("shard",))
     shape = (replicas, num_ranks // replicas)
     return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def fresh_store(store: Store, rank: int, world_size: int) -> Store:
+    """Return a part of `store` that only the ranks of this start use; collective.
+
+    torch's elastic agent keeps its store when it starts the ranks again, and gloo would find in it
+    the addresses of ranks that are gone. The agents of several hosts do not count restarts alike,
+    so the ranks agree on a name: every rank asks with a token of its own, rank 0 answers each such
+    token, and waits until all have heard. Tokens of earlier starts are answered too, and nobody
+    reads that.
+    """
+    token = secrets.token_hex(8)
+    if rank == 0:
+        _answer(store, token, world_size)
+    else:
+        store.set(f"shoal/ask/{rank}", token)
+        try:
+            store.wait([f"shoal/answer/{token}"], MEETING_TIMEOUT)
+        except DistStoreError as error:
+            raise RankError(f"rank {rank} heard nothing of rank 0 for {MEETING_TIMEOUT}") from error
+        token = store.get(f"shoal/answer/{token}").decode()
+        store.set(f"shoal/heard/{token}/{rank}", "")
+    return PrefixStore(f"shoal/start/{token}", store)
+
+
+def _answer(store: Store, name: str, world_size: int) -> None:
+    """Tell every rank that asks the name of this start, until all have heard it."""
+    deadline = time.monotonic() + MEETING_TIMEOUT.total_seconds()
+    missing = set(range(1, world_size))
+    while missing:
+        for rank in tuple(missing):
+            if store.check([f"shoal/heard/{name}/{rank}"]):
+                missing.discard(rank)
+            elif store.check([f"shoal/ask/{rank}"]):
+                store.set(f"shoal/answer/{store.get(f'shoal/ask/{rank}').decode()}", name)
+        if missing and time.monotonic() > deadline:
+            ranks = ", ".join(map(str, sorted(missing)))
+            raise RankError(f"rank 0 heard nothing of rank {ranks} for {MEETING_TIMEOUT}")
+        time.sleep(_POLL_S if missing else 0)

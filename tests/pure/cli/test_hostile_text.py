@@ -15,10 +15,10 @@ from shoal.cli.main import main
 from shoal.errors import CheckpointError
 from shoal.report import write_report
 from shoal.report.metrics import StepRecord, read_metrics
+from shoal.train.checkpoints import read_progress
 from shoal.train.config import TrainConfig
-from shoal.train.metrics import MetricsFile
+from shoal.train.journal import MetricsFile
 from shoal.train.options import options_of, to_json
-from shoal.train.state import read_progress
 
 TINY = ["--dim", "8", "--layers", "1", "--heads", "2", "--context", "8", "--device", "cpu"]
 PROGRESS = {"step": 7, "samples": 28, "tokens": 700, "data_digest": "x", "scale": {}}

@@ -7,8 +7,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.report.gantt import gantt
-from shoal.report.timeline import LANES, Lane, Timeline, lanes, pack, read_timeline
+from shoal.report.timeline import (
+    LANES,
+    StepTimeline,
+    TimelineLane,
+    draw_timeline,
+    lanes,
+    pack,
+    read_timeline,
+)
 from shoal.runtime.events import Event, EventKind
 
 
@@ -42,11 +49,11 @@ def test_rows_are_as_few_as_the_deepest_overlap(spans: list[Event]) -> None:
 
 @given(st.lists(events(), max_size=40))
 def test_every_span_is_drawn_in_one_lane(spans: list[Event]) -> None:
-    made = lanes(Timeline(step=1, rank=0, events=tuple(spans)))
+    made = lanes(StepTimeline(step=1, rank=0, events=tuple(spans)))
     assert [lane.name for lane in made] == list(LANES)
     assert sum(len(row) for lane in made for row in lane.rows) == len(spans)
     if spans:
-        drawing = gantt(Timeline(step=1, rank=0, events=tuple(spans)))
+        drawing = draw_timeline(StepTimeline(step=1, rank=0, events=tuple(spans)))
         assert drawing.count("data-said=") == len(spans)
 
 
@@ -60,7 +67,7 @@ def test_a_lane_with_overlapping_spans_cannot_be_built() -> None:
     first = Event(kind=EventKind.GATHER, unit="a", start_us=0, end_us=2)
     second = Event(kind=EventKind.GATHER, unit="b", start_us=1, end_us=3)
     with pytest.raises(ValueError, match="overlap"):
-        Lane(name="gathers", rows=((first, second),))
+        TimelineLane(name="gathers", rows=((first, second),))
 
 
 def test_a_label_is_the_whole_name_and_stands_only_where_it_could_fit() -> None:
@@ -71,7 +78,7 @@ def test_a_label_is_the_whole_name_and_stands_only_where_it_could_fit() -> None:
         spans.append(
             Event(kind=EventKind.FORWARD, unit=unit, start_us=start, end_us=start + length)
         )
-    html = gantt(Timeline(step=1, rank=0, events=tuple(spans)))
+    html = draw_timeline(StepTimeline(step=1, rank=0, events=tuple(spans)))
     assert re.findall("<b>(.*?)</b>", html) == ["layers.3.mlp", "layers.4.mlp"]
     for unit in lengths:
         assert f'data-said="{unit}\n' in html
@@ -79,7 +86,7 @@ def test_a_label_is_the_whole_name_and_stands_only_where_it_could_fit() -> None:
 
 def test_a_timeline_is_as_narrow_as_its_page() -> None:
     span = Event(kind=EventKind.FORWARD, unit="a", start_us=0, end_us=1)
-    html = gantt(Timeline(step=1, rank=0, events=(span,)))
+    html = draw_timeline(StepTimeline(step=1, rank=0, events=(span,)))
     assert not re.search(r"min-width|width:[0-9.]+px", html)
 
 

@@ -8,21 +8,21 @@ from pathlib import Path
 import pytest
 
 from shoal.errors import CheckpointError, DivergedError, RankError, UsageError
-from shoal.train.failure import Ended, as_error, read_reply, reporting_failure, write_failure
-from shoal.train.folder import RunFolder
+from shoal.train.failure import RankEnd, as_error, read_reply, reporting_failure, write_failure
+from shoal.train.run_folder import RunFolder
 from shoal.watch.log import CollectiveLog, log_path
 
 FOLDER = RunFolder(Path("runs/x"))
 
 
-def raised(tmp_path: Path, rank: int, error: Exception) -> Ended:
+def raised(tmp_path: Path, rank: int, error: Exception) -> RankEnd:
     file = tmp_path / f"rank-{rank}.json"
     write_failure(file, error)
-    return Ended(rank=rank, pid=100 + rank, status=1, reply=read_reply(file))
+    return RankEnd(rank=rank, pid=100 + rank, status=1, reply=read_reply(file))
 
 
-def ended(rank: int, status: int, **facts: bool) -> Ended:
-    return Ended(rank=rank, pid=100 + rank, status=status, **facts)
+def ended(rank: int, status: int, **facts: bool) -> RankEnd:
+    return RankEnd(rank=rank, pid=100 + rank, status=status, **facts)
 
 
 def test_a_killed_rank_comes_before_those_that_miss_it(tmp_path):

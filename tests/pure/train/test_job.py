@@ -1,4 +1,4 @@
-"""Jobs are checked before any rank is started."""
+"""Jobs: new ones, resumed ones, and what cannot fit."""
 
 import json
 import os
@@ -11,13 +11,21 @@ import torch
 
 from shoal.checkpoint import point_latest, save_training, step_folder
 from shoal.errors import CheckpointError, UsageError
+from shoal.train import job
+from shoal.train.build import notes_on_resume
+from shoal.train.checkpoints import RunProgress
 from shoal.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from shoal.train.folder import RunFolder
-from shoal.train.greeting import notes_on_resume
-from shoal.train.job import Job, check_devices, count_parameters, new_job, resumed_job
+from shoal.train.job import (
+    TrainJob,
+    check_devices,
+    check_memory,
+    count_parameters,
+    new_job,
+    resumed_job,
+)
 from shoal.train.model import Transformer
 from shoal.train.options import to_json
-from shoal.train.state import Progress
+from shoal.train.run_folder import RunFolder
 
 PROGRESS = {"step": 7, "samples": 28, "tokens": 700, "data_digest": "x", "scale": {}}
 
@@ -69,7 +77,7 @@ def test_the_data_folder_is_remembered_whole(config, tmp_path, monkeypatch):
 def test_a_rank_reads_back_the_job_that_was_created(config):
     job = new_job(config, overwrite=False)
     job.create(num_ranks=2)
-    assert Job.reopen(job.folder, None) == job
+    assert TrainJob.reopen(job.folder, None) == job
     facts = json.loads(job.folder.config.read_text())["facts"]
     assert facts["num_parameters"] == count_parameters(config)
     assert facts["num_ranks"] == 2
@@ -189,8 +197,8 @@ def test_the_config_changes_only_once_the_checkpoint_is_loaded(finished):
     job = resumed_job(finished.path, {("optim", "lr"): 0.5}, more_steps=None)
     job.create(num_ranks=2)
     assert finished.read_config().optim.lr != 0.5
-    assert Job.reopen(job.folder, job.checkpoint) == job
-    job.accept(num_ranks=2)
+    assert TrainJob.reopen(job.folder, job.checkpoint) == job
+    job.commit_resume(num_ranks=2)
     assert finished.read_config().optim.lr == 0.5
 
 
@@ -213,7 +221,7 @@ def test_a_run_goes_on_from_an_older_checkpoint_if_newer_ones_may_go(finished):
     assert (job.checkpoint, job.folder, job.config.run.steps) == (older, finished, 8)
     job.create(num_ranks=2)
     assert newer.exists()
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     assert not newer.exists()
 
 
@@ -222,10 +230,10 @@ def test_a_checkpoint_without_a_manifest_is_put_aside(finished):
     (broken / "manifest.json").unlink()
     job = resumed_job(finished.path, {}, more_steps=None)
     assert job.checkpoint == step_folder(finished.checkpoints, 7)
-    notes = notes_on_resume(job.checkpoint, Progress(step=7), SimpleNamespace(digest=""))
+    notes = notes_on_resume(job.checkpoint, RunProgress(step=7), SimpleNamespace(digest=""))
     assert notes[1].startswith("skipped, since it has no manifest: step-00000008")
     job.create(num_ranks=2)
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     names = sorted(path.name for path in finished.checkpoints.iterdir())
     assert names == ["damaged-step-00000008", "step-00000007"]
 
@@ -247,7 +255,7 @@ def test_of_newer_checkpoints_that_are_links_the_links_go(finished, tmp_path):
     (finished.checkpoints / "damaged-step-00000009").symlink_to(outside)
     job = resumed_job(older, {}, more_steps=None, overwrite=True)
     job.create(num_ranks=2)
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     assert not os.path.lexists(link)
     assert not (finished.checkpoints / "damaged-step-00000009").is_symlink()
     assert (outside / "manifest.json").exists()
@@ -259,7 +267,7 @@ def test_the_link_to_the_newest_checkpoint_stands_for_it(finished):
     job = resumed_job(finished.checkpoints / "latest", {}, more_steps=None, overwrite=True)
     assert (job.checkpoint, job.folder) == (newest, finished)
     job.create(num_ranks=2)
-    job.accept(num_ranks=2)
+    job.commit_resume(num_ranks=2)
     assert newest.exists()
 
 
@@ -354,3 +362,24 @@ def test_on_cuda_as_many_ranks_as_devices_that_share_the_batch(
     run = RunConfig(out=config.run.out, batch_size=batch_size)
     job = new_job(TrainConfig(model=config.model, data=config.data, run=run), overwrite=False)
     assert (job.num_ranks, job.config.parallel.precision) == (expected, "bf16")
+
+
+CONFIG = TrainConfig(parallel=ParallelConfig(device="cpu"))
+
+
+def test_what_cannot_fit_is_refused_with_its_numbers(monkeypatch):
+    monkeypatch.setattr(job, "_machine_bytes", lambda: 2**30)
+    check_memory(CONFIG, 2**26, num_ranks=2, num_local_ranks=2)
+    with pytest.raises(UsageError, match=r"at least 4 GiB, but this machine has 1 GiB; lower"):
+        check_memory(CONFIG, 2**28, num_ranks=4, num_local_ranks=4)
+    with pytest.raises(UsageError, match="shards and activations would take at least"):
+        check_memory(CONFIG, 2**28, num_ranks=1, num_local_ranks=1)
+
+
+def test_a_device_is_asked_for_its_share_alone(monkeypatch):
+    monkeypatch.setattr(job, "_machine_bytes", lambda: 2**40)
+    monkeypatch.setattr(job, "_device_bytes", lambda: 2**30)
+    config = TrainConfig(parallel=ParallelConfig(device="cuda"))
+    check_memory(config, 2**28, num_ranks=4, num_local_ranks=4)
+    with pytest.raises(UsageError, match="a CUDA device has 1 GiB"):
+        check_memory(config, 2**28, num_ranks=1, num_local_ranks=1)

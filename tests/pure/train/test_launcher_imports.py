@@ -11,7 +11,7 @@ FOLDER = Path(shoal.train.__file__).parent
 FORBIDDEN = ("pickle", "marshal", "shelve", "multiprocessing", "torch.distributed.elastic")
 
 
-@pytest.mark.parametrize("name", ["launch", "failure", "folder", "lock", "environment"])
+@pytest.mark.parametrize("name", ["launch", "failure", "run_folder", "environment"])
 def test_the_launcher_has_no_use_for_pickles(name):
     tree = ast.parse((FOLDER / f"{name}.py").read_text())
     imported = [

@@ -1,6 +1,7 @@
-"""The learning rate over a run, the optimizer's groups, and clipping."""
+"""AdamW, learning rate, clipping, and the scale of fp16's loss."""
 
 import copy
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 
 from shoal.train.config import OptimConfig
 from shoal.train.optimizer import (
+    LossScale,
     clip_gradients,
     configure_optimizer,
     learning_rate,
@@ -59,3 +61,33 @@ def test_clipping_does_as_torch_does(max_norm):
     torch.testing.assert_close(norm, expected)
     for parameter, source in zip(other.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(source.grad, parameter.grad)
+
+
+def test_only_fp16_is_scaled():
+    for precision in ("auto", "bf16", "fp32"):
+        scale = LossScale.for_precision(precision)
+        assert scale.factor == 1
+        assert not scale.can_shrink
+        assert scale.grown() == scale
+
+
+def test_it_shrinks_at_once_and_grows_slowly_within_bounds():
+    scale = LossScale.for_precision("fp16")
+    first = scale.factor
+    assert scale.shrunk().factor == first / 2
+    for _ in range(999):
+        scale = scale.grown()
+    assert scale.factor == first
+    assert scale.grown().factor == 2 * first
+    assert scale.shrunk().good_steps == 0
+    for _ in range(60):
+        scale = scale.shrunk() if scale.can_shrink else scale
+    assert scale.factor == 1
+    for _ in range(50_000):
+        scale = scale.grown()
+    assert scale.factor == 2**24
+
+
+def test_it_comes_back_as_it_was():
+    scale = LossScale.for_precision("fp16").grown()
+    assert LossScale(**asdict(scale)) == scale

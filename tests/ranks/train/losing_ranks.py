@@ -30,7 +30,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from shoal.checkpoint import latest, read_manifest
-from shoal.train import environment, generation, loop
+from shoal.train import environment, loop, world
+from shoal.train.checkpoints import read_progress
 from shoal.train.config import (
     DataConfig,
     FaultConfig,
@@ -39,10 +40,9 @@ from shoal.train.config import (
     RunConfig,
     TrainConfig,
 )
-from shoal.train.folder import RunFolder
-from shoal.train.job import Job, new_job
+from shoal.train.job import TrainJob, new_job
 from shoal.train.rank import run_rank
-from shoal.train.state import read_progress
+from shoal.train.run_folder import RunFolder
 from shoal.train.step import training_step
 
 NUM_RANKS = 4
@@ -78,7 +78,7 @@ def drawn(kills: int, seed: int, *, at_moments: bool) -> list[Victim]:
     return victims
 
 
-def make_job(folder: Path, kills: int) -> Job:
+def make_job(folder: Path, kills: int) -> TrainJob:
     config = TrainConfig(
         model=ModelConfig(dim=16, layers=1, heads=2, context=16),
         data=DataConfig(max_bytes=20_000),
@@ -127,8 +127,8 @@ def run(path: str, victims: list[Victim]) -> None:
         return training_step(*arguments, **options)
 
     loop.training_step = step
-    generation._TIMEOUT = MEETING
-    run_rank(place, Job.reopen(RunFolder(Path(path)), None), create=False, signals=[])
+    world.MEETING_TIMEOUT = MEETING
+    run_rank(place, TrainJob.reopen(RunFolder(Path(path)), None), create=False, signals=[])
 
 
 def wait_for_checkpoint(folder: RunFolder) -> None:
@@ -149,7 +149,7 @@ def die(path: str, number: int) -> bool:
     return False
 
 
-def launch(job: Job, victims: list[Victim]) -> None:
+def launch(job: TrainJob, victims: list[Victim]) -> None:
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
@@ -166,16 +166,16 @@ def launch(job: Job, victims: list[Victim]) -> None:
     elastic_launch(config, run)(str(job.folder.path), victims)
 
 
-def losses(job: Job) -> list[tuple[int, float]]:
+def losses(job: TrainJob) -> list[tuple[int, float]]:
     lines = [json.loads(line) for line in job.folder.metrics.read_text().splitlines()]
     return [(line["step"], line["loss"]) for line in lines if line["kind"] == "step"]
 
 
-def num_resumes(job: Job) -> int:
+def num_resumes(job: TrainJob) -> int:
     return job.folder.metrics.read_text().count('"resume"')
 
 
-def saved(job: Job) -> dict[str, bytes | object]:
+def saved(job: TrainJob) -> dict[str, bytes | object]:
     """Every file of tensors by its name in `checkpoints`, and every position in the data."""
     folder = job.folder.checkpoints
     found: dict[str, bytes | object] = {

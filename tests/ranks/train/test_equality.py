@@ -28,13 +28,12 @@ from shoal.train.config import (
     RunConfig,
     TrainConfig,
 )
-from shoal.train.data import load_corpus, share_of, windows
+from shoal.train.data import load_corpus, sample_offsets, share_of, windows
 from shoal.train.environment import Place
-from shoal.train.job import Job, new_job, resumed_job
+from shoal.train.job import TrainJob, new_job, resumed_job
 from shoal.train.loop import train
 from shoal.train.model import Transformer, next_byte_loss
 from shoal.train.optimizer import learning_rate
-from shoal.train.sampler import sample_offsets
 from shoal.train.world import World
 
 STEPS = 12
@@ -71,17 +70,17 @@ def make_world() -> World:
     return World(place=place, device=torch.device("cpu"), mesh=mesh)
 
 
-def run_job(job: Job) -> None:
+def run_job(job: TrainJob) -> None:
     """Train as one rank of a pool."""
     assert train(job, make_world(), lambda: False)
 
 
-def steps_of(job: Job) -> list[dict]:
+def steps_of(job: TrainJob) -> list[dict]:
     lines = [json.loads(line) for line in job.folder.metrics.read_text().splitlines()]
     return [line for line in lines if line["kind"] == "step"]
 
 
-def start(config: TrainConfig, world_size: int) -> Job:
+def start(config: TrainConfig, world_size: int) -> TrainJob:
     job = new_job(config, overwrite=True)
     job.create(num_ranks=world_size)
     on_ranks(world_size, run_job, job)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from harness import on_ranks
 from shoal.checkpoint import read_manifest
 from shoal.errors import CheckpointError, RankError
-from shoal.train import saver
+from shoal.train import checkpoints
 from shoal.train.config import (
     DataConfig,
     FaultConfig,
@@ -20,13 +20,13 @@ from shoal.train.config import (
     TrainConfig,
 )
 from shoal.train.environment import Place
-from shoal.train.job import Job, new_job, resumed_job
+from shoal.train.job import TrainJob, new_job, resumed_job
 from shoal.train.loop import train
 from shoal.train.step import training_step
 from shoal.train.world import World, make_mesh
 
 
-def make_job(folder: Path, *, replicas: int = 1, engine="fully_shard", **run) -> Job:
+def make_job(folder: Path, *, replicas: int = 1, engine="fully_shard", **run) -> TrainJob:
     config = TrainConfig(
         model=ModelConfig(dim=8, layers=1, heads=2, context=8),
         data=DataConfig(max_bytes=5_000),
@@ -41,7 +41,7 @@ def make_job(folder: Path, *, replicas: int = 1, engine="fully_shard", **run) ->
     return job
 
 
-def run_job(job: Job) -> bool:
+def run_job(job: TrainJob) -> bool:
     rank, size = dist.get_rank(), dist.get_world_size()
     place = Place(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
     mesh = make_mesh("cpu", size, job.config.parallel.replicas)
@@ -49,7 +49,7 @@ def run_job(job: Job) -> bool:
     return train(job, world, lambda: False)
 
 
-def lines_of(job: Job) -> list[dict]:
+def lines_of(job: TrainJob) -> list[dict]:
     lines = [json.loads(line) for line in job.folder.metrics.read_text().splitlines()]
     return [line for line in lines if line["kind"] == "step"]
 
@@ -71,9 +71,9 @@ class FailedSave:
         raise CheckpointError("saving step-00000002: the disk is full")
 
 
-def run_with_a_failing_save(job: Job) -> str:
+def run_with_a_failing_save(job: TrainJob) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saver, "start_saving", lambda *_: FailedSave())
+        patch.setattr(checkpoints, "start_saving", lambda *_: FailedSave())
         with pytest.raises(CheckpointError) as caught:
             run_job(job)
     return str(caught.value)
@@ -114,7 +114,7 @@ def test_replicas_train_as_shards_do_and_are_compared(tmp_path, engine):
     assert on_ranks(2, run_job, resumed) == [True, True]
 
 
-def run_with_a_corrupt_replica(job: Job) -> str:
+def run_with_a_corrupt_replica(job: TrainJob) -> str:
     def step(model, *arguments, **options):
         result = training_step(model, *arguments, **options)
         if dist.get_rank() == 1:
@@ -135,7 +135,7 @@ def test_a_replica_that_parts_from_the_others_ends_the_run(tmp_path):
     assert "replicas of parameter 'embedding.weight': ranks 0, 1 hold different" in messages[0]
 
 
-def run_with_an_error(job: Job) -> list[str]:
+def run_with_an_error(job: TrainJob) -> list[str]:
     """The loss raises in the second step, on all ranks, so that none waits for another."""
     notes: list[str] = []
     calls = iter(range(1, 10))

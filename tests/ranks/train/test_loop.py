@@ -22,7 +22,7 @@ from shoal.train.config import (
 )
 from shoal.train.data import load_corpus, spread_offsets, windows
 from shoal.train.environment import Place
-from shoal.train.job import Job, new_job
+from shoal.train.job import TrainJob, new_job
 from shoal.train.loop import train
 from shoal.train.model import next_byte_loss
 from shoal.train.step import training_step
@@ -36,7 +36,7 @@ def make_world() -> World:
     return World(place=place, device=torch.device("cpu"), mesh=mesh)
 
 
-def make_job(folder: Path, *, num_ranks: int = 2, lr: float = 1e-30, **run) -> Job:
+def make_job(folder: Path, *, num_ranks: int = 2, lr: float = 1e-30, **run) -> TrainJob:
     config = TrainConfig(
         model=ModelConfig(dim=16, layers=2, heads=2, context=16),
         data=DataConfig(max_bytes=50_000),
@@ -50,12 +50,12 @@ def make_job(folder: Path, *, num_ranks: int = 2, lr: float = 1e-30, **run) -> J
     return job
 
 
-def lines_of(job: Job, kind: str) -> list[dict]:
+def lines_of(job: TrainJob, kind: str) -> list[dict]:
     lines = [json.loads(line) for line in job.folder.metrics.read_text().splitlines()]
     return [line for line in lines if line["kind"] == kind]
 
 
-def run_until_one_asks(job: Job) -> bool:
+def run_until_one_asks(job: TrainJob) -> bool:
     """Only rank 1 is asked to stop, in its third step."""
     world, steps = make_world(), iter(range(1, 100))
     return train(job, world, lambda: next(steps) == 3 and world.rank == 1)
@@ -71,7 +71,7 @@ def test_all_ranks_stop_after_the_step_in_which_one_was_asked_to(tmp_path):
     assert not job.folder.sample.exists()
 
 
-def run_until_one_diverges(job: Job) -> tuple[str, bool]:
+def run_until_one_diverges(job: TrainJob) -> tuple[str, bool]:
     """The loss of rank 1 is NaN in the third step; return the error, and whether weights moved."""
     world, calls = make_world(), itertools.count(1)
     kept: dict[str, torch.Tensor] = {}
@@ -111,7 +111,7 @@ def test_all_ranks_stop_before_a_diverged_step_is_saved(tmp_path):
     assert job.folder.report.exists()
 
 
-def run_to_the_end(job: Job) -> bool:
+def run_to_the_end(job: TrainJob) -> bool:
     return train(job, make_world(), lambda: False)
 
 
@@ -150,9 +150,9 @@ def test_the_validation_loss_is_that_of_one_process(tmp_path, world_size):
 @ranks(2)
 def test_ranks_that_read_different_texts_all_hear_of_it():
     world = make_world()
-    world.agree("the text", "same")
+    world.check_same("the text", "same")
     with pytest.raises(UsageError, match="rank 1 and rank 0 differ in the text: b against a"):
-        world.agree("the text", "ab"[world.rank])
+        world.check_same("the text", "ab"[world.rank])
 
 
 @ranks(2)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,14 @@ from torch.distributed.tensor import DTensor
 
 from harness import on_ranks
 from shoal.train.build import build_model, shard_model
+from shoal.train.checkpoints import CheckpointSaver
 from shoal.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
-from shoal.train.divergence import PATIENCE
 from shoal.train.environment import Place
-from shoal.train.folder import RunFolder
-from shoal.train.job import Job
 from shoal.train.model import next_byte_loss
-from shoal.train.optimizer import make_optimizer, set_learning_rate
-from shoal.train.referee import Referee
-from shoal.train.saver import Saver
-from shoal.train.scale import LossScale
+from shoal.train.optimizer import LossScale, make_optimizer, set_learning_rate
+from shoal.train.run_folder import RunFolder
 from shoal.train.step import training_step
+from shoal.train.step_gate import MOST_SKIPPED, StepGate
 from shoal.train.world import World, make_mesh
 
 # 2 ranks x loss or gradient x 3 values x 2 precisions x 2 accumulations, less what says the same.
@@ -56,10 +54,10 @@ class Trial:
         self.world = World(
             place=place, device=torch.device("cpu"), mesh=make_mesh("cpu", size, replicas=1)
         )
-        job = Job(config=config, folder=RunFolder(Path(tempfile.mkdtemp())), checkpoint=None)
-        saver = Saver(job, self.world)
+        folder = RunFolder(Path(tempfile.mkdtemp()))
+        saver = CheckpointSaver(folder, config, self.world, saved=None)
         scale = LossScale.for_precision(config.parallel.precision)
-        self.referee = Referee(self.world, on_nonfinite, lambda: False, saver, scale)
+        self.gate = StepGate(self.world, on_nonfinite, lambda: False, saver, scale)
         self.config = config
         self.model = shard_model(build_model(config), config, self.world)
         self.optimizer = make_optimizer(self.model, config.optim)
@@ -84,8 +82,8 @@ class Trial:
                 self.optimizer,
                 torch.randint(0, 256, (2, 9)).chunk(self.config.run.accumulate),
                 clip=1.0,
-                accept=self.referee.judge(number),
-                scale=self.referee.scale.factor,
+                accept=partial(self.gate.admits, number),
+                scale=self.gate.scale.factor,
             )
 
     def everything(self) -> list[torch.Tensor]:
@@ -105,10 +103,10 @@ def judge(case: dict, on_nonfinite: str) -> tuple[str, tuple[str, ...], bool, bo
     bad = {name: case[name] for name in ("rank", "where", "value")}
     trial = Trial(make_config(case["precision"], case["accumulate"]), on_nonfinite)
     trial.step(1)
-    assert not trial.referee.notes
+    assert not trial.gate.notes
     before = trial.everything()
     trial.step(2, **bad)
-    said = trial.referee.diverged, trial.referee.notes
+    said = trial.gate.diverged, trial.gate.notes
     stayed = same(before, trial.everything())
     trial.step(3)
     return *said, stayed, same(before, trial.everything())
@@ -143,11 +141,11 @@ def ignore_or_lose_patience() -> tuple[bool, str, str]:
     trial.step(1, rank=1, where="loss", value=math.nan)
     moved = not same(before, trial.everything())
     trial = Trial(make_config("fp32", engine="fsdp1-style"), "skip")
-    for step in range(1, PATIENCE):
+    for step in range(1, MOST_SKIPPED):
         trial.step(step, rank=0, where="loss", value=math.inf)
-    almost = trial.referee.diverged
-    trial.step(PATIENCE, rank=0, where="loss", value=math.inf)
-    return moved, almost, trial.referee.diverged
+    almost = trial.gate.diverged
+    trial.step(MOST_SKIPPED, rank=0, where="loss", value=math.inf)
+    return moved, almost, trial.gate.diverged
 
 
 def test_bad_numbers_may_be_ignored_and_are_not_skipped_for_ever():
@@ -158,7 +156,7 @@ def test_bad_numbers_may_be_ignored_and_are_not_skipped_for_ever():
     assert almost == ""
     assert (
         diverged
-        == f"step {PATIENCE}: the loss of rank 0 is not finite, as in the 49 steps before it"
+        == f"step {MOST_SKIPPED}: the loss of rank 0 is not finite, as in the 49 steps before it"
     )
 
 
@@ -166,15 +164,15 @@ def overflow_in_fp16() -> tuple[list[float], bool, str, str]:
     """A good step, an overflow, a good step, a bad loss."""
     trial = Trial(make_config("fp16"), "stop")
     trial.step(1)
-    factors, before = [trial.referee.scale.factor], trial.everything()
+    factors, before = [trial.gate.scale.factor], trial.everything()
     trial.step(2, rank=1, where="grad", value=math.inf)
-    factors.append(trial.referee.scale.factor)
-    stayed, diverged = same(before, trial.everything()), trial.referee.diverged
+    factors.append(trial.gate.scale.factor)
+    stayed, diverged = same(before, trial.everything()), trial.gate.diverged
     trial.step(3)
-    factors.append(trial.referee.scale.factor)
+    factors.append(trial.gate.scale.factor)
     assert not same(before, trial.everything())
     trial.step(4, rank=0, where="loss", value=math.nan)
-    return factors, stayed, diverged, trial.referee.diverged
+    return factors, stayed, diverged, trial.gate.diverged
 
 
 def test_an_overflow_in_fp16_shrinks_the_scale_on_all_ranks_and_a_bad_loss_stops():

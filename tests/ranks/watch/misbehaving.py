@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from shoal import FSDPModule, fully_shard, replicate
 from shoal.comm.observer import waiting
 from shoal.comm.transport import Transport
-from shoal.train.where import naming_step
+from shoal.train.step import naming_step
 from shoal.watch import Watchdog, compare_collectives, digest_of_collectives
 
 NUM_RANKS = 3

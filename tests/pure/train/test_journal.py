@@ -1,9 +1,11 @@
-"""The files that listeners write."""
+"""What a run writes down while it runs."""
 
 import json
 import math
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -11,9 +13,7 @@ from shoal.errors import CheckpointError
 from shoal.report.metrics import StepRecord, ValidationRecord, read_metrics
 from shoal.report.timeline import read_timeline
 from shoal.runtime.events import Event, EventKind
-from shoal.train.journal import Journal
-from shoal.train.metrics import MetricsFile
-from shoal.train.timeline import TimelineFile
+from shoal.train.journal import Journal, MetricsFile, TensorBoard, TimelineFile
 
 
 def write(path, steps, *, start_step=0):
@@ -100,3 +100,30 @@ def test_no_timeline_is_written_into_a_folder_that_took_the_name(tmp_path):
     path.parent.mkdir()
     timeline.close()
     assert not path.exists()
+
+
+def test_every_number_becomes_a_scalar(tmp_path, monkeypatch):
+    scalars: dict[tuple[str, int], float] = {}
+
+    class SummaryWriter:
+        def __init__(self, folder: str) -> None:
+            assert folder == str(tmp_path)
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            scalars[name, step] = value
+
+        def close(self) -> None:
+            scalars["closed", 0] = 1
+
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = SummaryWriter  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    board = TensorBoard(tmp_path)
+    board.on_step(StepRecord(step=3, loss=2.0, lr=0.1, memory_bytes=(5, 6)), ())
+    board.on_validation(ValidationRecord(step=3, loss=2.5))
+    board.close()
+    assert scalars["train/loss", 3] == 2.0
+    assert scalars["train/lr", 3] == 0.1
+    assert scalars["memory/rank_1", 3] == 6
+    assert scalars["validation/loss", 3] == 2.5
+    assert scalars["closed", 0] == 1

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from shoal.report.ticks import Axis, axis_over, step_axis
+from shoal.report.axis import Axis, axis_over, step_axis
 
 FINITE = st.floats(-1e12, 1e12, allow_nan=False)
 

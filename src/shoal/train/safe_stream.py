@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import TextIO
 
 
-class Outlet:
+class SafeStream:
     """A text stream that swallows what nobody can read any more."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -50,19 +50,23 @@ class Outlet:
             os.close(void)
 
 
-def stdout() -> TextIO:
+def safe_stdout() -> TextIO:
     """Return what stdout is now, made safe to write to."""
-    return Outlet(sys.stdout)  # pyright: ignore[reportReturnType]
+    return SafeStream(sys.stdout)  # pyright: ignore[reportReturnType]
 
 
 def say(text: str, *, stream: TextIO) -> None:
     """Print a line if there is someone to read it."""
-    print(printable(text), file=Outlet(stream), flush=True)  # pyright: ignore[reportArgumentType]
+    print(printable(text, keep="\n\t"), file=SafeStream(stream), flush=True)  # pyright: ignore[reportArgumentType]
 
 
-def printable(text: str) -> str:
-    """Show what a terminal would obey, or could not print: names and values may be anybody's."""
-    return "".join(
-        char if char.isprintable() or char in "\n\t" else char.encode("unicode_escape").decode()
-        for char in text
-    )
+def printable(text: str, *, keep: str = "") -> str:
+    """Return a text with every sign that is not printed as its escape, such as `\\x1b`.
+
+    Names and values may be anybody's. Escape sequences could move the cursor, rename the window or
+    hide what follows, and signs of direction turn a name round. `keep` are signs that stay, such as
+    the ends of lines.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)

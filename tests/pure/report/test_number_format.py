@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from shoal.report.units import count, digits, duration, percent, size
+from shoal.report.number_format import count, digits, duration, percent, size
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,17 @@ from shoal.checkpoint.disk import disk_errors
 from shoal.files import replace
 from shoal.report import write_report
 from shoal.train.data import Corpus
-from shoal.train.folder import RunFolder
-from shoal.train.job import Job
-from shoal.train.outlet import stdout
-from shoal.train.sample import generate
+from shoal.train.job import TrainJob
+from shoal.train.run_folder import RunFolder
+from shoal.train.safe_stream import safe_stdout
 from shoal.train.world import World
 
 _PROMPT_BYTES = 32
+_TEMPERATURE = 0.7
+_LARGEST_LOGIT = 1e30
 
 
-def write_sample(job: Job, world: World, model: nn.Module, corpus: Corpus) -> None:
+def write_sample(job: TrainJob, world: World, model: nn.Module, corpus: Corpus) -> None:
     """Generate text as a continuation of held-out text; every rank takes part, one writes."""
     run, context = job.config.run, job.config.model.context
     if not run.sample_tokens:
@@ -46,6 +47,34 @@ def write_sample(job: Job, world: World, model: nn.Module, corpus: Corpus) -> No
             replace(job.folder.sample, sample.encode()).close()
 
 
+@torch.no_grad()
+def generate(
+    model: nn.Module,
+    prompt: bytes,
+    *,
+    num_bytes: int,
+    context: int,
+    seed: int,
+    device: torch.device,
+) -> bytes:
+    """Continue `prompt`; a sharded model needs all its ranks to call this alike.
+
+    Always the same bytes for the same model: the draws come from `seed` alone.
+    """
+    draws = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(num_bytes):
+        window = torch.tensor([tokens[-context:]], device=device)
+        logits = model(window)[0, -1].float().cpu()
+        # A model that has diverged scores with NaN or infinity; it may still babble.
+        logits = torch.nan_to_num(logits, nan=0.0, posinf=_LARGEST_LOGIT, neginf=-_LARGEST_LOGIT)
+        probabilities = torch.softmax(
+            logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT) / _TEMPERATURE, dim=-1
+        )
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=draws)))
+    return bytes(tokens[len(prompt) :])
+
+
 def draw_report(folder: RunFolder) -> str:
     """Write the report and tell where it is, or why there is none."""
     try:
@@ -55,9 +84,9 @@ def draw_report(folder: RunFolder) -> str:
         return f"not written, since {error.name} is not installed"
 
 
-def conclude(job: Job, checkpoint: Path, *, step: int, finished: bool) -> None:
+def print_summary(job: TrainJob, checkpoint: Path, *, step: int, finished: bool) -> None:
     """Write the report and tell a person where things are; rank 0 does this."""
-    console = Console(file=stdout(), highlight=False, soft_wrap=True)
+    console = Console(file=safe_stdout(), highlight=False, soft_wrap=True)
     report = draw_report(job.folder)
     steps = job.config.run.steps
     state = "finished" if finished else "stopped as asked"

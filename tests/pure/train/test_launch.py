@@ -4,14 +4,14 @@ import signal
 
 import pytest
 
-from shoal.train import signals
-from shoal.train.signals import stop_signals
+from shoal.train import launch
+from shoal.train.launch import stop_signals
 
 
 def test_an_echo_does_not_insist_but_a_later_signal_does(monkeypatch):
     calls = []
     now = 100.0
-    monkeypatch.setattr(signals.time, "monotonic", lambda: now)
+    monkeypatch.setattr(launch.time, "monotonic", lambda: now)
     before = signal.getsignal(signal.SIGTERM)
     with stop_signals(
         [signal.SIGINT, signal.SIGTERM],

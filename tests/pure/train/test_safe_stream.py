@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from shoal.train.outlet import Outlet, printable, say
+from shoal.train.safe_stream import SafeStream, printable, say
 
 
 def test_a_closed_pipe_is_written_to_in_vain():
@@ -22,10 +22,10 @@ def test_a_closed_pipe_is_written_to_in_vain():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_is_no_reason_to_stop():
     with open("/dev/full", "w") as stream:
-        outlet = Outlet(stream)
-        outlet.write("x" * 100_000)
-        outlet.flush()
+        safe = SafeStream(stream)
+        safe.write("x" * 100_000)
+        safe.flush()
 
 
 def test_what_a_terminal_would_obey_is_shown():
-    assert printable("a\x1b]0;x\a \ud800\n\tä") == "a\\x1b]0;x\\x07 \\ud800\n\tä"
+    assert printable("a\x1b]0;x\a \ud800\n\tä", keep="\n\t") == "a\\x1b]0;x\\x07 \\ud800\n\tä"

@@ -14,24 +14,45 @@ runs/demo/
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shlex
 import shutil
+import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from shoal.checkpoint import drop_unfinished, latest
 from shoal.errors import CheckpointError, UsageError
-from shoal.files import check_folder, is_still, read_regular, replace
+from shoal.files import (
+    check_folder,
+    is_still,
+    open_own,
+    open_regular,
+    read_regular,
+    replace,
+    write_all,
+)
 from shoal.train.config import RunConfig, TrainConfig
-from shoal.train.lock import check_unlocked, hold_lock
 from shoal.train.options import from_json, to_json
 
 _MOST_CONFIG_BYTES = 1 << 20
+_MOST_HOLDER_BYTES = 256
+"""Of the lock holder's name; a file that came from elsewhere may hold anything."""
+
+
+class _PathInside:
+    """A path below the run folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, folder: RunFolder, kind: type[RunFolder]) -> Path:
+        return folder.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +60,20 @@ class RunFolder:
     """Paths inside one run folder, and the rules for making one."""
 
     path: Path
+
+    config = _PathInside("config.json")
+    metrics = _PathInside("metrics.jsonl")
+    timeline = _PathInside("timeline.json")
+    checkpoints = _PathInside("checkpoints")
+    sample = _PathInside("sample.txt")
+    report = _PathInside("report.html")
+    logs = _PathInside("logs")
+    lock = _PathInside(".lock")
+    tensorboard = _PathInside("tensorboard")
+    stop_request = _PathInside("logs/stop")
+    """While this file exists, the run stops after the step that it is in."""
+    proposed_config = _PathInside("logs/config.json")
+    """What a resume would have as its config, once the ranks have its checkpoint."""
 
     @property
     def flags(self) -> str:
@@ -52,68 +87,13 @@ class RunFolder:
         """What a person types to go on."""
         return f"shoal train --resume {shlex.quote(str(self.path))}"
 
-    @property
-    def config(self) -> Path:
-        """The resolved config."""
-        return self.path / "config.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per line."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def timeline(self) -> Path:
-        """The spans of one step."""
-        return self.path / "timeline.json"
-
-    @property
-    def checkpoints(self) -> Path:
-        """One folder per checkpoint."""
-        return self.path / "checkpoints"
-
-    @property
-    def sample(self) -> Path:
-        """Generated text."""
-        return self.path / "sample.txt"
-
-    @property
-    def report(self) -> Path:
-        """The page to look at."""
-        return self.path / "report.html"
-
-    @property
-    def logs(self) -> Path:
-        """What the ranks wrote to stderr."""
-        return self.path / "logs"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard's event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def stop_request(self) -> Path:
-        """While this file exists, the run stops after the step that it is in."""
-        return self.logs / "stop"
-
-    @property
-    def proposed_config(self) -> Path:
-        """What a resume would have as its config, once the ranks have its checkpoint."""
-        return self.logs / "config.json"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the run that writes here."""
-        return self.path / ".lock"
-
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Keep other runs out, from before the folder is made until the run is over."""
         with ExitStack() as held:
             with _writing_into(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(hold_lock(self.lock))
+                held.enter_context(_hold_lock(self.lock))
             yield
 
     def is_lost(self, home: os.stat_result) -> bool:
@@ -146,7 +126,7 @@ class RunFolder:
     def check_unused(self) -> None:
         """Raise a `UsageError` if a run writes here now."""
         with _writing_into(self.path):
-            check_unlocked(self.lock)
+            _check_unlocked(self.lock)
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raise a `UsageError` unless a new run may be made here."""
@@ -243,3 +223,43 @@ def _writing_into(path: Path) -> Iterator[None]:
         where = Path(error.filename) if isinstance(error.filename, str) else path
         within = f" ({where.name})" if where.parent == path else ""
         raise UsageError(f"cannot write into {path}{within}: {error.strerror or error}") from None
+
+
+@contextmanager
+def _hold_lock(path: Path) -> Iterator[None]:
+    """Hold the lock at `path`, which lies in the folder it guards; raise if another holds it.
+
+    The operating system frees it when its holder dies, however it dies; the file itself stays.
+    """
+    with open_own(path) as file:
+        _acquire(file, path, fcntl.LOCK_EX)
+        file.truncate(0)
+        write_all(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        yield
+
+
+def _check_unlocked(path: Path) -> None:
+    """Raise a `UsageError` if someone holds the lock now; any number may look at once."""
+    with suppress(FileNotFoundError), open_regular(path) as file:
+        _acquire(file, path, fcntl.LOCK_SH)
+
+
+def _acquire(file: BinaryIO, path: Path, kind: int) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(
+            f"{path.parent} is in use by {_lock_holder(path)}; wait for it to end, stop it with "
+            f"Ctrl-C or SIGTERM, or choose another --name"
+        ) from None
+    except OSError:
+        # Some network file systems have no locks: better to train unguarded than not at all.
+        return
+
+
+def _lock_holder(path: Path) -> str:
+    with suppress(OSError):
+        text = read_regular(path, _MOST_HOLDER_BYTES).decode(errors="replace").strip()
+        if text.isprintable() and text:
+            return text
+    return "another process"
