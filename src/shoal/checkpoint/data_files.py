@@ -1,7 +1,7 @@
-"""Data files: a rank's regions in one safetensors file, written in blocks, read against checksums.
+"""Data files: a rank's regions in one safetensors file, each written and read with its checksum.
 
-Files are written here rather than by the library's `save_file`: block by block, so that a tensor
-on an accelerator needs one block of host memory, with its checksum taken on the way. Any
+Files are written here rather than by the library's `save_file`: region by region, so that a tensor
+on an accelerator needs one region of host memory, with its checksum taken on the way. Any
 safetensors reader opens them.
 """
 
@@ -26,15 +26,15 @@ from shoal.checkpoint.manifest import (
     TensorEntry,
     file_name,
 )
-from shoal.checkpoint.placement import Part, Share
+from shoal.checkpoint.shares import Part, Share
 from shoal.checkpoint.storage import Checkpoint, OpenFile
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region, flat_span
 
-BLOCK_BYTES = 16 << 20
-"""A region is cut along its outer dims into blocks of at most this size.
+REGION_BYTES = 16 << 20
+"""A region is cut along its outer dims into regions of at most this size.
 
-A rank that loads on another world size reads and checks whole blocks; small ones keep what it
+A rank that loads on another world size reads and checks whole regions; small ones keep what it
 reads in vain, and the memory it needs for that, small; large ones keep the manifest short.
 """
 
@@ -55,7 +55,7 @@ def aligned(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Block:
+class PlannedRegion:
     """A region that is written under one key, and what gives its values when its turn comes."""
 
     name: str
@@ -70,7 +70,7 @@ class Block:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes the block takes in the file."""
+        """How many bytes the region takes in the file."""
         return self.region.numel * self.dtype.itemsize
 
 
@@ -83,21 +83,23 @@ class WrittenFile:
     regions: tuple[tuple[str, StoredRegion], ...]
 
 
-def blocks_of(name: str, share: Share) -> Iterator[Block]:
-    """Cut what this rank writes of a tensor into blocks."""
+def planned_regions(name: str, share: Share) -> Iterator[PlannedRegion]:
+    """Cut what this rank writes of a tensor into regions, each with its values."""
     for part in share.parts if share.writes else ():
-        yield from _blocks_of_part(name, part)
+        yield from _planned_of_part(name, part)
 
 
-def _blocks_of_part(name: str, part: Part) -> Iterator[Block]:
+def _planned_of_part(name: str, part: Part) -> Iterator[PlannedRegion]:
     dtype = part.local.dtype
-    for region in block_regions(name, part.region, dtype):
+    for region in cut_region(name, part.region, dtype):
         values = part.local[region.relative_to(part.region).slices]
-        yield Block(name=name, region=region, dtype=dtype, read=lambda values=values: values)
+        yield PlannedRegion(
+            name=name, region=region, dtype=dtype, read=lambda values=values: values
+        )
 
 
-def block_regions(name: str, region: Region, dtype: torch.dtype) -> Iterator[Region]:
-    """Cut a region along its outer dims into regions of at most `BLOCK_BYTES`."""
+def cut_region(name: str, region: Region, dtype: torch.dtype) -> Iterator[Region]:
+    """Cut a region along its outer dims into regions of at most `REGION_BYTES`."""
     if dtype not in CODES:
         raise NotImplementedError(f"{name!r}: checkpoints of {dtype} are not supported")
     if region.numel:
@@ -110,38 +112,40 @@ def _cut(region: Region, itemsize: int, dim: int) -> Iterator[Region]:
         yield region
         return
     size = region.sizes[dim]
-    rows = BLOCK_BYTES // (region.numel // size * itemsize)
+    rows = REGION_BYTES // (region.numel // size * itemsize)
     for start in range(0, size, max(1, rows)):
         offsets, sizes = list(region.offsets), list(region.sizes)
         offsets[dim] += start
         sizes[dim] = min(max(1, rows), size - start)
-        block = Region(offsets=tuple(offsets), sizes=tuple(sizes))
-        yield from [block] if rows else _cut(block, itemsize, dim + 1)
+        part = Region(offsets=tuple(offsets), sizes=tuple(sizes))
+        yield from [part] if rows else _cut(part, itemsize, dim + 1)
 
 
-def write_blocks(checkpoint: Checkpoint, rank: int, blocks: Sequence[Block]) -> WrittenFile | None:
+def write_regions(
+    checkpoint: Checkpoint, rank: int, planned: Sequence[PlannedRegion]
+) -> WrittenFile | None:
     """Write a rank's file, unless there is nothing to write; say what is in it."""
-    if not blocks:
+    if not planned:
         return None
     name = file_name(rank)
-    # Wide elements first, so that every block starts at a multiple of its element size.
-    blocks = sorted(blocks, key=lambda block: -block.dtype.itemsize)
-    header = header_of({block.key: block for block in blocks}, checkpoint.locate(name))
+    # Wide elements first, so that every region starts at a multiple of its element size.
+    planned = sorted(planned, key=lambda item: -item.dtype.itemsize)
+    header = header_of({item.key: item for item in planned}, checkpoint.locate(name))
     stored: list[tuple[str, StoredRegion]] = []
-    num_bytes = len(header) + sum(block.num_bytes for block in blocks)
+    num_bytes = len(header) + sum(item.num_bytes for item in planned)
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield header
         start = len(header)
-        for block in blocks:
-            data = raw_bytes(block.read())
+        for item in planned:
+            data = raw_bytes(item.read())
             found = StoredRegion(
                 file=name,
                 start=start,
-                region=block.region,
+                region=item.region,
                 crc32=Checksum.FOLDED.of(data),
             )
-            stored.append((block.name, found))
+            stored.append((item.name, found))
             start += len(data)
             yield data
 
@@ -153,16 +157,16 @@ def write_blocks(checkpoint: Checkpoint, rank: int, blocks: Sequence[Block]) -> 
 
 
 def header_of(
-    blocks: Mapping[str, Block], where: str, about: Mapping[str, str] | None = None
+    planned: Mapping[str, PlannedRegion], where: str, about: Mapping[str, str] | None = None
 ) -> bytes:
     """The length of a JSON table, then the table, padded so that data starts aligned."""
     table: dict[str, object] = {"__metadata__": about} if about else {}
     end = 0
-    for key, block in blocks.items():
-        start, end = end, end + block.num_bytes
+    for key, item in planned.items():
+        start, end = end, end + item.num_bytes
         table[key] = {
-            "dtype": CODES[block.dtype],
-            "shape": list(block.region.sizes),
+            "dtype": CODES[item.dtype],
+            "shape": list(item.region.sizes),
             "data_offsets": [start, end],
         }
     text = json.dumps(table, separators=(",", ":")).encode()
@@ -193,7 +197,7 @@ class RegionReader:
         self._manifest = manifest
         self._files: dict[str, OpenFile] = {}
         self._chunk = fresh(CHUNK_BYTES).numpy().data
-        self._block = fresh(0)
+        self._region = fresh(0)
 
     def __enter__(self) -> Self:
         return self
@@ -240,9 +244,9 @@ class RegionReader:
     def _whole(self, name: str, entry: TensorEntry, stored: StoredRegion) -> torch.Tensor:
         """All values of a region, until the next call: in memory that is used again."""
         num_bytes = stored.region.numel * entry.dtype.itemsize
-        if self._block.numel() < num_bytes:
-            self._block = fresh(num_bytes)
-        memory = self._block[:num_bytes]
+        if self._region.numel() < num_bytes:
+            self._region = fresh(num_bytes)
+        memory = self._region[:num_bytes]
         self._stream(name, entry, stored, memory.numpy().data, 0)
         return memory.view(entry.dtype).view(stored.region.sizes)
 

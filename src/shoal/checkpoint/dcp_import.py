@@ -17,11 +17,11 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.data_files import Block
+from shoal.checkpoint.data_files import PlannedRegion
 from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.manifest import CODES, JSON, check_json
 from shoal.checkpoint.offline import Progress, outline, write_offline
-from shoal.checkpoint.placement import Share
+from shoal.checkpoint.shares import Share
 from shoal.checkpoint.storage import Checkpoint, FileNames, OpenFile, storage_errors
 from shoal.checkpoint.untrusted import Class, Record, read_pickle
 from shoal.errors import CheckpointError, UsageError
@@ -157,7 +157,7 @@ def _convert(
 ) -> None:
     outlines: dict[str, Share] = {}
     values: dict[str, JSON] = {}
-    blocks: list[Block] = []
+    planned: list[PlannedRegion] = []
     for name, entry in _mapping(metadata["state_dict_metadata"]).items():
         _text(name)
         if not is_record(entry, "TensorStorageMetadata"):
@@ -168,13 +168,13 @@ def _convert(
         if new_name in outlines:
             raise UsageError(f"`rename` gives two tensors the name {new_name!r}")
         outlines[new_name] = outline(_ints(entry["size"]), _dtype(name, entry), "from DCP")
-        blocks += _blocks(items, name, new_name, entry, progress)
-    write_offline(checkpoint, outlines, [blocks], {"values": values} if values else {})
+        planned += _planned(items, name, new_name, entry, progress)
+    write_offline(checkpoint, outlines, [planned], {"values": values} if values else {})
 
 
-def _blocks(
+def _planned(
     items: _Items, name: str, new_name: str, entry: Record, progress: Progress | None
-) -> Iterator[Block]:
+) -> Iterator[PlannedRegion]:
     dtype = _dtype(name, entry)
     seen: set[tuple[int, ...]] = set()
     for chunk in entry["chunks"]:
@@ -198,7 +198,7 @@ def _blocks(
                 progress(values.nbytes)
             return values
 
-        yield Block(name=new_name, region=region, dtype=dtype, read=read)
+        yield PlannedRegion(name=new_name, region=region, dtype=dtype, read=read)
 
 
 def _dtype(name: str, entry: Record) -> torch.dtype:

@@ -37,11 +37,11 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from shoal.checkpoint.data_files import (
-    Block,
+    PlannedRegion,
     RegionReader,
     WrittenFile,
-    block_regions,
-    write_blocks,
+    cut_region,
+    write_regions,
 )
 from shoal.checkpoint.dcp_import import read_item
 from shoal.checkpoint.disk import Folder, checkpoint_at
@@ -89,13 +89,13 @@ class DcpWriter(StorageWriter):
         """Write this rank's file; each result says what became of an item."""
         name, rank = plan.storage_data
         values: dict[MetadataIndex, Any] = {}
-        blocks: list[Block] = []
+        planned: list[PlannedRegion] = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 values[item.index] = _value(item, planner)
             else:
-                blocks += _blocks(item, planner)
-        written = write_blocks(Checkpoint(self._checkpoint.storage, name), rank, blocks)
+                planned += _planned(item, planner)
+        written = write_regions(Checkpoint(self._checkpoint.storage, name), rank, planned)
         # The file as a whole goes with the first tensor.
         files = [written] if written is not None else []
         results = []
@@ -252,20 +252,20 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
     return value
 
 
-def _blocks(item: WriteItem, planner: SavePlanner) -> list[Block]:
+def _planned(item: WriteItem, planner: SavePlanner) -> list[PlannedRegion]:
     values: Any = planner.resolve_data(item)
     chunk = item.tensor_data.chunk if item.tensor_data is not None else None
     offsets = tuple(chunk.offsets) if chunk is not None else (0,) * values.dim()
     whole = Region(offsets=offsets, sizes=tuple(values.shape))
     name = item.index.fqn
     return [
-        Block(
+        PlannedRegion(
             name=name,
             region=region,
             dtype=values.dtype,
             read=lambda region=region: values[region.relative_to(whole).slices],
         )
-        for region in block_regions(name, whole, values.dtype)
+        for region in cut_region(name, whole, values.dtype)
     ]
 
 

@@ -14,9 +14,9 @@ import torch
 
 from shoal.checkpoint.data_files import (
     CODES,
-    Block,
+    PlannedRegion,
     RegionReader,
-    block_regions,
+    cut_region,
     header_of,
     raw_bytes,
 )
@@ -59,8 +59,8 @@ def export_weights(
     partial = checkpoint.create()
     try:
         with RegionReader(source, manifest) as reader:
-            blocks = list(_whole_blocks(source, reader, manifest, dtype))
-            _write_files(partial, blocks, max_file_bytes, progress)
+            planned = list(_whole_tensors(source, reader, manifest, dtype))
+            _write_files(partial, planned, max_file_bytes, progress)
         partial.publish(checkpoint)
     except BaseException:
         partial.discard()
@@ -85,19 +85,19 @@ def import_weights(
                 MODEL + key: outline(values.get_shape(), _dtype(key, values.get_dtype()), "plain")
                 for key, values in slices.items()
             }
-            blocks = [
-                block
+            planned = [
+                item
                 for key, values in slices.items()
-                for block in _slice_blocks(key, values, outlines[MODEL + key].dtype, progress)
+                for item in _planned_slices(key, values, outlines[MODEL + key].dtype, progress)
             ]
-            write_offline(checkpoint_at(folder), outlines, [blocks], {})
+            write_offline(checkpoint_at(folder), outlines, [planned], {})
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{source} cannot be read as safetensors: {error}") from error
 
 
-def _whole_blocks(
+def _whole_tensors(
     source: Checkpoint, reader: RegionReader, manifest: Manifest, dtype: torch.dtype | None
-) -> Iterator[Block]:
+) -> Iterator[PlannedRegion]:
     names = [name for name in manifest.tensors if name.startswith(MODEL)]
     if not names:
         raise CheckpointError(f"{source} holds no tensor under {MODEL!r}: nothing to export")
@@ -109,46 +109,49 @@ def _whole_blocks(
         def read(name=name, entry=entry, whole=whole, becomes=becomes) -> torch.Tensor:
             return read_region(reader, name, entry, whole).to(becomes)
 
-        yield Block(name=name.removeprefix(MODEL), region=whole, dtype=becomes, read=read)
+        yield PlannedRegion(name=name.removeprefix(MODEL), region=whole, dtype=becomes, read=read)
 
 
 def _write_files(
-    partial: Checkpoint, blocks: Sequence[Block], max_file_bytes: int, progress: Progress | None
+    partial: Checkpoint,
+    planned: Sequence[PlannedRegion],
+    max_file_bytes: int,
+    progress: Progress | None,
 ) -> None:
-    files = list(_packed(blocks, max_file_bytes))
+    files = list(_packed(planned, max_file_bytes))
     index: dict[str, str] = {}
     for number, packed in enumerate(files, start=1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        index |= {block.name: name for block in packed}
+        index |= {item.name: name for item in packed}
         header = header_of({b.name: b for b in packed}, partial.locate(name), {"format": "pt"})
-        total = len(header) + sum(block.num_bytes for block in packed)
+        total = len(header) + sum(item.num_bytes for item in packed)
         partial.write(name, _chunks(header, packed, progress), total)
     if len(files) > 1:
-        size = sum(block.num_bytes for block in blocks)
+        size = sum(item.num_bytes for item in planned)
         content = {"metadata": {"total_size": size}, "weight_map": index}
         text = json.dumps(content, indent=2).encode()
         partial.write(INDEX, [text], len(text))
 
 
-def _packed(blocks: Sequence[Block], max_file_bytes: int) -> Iterator[list[Block]]:
+def _packed(planned: Sequence[PlannedRegion], max_file_bytes: int) -> Iterator[list[PlannedRegion]]:
     """Fill files one after another, wide elements first, so that data stays aligned."""
-    packed: list[Block] = []
-    for block in sorted(blocks, key=lambda block: -block.dtype.itemsize):
-        if packed and sum(b.num_bytes for b in packed) + block.num_bytes > max_file_bytes:
+    packed: list[PlannedRegion] = []
+    for item in sorted(planned, key=lambda item: -item.dtype.itemsize):
+        if packed and sum(b.num_bytes for b in packed) + item.num_bytes > max_file_bytes:
             yield packed
             packed = []
-        packed.append(block)
+        packed.append(item)
     yield packed
 
 
 def _chunks(
-    header: bytes, blocks: Sequence[Block], progress: Progress | None
+    header: bytes, planned: Sequence[PlannedRegion], progress: Progress | None
 ) -> Iterator[bytes | memoryview]:
     yield header
-    for block in blocks:
-        yield raw_bytes(block.read())
+    for item in planned:
+        yield raw_bytes(item.read())
         if progress is not None:
-            progress(block.num_bytes)
+            progress(item.num_bytes)
 
 
 def _slices(source: Path, stack: ExitStack) -> dict[str, Any]:
@@ -230,14 +233,14 @@ def _dtype(key: str, code: str) -> torch.dtype:
     return _DTYPES[code]
 
 
-def _slice_blocks(
+def _planned_slices(
     key: str, values: Any, dtype: torch.dtype, progress: Progress | None
-) -> Iterator[Block]:
-    for region in block_regions(key, Region.whole(values.get_shape()), dtype):
+) -> Iterator[PlannedRegion]:
+    for region in cut_region(key, Region.whole(values.get_shape()), dtype):
 
         def read(region: Region = region) -> torch.Tensor:
             if progress is not None:
                 progress(region.numel * dtype.itemsize)
             return values[region.slices] if region.sizes else values[...]
 
-        yield Block(name=MODEL + key, region=region, dtype=dtype, read=read)
+        yield PlannedRegion(name=MODEL + key, region=region, dtype=dtype, read=read)

@@ -15,8 +15,8 @@ from shoal.checkpoint.data_files import RegionReader, Take, aligned, fresh
 from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.load_plan import Copy, LoadPlan, Move, Selection, plan_load
 from shoal.checkpoint.manifest import JSON, Manifest, fingerprint, read_manifest
-from shoal.checkpoint.placement import Share
 from shoal.checkpoint.ranks import Agreement, Ranks
+from shoal.checkpoint.shares import Share
 from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError
 
@@ -24,7 +24,7 @@ STAGED_BYTES = 32 << 20
 """As much as this waits in host memory on a rank until all ranks have verified theirs.
 
 The limit is the largest part that any rank has of any tensor, where that is larger: a tensor is
-written when all of it is verified. So a load holds that much, and the block that is being read.
+written when all of it is verified. So a load holds that much, and the region that is being read.
 """
 
 

@@ -15,7 +15,7 @@ import torch
 
 from shoal.checkpoint.data_files import RegionReader, Take, aligned, fresh
 from shoal.checkpoint.manifest import Manifest, StoredRegion, TensorEntry
-from shoal.checkpoint.placement import Part, Share, share_of
+from shoal.checkpoint.shares import Part, Share, share_of
 from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from shoal.checkpoint.data_files import Block, RegionReader, block_regions, write_blocks
+from shoal.checkpoint.data_files import PlannedRegion, RegionReader, cut_region, write_regions
 from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.load_plan import moves_into
 from shoal.checkpoint.manifest import JSON, Manifest, TensorEntry, read_manifest
-from shoal.checkpoint.placement import Part, Share
 from shoal.checkpoint.save import finish
+from shoal.checkpoint.shares import Part, Share
 from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import UsageError
 from shoal.layout.chunk import chunk_region
@@ -53,9 +53,9 @@ def reshard(
     with RegionReader(source, manifest) as reader:
         files = [
             [
-                block
+                item
                 for name, entry in manifest.tensors.items()
-                for block in _blocks(reader, name, entry, _chunk(entry, num_files, rank), progress)
+                for item in _planned(reader, name, entry, _chunk(entry, num_files, rank), progress)
             ]
             for rank in range(num_files)
         ]
@@ -74,13 +74,13 @@ def outline(shape: Sequence[int], dtype: torch.dtype, layout: str) -> Share:
 def write_offline(
     checkpoint: Checkpoint,
     outlines: Mapping[str, Share],
-    files: Sequence[Sequence[Block]],
+    files: Sequence[Sequence[PlannedRegion]],
     extra: Mapping[str, JSON],
 ) -> None:
-    """Write, verify and publish a checkpoint of which each block is fetched when it is written."""
+    """Write, verify and publish a checkpoint of which each region is fetched when it is written."""
     partial = checkpoint.create()
     try:
-        written = [write_blocks(partial, rank, blocks) for rank, blocks in enumerate(files)]
+        written = [write_regions(partial, rank, planned) for rank, planned in enumerate(files)]
         finish(partial, checkpoint, len(files), outlines, written, extra)
     except BaseException:
         partial.discard()
@@ -105,18 +105,18 @@ def _chunk(entry: TensorEntry, num_files: int, rank: int) -> Region | None:
     return whole if rank == 0 else None
 
 
-def _blocks(
+def _planned(
     reader: RegionReader,
     name: str,
     entry: TensorEntry,
     chunk: Region | None,
     progress: Progress | None,
-) -> Iterator[Block]:
-    for region in () if chunk is None else block_regions(name, chunk, entry.dtype):
+) -> Iterator[PlannedRegion]:
+    for region in () if chunk is None else cut_region(name, chunk, entry.dtype):
 
         def read(region: Region = region) -> torch.Tensor:
             if progress is not None:
                 progress(region.numel * entry.dtype.itemsize)
             return read_region(reader, name, entry, region)
 
-        yield Block(name=name, region=region, dtype=entry.dtype, read=read)
+        yield PlannedRegion(name=name, region=region, dtype=entry.dtype, read=read)

@@ -22,7 +22,7 @@ import torch
 from shoal.checkpoint.data_files import RegionReader
 from shoal.checkpoint.manifest import Manifest, TensorEntry
 from shoal.checkpoint.offline import read_region
-from shoal.checkpoint.placement import Part, Share
+from shoal.checkpoint.shares import Part, Share
 from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region

@@ -19,7 +19,13 @@ from shoal.checkpoint.background import (
     remember,
     settle,
 )
-from shoal.checkpoint.data_files import Block, WrittenFile, aligned, blocks_of, write_blocks
+from shoal.checkpoint.data_files import (
+    PlannedRegion,
+    WrittenFile,
+    aligned,
+    planned_regions,
+    write_regions,
+)
 from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.manifest import (
     JSON,
@@ -32,8 +38,8 @@ from shoal.checkpoint.manifest import (
     read_manifest,
     write_manifest,
 )
-from shoal.checkpoint.placement import Share, share_of
 from shoal.checkpoint.ranks import Ranks
+from shoal.checkpoint.shares import Share, share_of
 from shoal.checkpoint.storage import Checkpoint, storage_errors
 from shoal.errors import CheckpointError
 
@@ -59,10 +65,10 @@ def save(
     checkpoint = checkpoint_at(folder)
     ranks = Ranks(group)
     settle(ranks)
-    shares, blocks = ranks.together(lambda: _plan(tensors, extra, ranks.is_first))
+    shares, planned = ranks.together(lambda: _plan(tensors, extra, ranks.is_first))
     partial = _begin(ranks, checkpoint, shares)
     try:
-        written = ranks.gather(ranks.together(lambda: write_blocks(partial, ranks.rank, blocks)))
+        written = ranks.gather(ranks.together(lambda: write_regions(partial, ranks.rank, planned)))
         ranks.first(lambda: finish(partial, checkpoint, ranks.size, shares, written, extra))
     except BaseException:
         # By now every rank has stopped writing: `together` waited for all of them.
@@ -111,14 +117,14 @@ def async_save(
     ranks = Ranks(group)
     buffer = settle(ranks)
 
-    def copy() -> tuple[dict[str, Share], list[Block], torch.Tensor]:
-        shares, blocks = _plan(tensors, extra, ranks.is_first)
-        copies, memory = _copied(blocks, buffer)
+    def copy() -> tuple[dict[str, Share], list[PlannedRegion], torch.Tensor]:
+        shares, planned = _plan(tensors, extra, ranks.is_first)
+        copies, memory = _copied(planned, buffer)
         return shares, copies, memory
 
-    shares, blocks, memory = ranks.together(copy)
+    shares, planned, memory = ranks.together(copy)
     partial = _begin(ranks, checkpoint, shares, parents=parents)
-    work = _background(partial, checkpoint, ranks, shares, blocks, dict(extra), timeout_s)
+    work = _background(partial, checkpoint, ranks, shares, planned, dict(extra), timeout_s)
     place = folder if isinstance(folder, Checkpoint) else Path(folder)
     pending = PendingSave(place, ranks, work, memory)
     remember(ranks, pending)
@@ -152,11 +158,11 @@ def finish(
 
 def _plan(
     tensors: Mapping[str, torch.Tensor | Share], extra: Mapping[str, JSON], is_first: bool
-) -> tuple[dict[str, Share], list[Block]]:
+) -> tuple[dict[str, Share], list[PlannedRegion]]:
     """Say what this rank holds and writes, before any byte moves."""
     check_json(extra)
     shares = {name: share_of(name, tensors[name], is_first=is_first) for name in sorted(tensors)}
-    return shares, [block for name, share in shares.items() for block in blocks_of(name, share)]
+    return shares, [item for name, share in shares.items() for item in planned_regions(name, share)]
 
 
 def _begin(
@@ -222,7 +228,7 @@ def _background(
     checkpoint: Checkpoint,
     ranks: Ranks,
     shares: Mapping[str, Share],
-    blocks: Sequence[Block],
+    planned: Sequence[PlannedRegion],
     extra: Mapping[str, JSON],
     timeout_s: float,
 ) -> Callable[[], None]:
@@ -231,7 +237,7 @@ def _background(
 
     def write() -> None:
         try:
-            written = write_blocks(partial, rank, blocks)
+            written = write_regions(partial, rank, planned)
         except BaseException as error:
             # What the unfinished file takes may be all the room that there is for the note. Where
             # even that is too little, the first rank gives up in time; this error counts.
@@ -259,29 +265,29 @@ def _background(
 
 
 def _copied(
-    blocks: Sequence[Block], buffer: torch.Tensor | None
-) -> tuple[list[Block], torch.Tensor]:
-    """Copy blocks into one piece of host memory, an old one if it is large enough."""
+    planned: Sequence[PlannedRegion], buffer: torch.Tensor | None
+) -> tuple[list[PlannedRegion], torch.Tensor]:
+    """Copy planned regions into one piece of host memory, an old one if it is large enough."""
     starts: list[int] = []
     end = 0
-    for block in blocks:
+    for item in planned:
         starts.append(end)
-        end += aligned(block.num_bytes)
-    sources = [block.read() for block in blocks]
+        end += aligned(item.num_bytes)
+    sources = [item.read() for item in planned]
     devices = {source.device for source in sources if source.is_cuda}
     if buffer is None or buffer.numel() < end:
         buffer = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
-    copies: list[Block] = []
+    copies: list[PlannedRegion] = []
     with torch.no_grad():
-        for block, source, start in zip(blocks, sources, starts, strict=True):
-            raw = buffer[start : start + block.num_bytes].view(block.dtype)
-            values = raw.view(block.region.sizes)
+        for item, source, start in zip(planned, sources, starts, strict=True):
+            raw = buffer[start : start + item.num_bytes].view(item.dtype)
+            values = raw.view(item.region.sizes)
             values.copy_(source, non_blocking=True)
-            copies.append(_block_of(block, values))
+            copies.append(_planned_of(item, values))
     for device in devices:
         torch.cuda.synchronize(device)
     return copies, buffer
 
 
-def _block_of(block: Block, values: torch.Tensor) -> Block:
-    return Block(name=block.name, region=block.region, dtype=block.dtype, read=lambda: values)
+def _planned_of(item: PlannedRegion, values: torch.Tensor) -> PlannedRegion:
+    return PlannedRegion(name=item.name, region=item.region, dtype=item.dtype, read=lambda: values)

@@ -154,12 +154,12 @@ class Checkpoint:
         """Read a file, unless it is longer than a real one of its kind."""
         where = self.locate(file)
         with storage_errors("read", where), closing(self.open(file)) as opened:
-            if opened.num_bytes > max_bytes:
+            num_bytes = opened.num_bytes
+            if num_bytes > max_bytes:
                 raise CheckpointError(
-                    f"{where} has {opened.num_bytes:,} bytes, and {max_bytes:,} is the most that "
-                    "is read"
+                    f"{where} has {num_bytes:,} bytes, and {max_bytes:,} is the most that is read"
                 )
-            return opened.read(0, opened.num_bytes)
+            return opened.read(0, num_bytes)
 
     def create(self, *, parents: bool = True) -> Checkpoint:
         """Make the partial checkpoint that will become this one; see `Storage.create`."""

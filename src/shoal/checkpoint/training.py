@@ -25,7 +25,6 @@ from shoal.checkpoint.optimizer import (
     prepare_optimizer,
     restore_hyper_parameters,
 )
-from shoal.checkpoint.placement import Share, share_of
 from shoal.checkpoint.random_generators import PREFIX as GENERATORS
 from shoal.checkpoint.random_generators import (
     generator_shares,
@@ -34,6 +33,7 @@ from shoal.checkpoint.random_generators import (
 )
 from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.save import save
+from shoal.checkpoint.shares import Share, share_of
 from shoal.checkpoint.storage import Checkpoint
 from shoal.checkpoint.wrapped import (
     empty_states,
@@ -104,15 +104,15 @@ def load_training(
     generators = ranks.together(
         lambda: read_generators(checkpoint, manifest, ranks.rank, ranks.size)
     )
-    source = _Source(
+    saved = _SavedTraining(
         checkpoint=checkpoint, manifest=manifest, ranks=ranks, verify_first=verify_first
     )
     load_into = _load_wrapped if wrappers_below(model) else _load_bare
-    load_into(source, model, optimizer, weights)
-    restore_hyper_parameters(model, optimizer, source.hyper)
+    load_into(saved, model, optimizer, weights)
+    restore_hyper_parameters(model, optimizer, saved.hyper)
     restore_generators(generators)
     _clear_mark(model)
-    return dict(source.extra["training"])
+    return dict(saved.extra["training"])
 
 
 def load_model(
@@ -186,7 +186,7 @@ def _tensors(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _SavedTraining:
     """A checkpoint that `save_training` wrote, and how it is to be read."""
 
     checkpoint: Checkpoint
@@ -226,20 +226,23 @@ class _Source:
 
 
 def _load_bare(
-    source: _Source, model: nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
+    saved: _SavedTraining,
+    model: nn.Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
 ) -> None:
     """Load into the tensors themselves, which make an unusable mixture until all are there."""
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
 
     def state() -> dict[str, torch.Tensor]:
-        prepare_optimizer(model, optimizer, source.states)
-        check_hyper_parameters(model, optimizer, source.hyper)
+        prepare_optimizer(model, optimizer, saved.states)
+        check_hyper_parameters(model, optimizer, saved.hyper)
         return optimizer_tensors(model, optimizer)[0]
 
     try:
-        moments = source.ranks.together(state)
+        moments = saved.ranks.together(state)
         tensors = _named(weights) | moments
-        source.fill(tensors, lambda: _mark_unusable(model, _mixture(source.checkpoint)))
+        saved.fill(tensors, lambda: _mark_unusable(model, _mixture(saved.checkpoint)))
     except BaseException:
         # A checkpoint that is refused leaves the optimizer as it was, like everything else.
         optimizer.state.clear()
@@ -248,24 +251,27 @@ def _load_bare(
 
 
 def _load_wrapped(
-    source: _Source, model: nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
+    saved: _SavedTraining,
+    model: nn.Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
 ) -> None:
     """Load into copies, and let the model have them when all are there."""
-    ranks = source.ranks
-    ranks.together(lambda: _try_state(source, model, optimizer))
-    states = ranks.together(lambda: empty_states(model, source.manifest))
-    source.fill({**_named(weights), **states})
-    _mark_unusable(model, _mixture(source.checkpoint))
-    take_over(model, optimizer, weights, states, source.hyper)
+    ranks = saved.ranks
+    ranks.together(lambda: _try_state(saved, model, optimizer))
+    states = ranks.together(lambda: empty_states(model, saved.manifest))
+    saved.fill({**_named(weights), **states})
+    _mark_unusable(model, _mixture(saved.checkpoint))
+    take_over(model, optimizer, weights, states, saved.hyper)
 
 
-def _try_state(source: _Source, model: nn.Module, optimizer: Optimizer) -> None:
+def _try_state(saved: _SavedTraining, model: nn.Module, optimizer: Optimizer) -> None:
     """See that all state is there that the optimizer makes, and leave it as it was."""
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     try:
-        prepare_optimizer(model, optimizer, source.states)
-        check_hyper_parameters(model, optimizer, source.hyper)
-        check_states(model, optimizer, source.states)
+        prepare_optimizer(model, optimizer, saved.states)
+        check_hyper_parameters(model, optimizer, saved.hyper)
+        check_states(model, optimizer, saved.states)
     finally:
         optimizer.state.clear()
         optimizer.state.update(before)

@@ -102,7 +102,7 @@ def check_pairs(folder: Path, pairs: Sequence[tuple[int, int]], num_tensors: int
 @pytest.fixture(params=[24, 1 << 20])
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """In small blocks a shard is many regions, which others cut elsewhere."""
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(data_files, "REGION_BYTES", request.param)
     return tmp_path
 
 

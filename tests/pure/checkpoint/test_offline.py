@@ -33,7 +33,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", 32)
+    monkeypatch.setattr(data_files, "REGION_BYTES", 32)
     save(tmp_path / "c", some_tensors(), {"step": 1})
     return tmp_path / "c"
 

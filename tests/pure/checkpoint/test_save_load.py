@@ -80,7 +80,7 @@ def test_any_shape_and_dtype_in_blocks_of_any_size(
     block_bytes: int,
     seed: int,
 ) -> None:
-    monkeypatch.setattr(data_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(data_files, "REGION_BYTES", block_bytes)
     random.seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
     data = [random.randrange(2 if dtype == torch.bool else 256) for _ in range(count)]
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_never_overwritten_nor_its_replacement_begun(
     def write(*_: object) -> None:
         raise AssertionError("begun")
 
-    monkeypatch.setattr(importlib.import_module("shoal.checkpoint.save"), "write_blocks", write)
+    monkeypatch.setattr(importlib.import_module("shoal.checkpoint.save"), "write_regions", write)
     before = (saved / FILE).read_bytes()
     with pytest.raises(CheckpointError, match=r"saved exists already"):
         save(saved, some_tensors(), {"step": 8})

@@ -163,7 +163,7 @@ def every_case(folder: Path) -> list[Case]:
 
 
 def main() -> None:
-    data_files.BLOCK_BYTES = 32
+    data_files.REGION_BYTES = 32
     folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     choose = random.Random(seed)
     every = every_case(folder)

@@ -72,11 +72,11 @@ def assert_filled(tensors: dict[str, torch.Tensor]) -> None:
 
 def save_some(folder: Path) -> None:
     # Small blocks, so that a shard is several regions, which others cut elsewhere.
-    data_files.BLOCK_BYTES, usual = 24, data_files.BLOCK_BYTES
+    data_files.REGION_BYTES, usual = 24, data_files.REGION_BYTES
     try:
         save(folder, sharded(filled=True), {"rank": dist.get_rank()})
     finally:
-        data_files.BLOCK_BYTES = usual
+        data_files.REGION_BYTES = usual
 
 
 def load_some(folder: Path) -> None:

@@ -33,11 +33,11 @@ def tensors_of(layout: Layout | None, *, filled: bool) -> dict[str, torch.Tensor
 
 def save_cut(folder: Path, layout: Layout | None) -> None:
     # Small blocks, so that regions are stored in several pieces, which others cut elsewhere.
-    data_files.BLOCK_BYTES, usual = 96, data_files.BLOCK_BYTES
+    data_files.REGION_BYTES, usual = 96, data_files.REGION_BYTES
     try:
         save(folder, tensors_of(layout, filled=True), {})
     finally:
-        data_files.BLOCK_BYTES = usual
+        data_files.REGION_BYTES = usual
 
 
 def load_cut(folder: Path) -> None:
