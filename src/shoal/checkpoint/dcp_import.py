@@ -1,36 +1,82 @@
-"""Checkpoints that `torch.distributed.checkpoint` wrote, made into ours."""
+"""Checkpoints that `torch.distributed.checkpoint` (DCP) wrote, made into ours.
+
+Its metadata is a pickle, each item a `torch.save` file. Names in them are an allow-list: classes of
+torch's become records that do nothing.
+"""
 
 from __future__ import annotations
 
-import os
+import io
+import re
+import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
-from pathlib import Path
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator, Set
+from contextlib import ExitStack, closing
+from functools import partial
+from typing import Any
 
 import torch
 
-from shoal.checkpoint import file_names
-from shoal.checkpoint.bounded_pickle import Record
-from shoal.checkpoint.disk import Folder, disk_errors, open_regular, read_whole
-from shoal.checkpoint.foreign import is_record, read_item, unpickle_metadata
-from shoal.checkpoint.metadata import JSON, check_json
+from shoal.checkpoint.data_files import PlannedRegion
+from shoal.checkpoint.disk import Folder, checkpoint_at
+from shoal.checkpoint.manifest import CODES, JSON, check_json
 from shoal.checkpoint.offline import Progress, outline, write_offline
-from shoal.checkpoint.placement import Share
-from shoal.checkpoint.storage import CODES, Block
+from shoal.checkpoint.shares import Share
+from shoal.checkpoint.storage import Checkpoint, FileNames, OpenFile, storage_errors
+from shoal.checkpoint.untrusted import Class, Record, read_pickle
 from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
 
 METADATA = ".metadata"
+_DATA_FILES = FileNames(pattern=re.compile(r"__[0-9]+_[0-9]+\.distcp"), example="__0_0.distcp")
+
 _MAX_METADATA_BYTES = 1 << 28
 _MAX_DIMS = 64
 _Key = tuple[str, tuple[int, ...] | None]
 
+_MODULE = "torch.distributed.checkpoint.metadata"
+_OF_METADATA = frozenset(
+    {
+        (_MODULE, "BytesStorageMetadata"),
+        (_MODULE, "ChunkStorageMetadata"),
+        (_MODULE, "Metadata"),
+        (_MODULE, "MetadataIndex"),
+        (_MODULE, "StorageMeta"),
+        (_MODULE, "TensorProperties"),
+        (_MODULE, "TensorStorageMetadata"),
+        (_MODULE, "_MEM_FORMAT_ENCODING"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+        ("pathlib", "PosixPath"),
+        ("pathlib", "WindowsPath"),
+    }
+)
+_TENSORS = frozenset({"_rebuild_tensor_v2", "_rebuild_tensor_v3", "_rebuild_parameter"})
+_STORAGES = (
+    *("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"),
+    *("ComplexDouble", "ComplexFloat"),
+)
+_OF_ITEMS = frozenset(
+    {
+        *(("torch._utils", name) for name in _TENSORS),
+        *(("torch", f"{name}Storage") for name in _STORAGES),
+        *(("torch.storage", name) for name in ("UntypedStorage", "TypedStorage")),
+    }
+)
+
+_SLACK_BYTES = 1 << 16
+"""What the values of an item may take beyond its length in the file."""
+_MAX_ENTRIES = 1024
+"""Of the archive that an item is; `torch.save` makes some seven for a tensor."""
+_MAX_DEPTH = 500
+"""Of values within values: JSON is not read back when it nests without end."""
+_SHARED_SIGNS = 1 << 20
+"""How much longer than its file a value may be as text; lists may share what they hold."""
+
 
 def import_dcp(
-    source: Folder,
-    folder: Folder,
+    source: Folder | Checkpoint,
+    folder: Folder | Checkpoint,
     *,
     rename: Callable[[str], str] = str,
     progress: Progress | None = None,
@@ -40,25 +86,24 @@ def import_dcp(
     DCP keeps no checksums: what is damaged there already stays so. Values that are no tensors
     go to `extra["values"]`, by name, as JSON.
     """
-    source = Path(source)
-    path = source / METADATA
-    data = read_whole(path, _MAX_METADATA_BYTES)
+    found = checkpoint_at(source)
+    data = found.read_whole(METADATA, _MAX_METADATA_BYTES)
     try:
         metadata = unpickle_metadata(data)
-        with _Items(source, metadata) as items:
-            _convert(items, metadata, Path(folder), rename, progress)
+        with _Items(found, metadata) as items:
+            _convert(items, metadata, checkpoint_at(folder), rename, progress)
     except (CheckpointError, UsageError, AttributeError, TypeError) as error:
         # Fields of a hostile pickle may be of any type.
-        raise CheckpointError(f"{source}: {error}") from error
+        raise CheckpointError(f"{found}: {error}") from error
 
 
 class _Items(ExitStack):
-    """Reads the items of a DCP checkpoint, each checked to lie in a file of its folder."""
+    """Reads the items of a DCP checkpoint, each checked to lie in a file of it."""
 
-    def __init__(self, folder: Path, metadata: Record) -> None:
+    def __init__(self, source: Checkpoint, metadata: Record) -> None:
         super().__init__()
-        self._folder = folder
-        self._files: dict[str, BinaryIO] = {}
+        self._source = source
+        self._files: dict[str, OpenFile] = {}
         self._num_read: dict[str, int] = defaultdict(int)
         self._where: dict[_Key, Record] = {}
         for index, info in _mapping(metadata["storage_data"]).items():
@@ -73,14 +118,14 @@ class _Items(ExitStack):
         info = self._where.get((name, offsets))
         if info is None:
             raise CheckpointError(f"{name!r} at {offsets} is not in any file")
-        file_name = file_names.DCP.check(info["relative_path"])
+        file_name = _DATA_FILES.check(info["relative_path"])
         start, length = info["offset"], info["length"]
         if info.get("transform_descriptors"):
             raise NotImplementedError(
                 f"{file_name}: DCP checkpoints with transforms are not supported"
             )
         file = self._file(file_name)
-        size = os.fstat(file.fileno()).st_size
+        size = file.num_bytes
         is_whole = type(start) is int and type(length) is int
         if not is_whole or not 0 <= start <= start + length <= size:
             raise CheckpointError(
@@ -92,27 +137,27 @@ class _Items(ExitStack):
         if self._num_read[file_name] > size:
             raise CheckpointError(f"{file_name}: its {size:,} bytes are listed more than once")
         try:
-            return read_item(os.pread(file.fileno(), length, start))
+            return read_item(file.read(start, length))
         except CheckpointError as error:
             raise CheckpointError(f"{file_name}: {name!r}: {error}") from error
 
-    def _file(self, name: str) -> BinaryIO:
+    def _file(self, name: str) -> OpenFile:
         if name not in self._files:
-            with disk_errors("read", self._folder / name):
-                self._files[name] = self.enter_context(open_regular(self._folder / name))
+            with storage_errors("read", self._source.locate(name)):
+                self._files[name] = self.enter_context(closing(self._source.open(name)))
         return self._files[name]
 
 
 def _convert(
     items: _Items,
     metadata: Record,
-    folder: Path,
+    checkpoint: Checkpoint,
     rename: Callable[[str], str],
     progress: Progress | None,
 ) -> None:
     outlines: dict[str, Share] = {}
     values: dict[str, JSON] = {}
-    blocks: list[Block] = []
+    planned: list[PlannedRegion] = []
     for name, entry in _mapping(metadata["state_dict_metadata"]).items():
         _text(name)
         if not is_record(entry, "TensorStorageMetadata"):
@@ -123,13 +168,13 @@ def _convert(
         if new_name in outlines:
             raise UsageError(f"`rename` gives two tensors the name {new_name!r}")
         outlines[new_name] = outline(_ints(entry["size"]), _dtype(name, entry), "from DCP")
-        blocks += _blocks(items, name, new_name, entry, progress)
-    write_offline(folder, outlines, [blocks], {"values": values} if values else {})
+        planned += _planned(items, name, new_name, entry, progress)
+    write_offline(checkpoint, outlines, [planned], {"values": values} if values else {})
 
 
-def _blocks(
+def _planned(
     items: _Items, name: str, new_name: str, entry: Record, progress: Progress | None
-) -> Iterator[Block]:
+) -> Iterator[PlannedRegion]:
     dtype = _dtype(name, entry)
     seen: set[tuple[int, ...]] = set()
     for chunk in entry["chunks"]:
@@ -153,7 +198,7 @@ def _blocks(
                 progress(values.nbytes)
             return values
 
-        yield Block(name=new_name, region=region, dtype=dtype, read=read)
+        yield PlannedRegion(name=new_name, region=region, dtype=dtype, read=read)
 
 
 def _dtype(name: str, entry: Record) -> torch.dtype:
@@ -182,3 +227,110 @@ def _mapping(value: object) -> dict[Any, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"expected a table in the metadata, got a {type(value).__name__}")
     return value
+
+
+def unpickle_metadata(data: bytes) -> Record:
+    """Read DCP's metadata; raises CheckpointError for anything that is not of its kind."""
+    try:
+        found = read_pickle(data, partial(_named, _OF_METADATA))
+    except (ValueError, OverflowError) as error:
+        raise CheckpointError(f"not readable as DCP metadata: {error!s:.200}") from error
+    if not is_record(found, "Metadata"):
+        raise CheckpointError(f"expected DCP metadata, got a {type(found).__name__}")
+    return found
+
+
+def is_record(value: object, kind: str) -> bool:
+    """Whether a value stands for an object of a class of torch's."""
+    return isinstance(value, Record) and value.kind == kind
+
+
+def read_item(data: bytes) -> Any:
+    """Give the tensor or the plain value that `torch.save` wrote."""
+    try:
+        value = read_pickle(_pickle_of(data), partial(_named, _OF_ITEMS))
+        if not isinstance(value, Record):
+            _check_tree(value, len(data) + _SHARED_SIGNS)
+            return value
+        if value.kind not in _TENSORS:
+            raise CheckpointError(f"it is a {value.kind}, and no tensor")
+        found = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except CheckpointError as error:
+        raise CheckpointError(f"not readable as a saved tensor: {error}") from error
+    except Exception as error:
+        # Of an archive that is damaged, or was made to do harm, anything may be raised.
+        raise CheckpointError(f"not readable as a saved tensor: {error!s:.200}") from error
+    if found.nbytes > len(data):
+        # Strides of zero show few bytes many times, and a copy would hold them all.
+        raise CheckpointError(
+            f"not readable as a saved tensor: {len(data):,} bytes show {found.nbytes:,}"
+        )
+    return found
+
+
+def _check_tree(value: object, most: int) -> None:
+    """Refuse a value that is in itself, or repeats its parts: short here, without end as text."""
+    levels: list[Iterator[object]] = [iter((value,))]
+    num_signs = 0
+    while levels:
+        for item in levels[-1]:
+            num_signs += 1 + _num_signs(item)
+            if isinstance(item, dict):
+                levels.append(iter((*item.keys(), *item.values())))
+            elif isinstance(item, list | tuple):
+                levels.append(iter(item))
+            else:
+                continue
+            break
+        else:
+            levels.pop()
+        if num_signs > most or len(levels) > _MAX_DEPTH:
+            raise CheckpointError("its values repeat each other, or nest, without end")
+
+
+def _num_signs(item: object) -> int:
+    if isinstance(item, int):
+        return item.bit_length() // 3
+    return len(item) if isinstance(item, str) else 0
+
+
+def _pickle_of(data: bytes) -> bytes:
+    """The pickle in an archive, of which nothing is compressed: that could unpack to any size."""
+    if data.count(b"PK\x01\x02") > _MAX_ENTRIES:
+        raise CheckpointError(f"it is an archive of more than {_MAX_ENTRIES:,} files")
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
+            sum(entry.file_size for entry in entries) > len(data) + _SLACK_BYTES
+        ):
+            raise CheckpointError("its items are compressed, which DCP does not do")
+        pickles = [entry for entry in entries if entry.filename.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise CheckpointError(f"it holds {len(pickles)} pickles, and should one")
+        return archive.read(pickles[0])
+
+
+def _named(allowed: Set[tuple[str, str]], module: str, name: str) -> Any:
+    """What stands for a name in a pickle."""
+    if (module, name) in allowed:
+        return Class(partial(Record, name))
+    if (module, name) == ("torch", "Size"):
+        return Class(_size)
+    if (module, name) == ("collections", "OrderedDict"):
+        return Class(_empty_table)
+    if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+        return getattr(torch, name)
+    raise CheckpointError(f"it names {module}.{name}, which is not allowed there")
+
+
+def _size(arguments: tuple[object, ...]) -> tuple[object, ...]:
+    """The sizes themselves, not a copy: one for each mention would be without bound."""
+    if len(arguments) != 1 or type(arguments[0]) is not tuple:
+        raise CheckpointError("it has a torch.Size that is not made of a tuple")
+    return arguments[0]
+
+
+def _empty_table(arguments: tuple[object, ...]) -> dict[str, object]:
+    if arguments:
+        raise CheckpointError("it has an OrderedDict that is made of something")
+    return {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
+import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,17 +12,22 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint import file_names
-from shoal.checkpoint.disk import Folder, disk_errors, open_regular, read_whole, write_synced
-from shoal.checkpoint.manifest import read_manifest
-from shoal.checkpoint.metadata import Manifest
+from shoal.checkpoint.data_files import (
+    CODES,
+    PlannedRegion,
+    RegionReader,
+    cut_region,
+    header_of,
+    raw_bytes,
+)
+from shoal.checkpoint.disk import Folder, checkpoint_at, disk_errors
+from shoal.checkpoint.manifest import Manifest, read_manifest
 from shoal.checkpoint.offline import Progress, outline, read_region, write_offline
-from shoal.checkpoint.publish import check_absent, discard, publish
-from shoal.checkpoint.reader import RegionReader
-from shoal.checkpoint.storage import CODES, Block, block_regions, header_of, raw_bytes
-from shoal.checkpoint.strict_json import strict_json
+from shoal.checkpoint.storage import Checkpoint, FileNames
 from shoal.checkpoint.training import MODEL
+from shoal.checkpoint.untrusted import strict_json
 from shoal.errors import CheckpointError
+from shoal.files import open_regular
 from shoal.layout.region import Region
 
 INDEX = "model.safetensors.index.json"
@@ -31,12 +36,15 @@ MAX_FILE_BYTES = 5_000_000_000
 """A file of an export is about this long, unless one tensor is longer."""
 
 _MAX_INDEX_BYTES = 1 << 28
+_DATA_FILES = FileNames(
+    pattern=re.compile(r"[\w.-]+\.safetensors"), example="model-00001-of-00002.safetensors"
+)
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
 def export_weights(
-    source: Folder,
-    folder: Folder,
+    source: Folder | Checkpoint,
+    folder: Folder | Checkpoint,
     *,
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
@@ -46,31 +54,30 @@ def export_weights(
 
     The optimizer stays behind. `dtype` converts floating-point weights.
     """
-    source, folder = Path(source), Path(folder)
+    source, checkpoint = checkpoint_at(source), checkpoint_at(folder)
     manifest = read_manifest(source)
-    check_absent(folder)
-    staging = folder.parent / f".{folder.name}.saving-{secrets.token_hex(6)}"
-    with disk_errors("make", staging):
-        staging.mkdir(parents=True)
+    partial = checkpoint.create()
     try:
         with RegionReader(source, manifest) as reader:
-            blocks = list(_whole_blocks(source, reader, manifest, dtype))
-            _write_files(staging, blocks, max_file_bytes, progress)
-        publish(staging, folder)
+            planned = list(_whole_tensors(source, reader, manifest, dtype))
+            _write_files(partial, planned, max_file_bytes, progress)
+        partial.publish(checkpoint)
     except BaseException:
-        discard(staging)
+        partial.discard()
         raise
 
 
-def import_weights(source: Folder, folder: Folder, progress: Progress | None = None) -> None:
+def import_weights(
+    source: Folder, folder: Folder | Checkpoint, progress: Progress | None = None
+) -> None:
     """Make a checkpoint of Hugging Face's files, whose model `load_model` loads on any ranks.
 
     Each tensor comes from the file that the index names for it. Files that the index does not
-    name are not opened.
+    name are not opened. They are in a local folder: the safetensors library reads them.
     """
     from safetensors import SafetensorError
 
-    source, folder = Path(source), Path(folder)
+    source = Path(source)
     with ExitStack() as stack:
         try:
             slices = _slices(source, stack)
@@ -78,19 +85,19 @@ def import_weights(source: Folder, folder: Folder, progress: Progress | None = N
                 MODEL + key: outline(values.get_shape(), _dtype(key, values.get_dtype()), "plain")
                 for key, values in slices.items()
             }
-            blocks = [
-                block
+            planned = [
+                item
                 for key, values in slices.items()
-                for block in _slice_blocks(key, values, outlines[MODEL + key].dtype, progress)
+                for item in _planned_slices(key, values, outlines[MODEL + key].dtype, progress)
             ]
-            write_offline(folder, outlines, [blocks], {})
+            write_offline(checkpoint_at(folder), outlines, [planned], {})
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{source} cannot be read as safetensors: {error}") from error
 
 
-def _whole_blocks(
-    source: Path, reader: RegionReader, manifest: Manifest, dtype: torch.dtype | None
-) -> Iterator[Block]:
+def _whole_tensors(
+    source: Checkpoint, reader: RegionReader, manifest: Manifest, dtype: torch.dtype | None
+) -> Iterator[PlannedRegion]:
     names = [name for name in manifest.tensors if name.startswith(MODEL)]
     if not names:
         raise CheckpointError(f"{source} holds no tensor under {MODEL!r}: nothing to export")
@@ -102,46 +109,49 @@ def _whole_blocks(
         def read(name=name, entry=entry, whole=whole, becomes=becomes) -> torch.Tensor:
             return read_region(reader, name, entry, whole).to(becomes)
 
-        yield Block(name=name.removeprefix(MODEL), region=whole, dtype=becomes, read=read)
+        yield PlannedRegion(name=name.removeprefix(MODEL), region=whole, dtype=becomes, read=read)
 
 
 def _write_files(
-    folder: Path, blocks: Sequence[Block], max_file_bytes: int, progress: Progress | None
+    partial: Checkpoint,
+    planned: Sequence[PlannedRegion],
+    max_file_bytes: int,
+    progress: Progress | None,
 ) -> None:
-    files = list(_packed(blocks, max_file_bytes))
+    files = list(_packed(planned, max_file_bytes))
     index: dict[str, str] = {}
     for number, packed in enumerate(files, start=1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        index |= {block.name: name for block in packed}
-        header = header_of({b.name: b for b in packed}, folder / name, {"format": "pt"})
-        total = len(header) + sum(block.num_bytes for block in packed)
-        write_synced(folder / name, _chunks(header, packed, progress), total)
+        index |= {item.name: name for item in packed}
+        header = header_of({b.name: b for b in packed}, partial.locate(name), {"format": "pt"})
+        total = len(header) + sum(item.num_bytes for item in packed)
+        partial.write(name, _chunks(header, packed, progress), total)
     if len(files) > 1:
-        size = sum(block.num_bytes for block in blocks)
+        size = sum(item.num_bytes for item in planned)
         content = {"metadata": {"total_size": size}, "weight_map": index}
         text = json.dumps(content, indent=2).encode()
-        write_synced(folder / INDEX, [text], len(text))
+        partial.write(INDEX, [text], len(text))
 
 
-def _packed(blocks: Sequence[Block], max_file_bytes: int) -> Iterator[list[Block]]:
+def _packed(planned: Sequence[PlannedRegion], max_file_bytes: int) -> Iterator[list[PlannedRegion]]:
     """Fill files one after another, wide elements first, so that data stays aligned."""
-    packed: list[Block] = []
-    for block in sorted(blocks, key=lambda block: -block.dtype.itemsize):
-        if packed and sum(b.num_bytes for b in packed) + block.num_bytes > max_file_bytes:
+    packed: list[PlannedRegion] = []
+    for item in sorted(planned, key=lambda item: -item.dtype.itemsize):
+        if packed and sum(b.num_bytes for b in packed) + item.num_bytes > max_file_bytes:
             yield packed
             packed = []
-        packed.append(block)
+        packed.append(item)
     yield packed
 
 
 def _chunks(
-    header: bytes, blocks: Sequence[Block], progress: Progress | None
+    header: bytes, planned: Sequence[PlannedRegion], progress: Progress | None
 ) -> Iterator[bytes | memoryview]:
     yield header
-    for block in blocks:
-        yield raw_bytes(block.read())
+    for item in planned:
+        yield raw_bytes(item.read())
         if progress is not None:
-            progress(block.num_bytes)
+            progress(item.num_bytes)
 
 
 def _slices(source: Path, stack: ExitStack) -> dict[str, Any]:
@@ -180,13 +190,13 @@ def _weight_map(source: Path) -> dict[str, str] | None:
         if not present:
             raise CheckpointError(_nothing_to_import(source))
         return None
-    data = read_whole(path, _MAX_INDEX_BYTES)
+    data = checkpoint_at(source).read_whole(INDEX, _MAX_INDEX_BYTES)
     try:
         index: Any = strict_json(data)
         weights = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(weights, dict) or not weights:
             raise CheckpointError("it has no weight_map that says which file holds which tensor")
-        weights = {key: file_names.HUGGING_FACE.check(name) for key, name in weights.items()}
+        weights = {key: _DATA_FILES.check(name) for key, name in weights.items()}
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable as JSON: {error}") from error
     except CheckpointError as error:
@@ -223,14 +233,14 @@ def _dtype(key: str, code: str) -> torch.dtype:
     return _DTYPES[code]
 
 
-def _slice_blocks(
+def _planned_slices(
     key: str, values: Any, dtype: torch.dtype, progress: Progress | None
-) -> Iterator[Block]:
-    for region in block_regions(key, Region.whole(values.get_shape()), dtype):
+) -> Iterator[PlannedRegion]:
+    for region in cut_region(key, Region.whole(values.get_shape()), dtype):
 
         def read(region: Region = region) -> torch.Tensor:
             if progress is not None:
                 progress(region.numel * dtype.itemsize)
             return values[region.slices] if region.sizes else values[...]
 
-        yield Block(name=MODEL + key, region=region, dtype=dtype, read=read)
+        yield PlannedRegion(name=MODEL + key, region=region, dtype=dtype, read=read)

@@ -2,88 +2,34 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from shoal.checkpoint.agreement import Agreement, Ranks
-from shoal.checkpoint.batches import Batch, agreed_batches
-from shoal.checkpoint.disk import Folder
-from shoal.checkpoint.latest import existing
-from shoal.checkpoint.manifest import fingerprint, read_manifest
-from shoal.checkpoint.metadata import JSON, Manifest, StoredRegion, TensorEntry
-from shoal.checkpoint.placement import Part, Share, share_of
-from shoal.checkpoint.reader import RegionReader, Take, fresh
-from shoal.checkpoint.selection import Selection, check_match
-from shoal.checkpoint.staging import Staging, aligned
+from shoal.checkpoint.data_files import RegionReader, Take, aligned, fresh
+from shoal.checkpoint.disk import Folder, checkpoint_at
+from shoal.checkpoint.load_plan import Copy, LoadPlan, Move, Selection, plan_load
+from shoal.checkpoint.manifest import JSON, Manifest, fingerprint, read_manifest
+from shoal.checkpoint.ranks import Agreement, Ranks
+from shoal.checkpoint.shares import Share
+from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError
-from shoal.layout.region import Region
 
-Copy = Callable[[], object]
+STAGED_BYTES = 32 << 20
+"""As much as this waits in host memory on a rank until all ranks have verified theirs.
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Move:
-    """A stored region, the parts of it that this rank needs, and where each goes."""
-
-    name: str
-    entry: TensorEntry
-    stored: StoredRegion
-    parts: tuple[Region, ...]
-    targets: tuple[torch.Tensor, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """How much of a `Staging` its values take."""
-        return sum(aligned(part.numel * self.entry.dtype.itemsize) for part in self.parts)
-
-    def read(self, reader: RegionReader, take: Take = fresh) -> Copy:
-        """Fetch the checked values now, and return what writes them."""
-        values = reader.read(self.name, self.entry, self.stored, self.parts, take)
-
-        def write() -> None:
-            for target, value in zip(self.targets, values, strict=True):
-                target.copy_(value)
-
-        return write
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """What a load will do on this rank, tensor by tensor, in the same order on all ranks."""
-
-    manifest: Manifest
-    moves: Mapping[str, Sequence[Move]]
-
-    @property
-    def sizes(self) -> list[int]:
-        """How much of a `Staging` each tensor takes."""
-        return [sum(move.num_bytes for move in moves) for moves in self.moves.values()]
-
-    def check(self, reader: RegionReader, verify: bool) -> None:
-        """Open every file that this rank will read; with `verify`, compare all checksums, too."""
-        for moves in self.moves.values():
-            for move in moves:
-                if verify:
-                    reader.verify(move.name, move.entry, move.stored)
-                else:
-                    reader.check_file(move.stored.file, move.name)
-
-    def batched(self, batches: Sequence[Batch]) -> Iterator[tuple[Batch, list[Move]]]:
-        """What is to be moved in each batch."""
-        each = iter(self.moves.values())
-        for batch in batches:
-            yield batch, [move for moves in islice(each, batch.num_tensors) for move in moves]
+The limit is the largest part that any rank has of any tensor, where that is larger: a tensor is
+written when all of it is verified. So a load holds that much, and the region that is being read.
+"""
 
 
 def load(
-    folder: Folder | None,
+    folder: Folder | Checkpoint | None,
     tensors: Mapping[str, torch.Tensor | Share],
     *,
     group: dist.ProcessGroup | None = None,
@@ -104,17 +50,17 @@ def load(
     Whatever is wrong on any rank, every rank raises `CheckpointError`. `before_write` is called
     when the first tensor is about to be written: from there on an error leaves a mixture.
     """
-    folder = existing(folder)
+    checkpoint = checkpoint_at(folder)
     ranks = Ranks(group)
-    manifest = ranks.together(lambda: read_manifest(folder))
+    manifest = ranks.together(lambda: read_manifest(checkpoint))
     choice = Selection(include=include, exclude=exclude)
-    fill(ranks, folder, manifest, tensors, choice, cast, verify_first, before_write)
+    fill(ranks, checkpoint, manifest, tensors, choice, cast, verify_first, before_write)
     return dict(manifest.extra)
 
 
 def fill(
     ranks: Ranks,
-    folder: Path,
+    checkpoint: Checkpoint,
     manifest: Manifest,
     tensors: Mapping[str, torch.Tensor | Share],
     choice: Selection,
@@ -123,14 +69,14 @@ def fill(
     before_write: Callable[[], object] | None,
 ) -> None:
     """Fill tensors from a checkpoint whose manifest this rank has read. Collective; see `load`."""
-    plan = ranks.together(lambda: _plan(folder, manifest, tensors, choice, cast))
+    plan = ranks.together(lambda: plan_load(checkpoint, manifest, tensors, choice, cast))
     if len(set(ranks.exchange(fingerprint(plan.manifest)))) > 1:
         raise CheckpointError(
-            f"the ranks read different checkpoints at {folder}: every rank must see the same "
+            f"the ranks read different checkpoints at {checkpoint}: every rank must see the same "
             "folder, on a shared file system or as the same copy on each host"
         )
-    batches = [*plan.batched(agreed_batches(ranks, plan.sizes))]
-    with RegionReader(folder, plan.manifest) as reader, torch.no_grad():
+    batches = [*_batched(plan, agreed_batches(ranks, plan.sizes))]
+    with RegionReader(checkpoint, plan.manifest) as reader, torch.no_grad():
         ranks.together(lambda: plan.check(reader, verify_first))
         _stream(ranks, reader, batches, before_write)
 
@@ -182,67 +128,78 @@ def _staged_bytes(batches: Sequence[tuple[Batch, Sequence[Move]]]) -> int:
     return most
 
 
-def _plan(
-    folder: Path,
-    manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor | Share],
-    choice: Selection,
-    cast: bool,
-) -> LoadPlan:
-    """Find out what goes where, before any data is touched."""
-    choice.check_used({*manifest.tensors, *tensors})
-    shares = {name: share_of(name, tensors[name], is_first=True) for name in choice.of(tensors)}
-    names = choice.of(manifest.tensors)
-    check_match(folder, manifest, names, shares, cast=cast, is_partial=True)
-    moves = {
-        name: moves_into(name, manifest.tensors[name], share.parts)
-        for name, share in shares.items()
-    }
-    return LoadPlan(manifest=manifest, moves=moves)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """Tensors that are read and agreed on together, the next ones in order.
+
+    `overlaps` says that no rank lacks the memory to read them while the ranks still agree on the
+    batch before.
+    """
+
+    num_tensors: int
+    overlaps: bool
 
 
-def moves_into(name: str, entry: TensorEntry, held: Sequence[Part]) -> list[Move]:
-    """Find the stored regions that hold what this rank needs; together they hold all of it."""
-    found: dict[StoredRegion, list[tuple[Region, torch.Tensor]]] = defaultdict(list)
-    for part in held:
-        overlaps: list[Region] = []
-        for stored in entry.regions:
-            overlap = stored.region.overlap(part.region)
-            if overlap is not None:
-                target = part.local[overlap.relative_to(part.region).slices]
-                found[stored].append((overlap.relative_to(stored.region), target))
-                overlaps.append(overlap)
-        _check_filled(name, part.region, overlaps)
-    return [
-        Move(
-            name=name,
-            entry=entry,
-            stored=stored,
-            parts=tuple(part for part, _ in pieces),
-            targets=tuple(target for _, target in pieces),
-        )
-        for stored, pieces in found.items()
-    ]
+def agreed_batches(ranks: Ranks, sizes: Sequence[int]) -> list[Batch]:
+    """Cut the tensors, from how many bytes each takes here. Collective."""
+    everywhere = ranks.gather(list(sizes))
+    return ranks.first(lambda: batches_of(everywhere))
 
 
-def _check_filled(name: str, region: Region, overlaps: list[Region]) -> None:
-    found = sum(overlap.numel for overlap in overlaps)
-    if found != region.numel or not _disjoint(overlaps):
+def batches_of(everywhere: Sequence[Sequence[int]]) -> list[Batch]:
+    """Fill batches in order to half of the limit, so that two of them fit."""
+    if len({len(sizes) for sizes in everywhere}) > 1:
+        numbers = ", ".join(str(len(sizes)) for sizes in everywhere)
         raise CheckpointError(
-            f"tensor {name!r}: the checkpoint's regions hold {found:,} elements for "
-            f"{region}, which has {region.numel:,}, or hold some twice; "
-            "the manifest is inconsistent"
+            f"the ranks load different tensors: {numbers} of them. Give every rank the same names, "
+            "include= and exclude="
         )
+    limit = max([STAGED_BYTES, *(size for sizes in everywhere for size in sizes)])
+    batches: list[Batch] = []
+    before = used = [0] * len(everywhere)
+    count = 0
+
+    def close() -> None:
+        fits = all(a + b <= limit for a, b in zip(before, used, strict=True))
+        batches.append(Batch(num_tensors=count, overlaps=fits))
+
+    for added in zip(*everywhere, strict=True):
+        together = [a + b for a, b in zip(used, added, strict=True)]
+        if count and max(together) > limit // 2:
+            close()
+            before, used, count = used, list(added), 1
+        else:
+            used, count = together, count + 1
+    if count:
+        close()
+    return batches
 
 
-def _disjoint(regions: list[Region]) -> bool:
-    """Whether no element is in two regions: compares each with those that begin before it ends."""
-    alive: list[Region] = []
-    for region in sorted(regions, key=lambda region: region.offsets):
-        if not region.sizes:
-            return len(regions) == 1
-        alive = [other for other in alive if other.stops[0] > region.offsets[0]]
-        if any(region.overlap(other) is not None for other in alive):
-            return False
-        alive.append(region)
-    return True
+def _batched(plan: LoadPlan, batches: Sequence[Batch]) -> Iterator[tuple[Batch, list[Move]]]:
+    """What is to be moved in each batch."""
+    each = iter(plan.moves.values())
+    for batch in batches:
+        yield batch, [move for moves in islice(each, batch.num_tensors) for move in moves]
+
+
+class Staging:
+    """One piece of memory with two ends, where two batches meet: each grows from its own.
+
+    Memory that is new to the process costs more than reading into it, so it is taken once, and
+    every batch has the memory of the last but one.
+    """
+
+    def __init__(self, num_bytes: int) -> None:
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def end(self, number: int) -> Callable[[int], torch.Tensor]:
+        """Free all at the first end, or the second where the number is odd; give what takes it."""
+        taken_bytes = 0
+
+        def take(num_bytes: int) -> torch.Tensor:
+            nonlocal taken_bytes
+            before, taken_bytes = taken_bytes, taken_bytes + aligned(num_bytes)
+            start = self._memory.numel() - taken_bytes if number % 2 else before
+            return self._memory[start : start + num_bytes]
+
+        return take

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 
 import torch
 
-from shoal.checkpoint.disk import Folder
-from shoal.checkpoint.load import moves_into
-from shoal.checkpoint.manifest import read_manifest
-from shoal.checkpoint.metadata import JSON, Manifest, TensorEntry
-from shoal.checkpoint.placement import Part, Share
-from shoal.checkpoint.publish import discard, open_staging
-from shoal.checkpoint.reader import RegionReader
+from shoal.checkpoint.data_files import PlannedRegion, RegionReader, cut_region, write_regions
+from shoal.checkpoint.disk import Folder, checkpoint_at
+from shoal.checkpoint.load_plan import moves_into
+from shoal.checkpoint.manifest import JSON, Manifest, TensorEntry, read_manifest
 from shoal.checkpoint.save import finish
-from shoal.checkpoint.storage import Block, block_regions, write_blocks
+from shoal.checkpoint.shares import Part, Share
+from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import UsageError
 from shoal.layout.chunk import chunk_region
 from shoal.layout.region import Region
@@ -24,11 +21,11 @@ Progress = Callable[[int], object]
 """Told the number of bytes that were dealt with since it was last told."""
 
 
-def verify(folder: Folder, progress: Progress | None = None) -> Manifest:
+def verify(folder: Folder | Checkpoint, progress: Progress | None = None) -> Manifest:
     """Compare every byte of a checkpoint with its checksums; raises CheckpointError."""
-    folder = Path(folder)
-    manifest = read_manifest(folder)
-    with RegionReader(folder, manifest) as reader:
+    checkpoint = checkpoint_at(folder)
+    manifest = read_manifest(checkpoint)
+    with RegionReader(checkpoint, manifest) as reader:
         for name in manifest.files:
             reader.check_file(name)
         for name, entry in manifest.tensors.items():
@@ -40,7 +37,10 @@ def verify(folder: Folder, progress: Progress | None = None) -> Manifest:
 
 
 def reshard(
-    source: Folder, folder: Folder, num_files: int, progress: Progress | None = None
+    source: Folder | Checkpoint,
+    folder: Folder | Checkpoint,
+    num_files: int,
+    progress: Progress | None = None,
 ) -> None:
     """Write a checkpoint anew, cut along the first dim for that many ranks.
 
@@ -48,14 +48,14 @@ def reshard(
     """
     if num_files < 1:
         raise UsageError(f"expected a number of ranks of 1 or more, got {num_files}")
-    source, folder = Path(source), Path(folder)
+    source = checkpoint_at(source)
     manifest = read_manifest(source)
     with RegionReader(source, manifest) as reader:
         files = [
             [
-                block
+                item
                 for name, entry in manifest.tensors.items()
-                for block in _blocks(reader, name, entry, _chunk(entry, num_files, rank), progress)
+                for item in _planned(reader, name, entry, _chunk(entry, num_files, rank), progress)
             ]
             for rank in range(num_files)
         ]
@@ -63,7 +63,7 @@ def reshard(
             name: outline(entry.shape, entry.dtype, f"cut for {num_files} ranks")
             for name, entry in manifest.tensors.items()
         }
-        write_offline(folder, outlines, files, manifest.extra)
+        write_offline(checkpoint_at(folder), outlines, files, manifest.extra)
 
 
 def outline(shape: Sequence[int], dtype: torch.dtype, layout: str) -> Share:
@@ -72,19 +72,18 @@ def outline(shape: Sequence[int], dtype: torch.dtype, layout: str) -> Share:
 
 
 def write_offline(
-    folder: Path,
+    checkpoint: Checkpoint,
     outlines: Mapping[str, Share],
-    files: Sequence[Sequence[Block]],
+    files: Sequence[Sequence[PlannedRegion]],
     extra: Mapping[str, JSON],
 ) -> None:
-    """Write, verify and publish a checkpoint of which each block is fetched when it is written."""
-    folder = Path(folder)
-    staging = folder.parent / open_staging(folder)
+    """Write, verify and publish a checkpoint of which each region is fetched when it is written."""
+    partial = checkpoint.create()
     try:
-        written = [write_blocks(staging, rank, blocks) for rank, blocks in enumerate(files)]
-        finish(staging, folder, len(files), outlines, written, extra)
+        written = [write_regions(partial, rank, planned) for rank, planned in enumerate(files)]
+        finish(partial, checkpoint, len(files), outlines, written, extra)
     except BaseException:
-        discard(staging)
+        partial.discard()
         raise
 
 
@@ -106,18 +105,18 @@ def _chunk(entry: TensorEntry, num_files: int, rank: int) -> Region | None:
     return whole if rank == 0 else None
 
 
-def _blocks(
+def _planned(
     reader: RegionReader,
     name: str,
     entry: TensorEntry,
     chunk: Region | None,
     progress: Progress | None,
-) -> Iterator[Block]:
-    for region in () if chunk is None else block_regions(name, chunk, entry.dtype):
+) -> Iterator[PlannedRegion]:
+    for region in () if chunk is None else cut_region(name, chunk, entry.dtype):
 
         def read(region: Region = region) -> torch.Tensor:
             if progress is not None:
                 progress(region.numel * entry.dtype.itemsize)
             return read_region(reader, name, entry, region)
 
-        yield Block(name=name, region=region, dtype=entry.dtype, read=read)
+        yield PlannedRegion(name=name, region=region, dtype=entry.dtype, read=read)

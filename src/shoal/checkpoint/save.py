@@ -1,27 +1,54 @@
-"""Saving: plan, write, verify, publish."""
+"""Saving: plan, write, verify, publish; at once, or in the background of the next steps."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
 
-from shoal.checkpoint.agreement import Ranks
-from shoal.checkpoint.disk import Folder, disk_errors
-from shoal.checkpoint.manifest import fingerprint, read_manifest, write_manifest
-from shoal.checkpoint.metadata import JSON, Manifest, StoredRegion, TensorEntry, check_json
-from shoal.checkpoint.pending import settle
-from shoal.checkpoint.placement import Share, share_of
-from shoal.checkpoint.publish import discard, open_staging, publish
-from shoal.checkpoint.storage import Block, WrittenFile, blocks_of, write_blocks
+from shoal.checkpoint.background import (
+    PendingSave,
+    await_outcome,
+    collect_notes,
+    leave_note,
+    remember,
+    settle,
+)
+from shoal.checkpoint.data_files import (
+    PlannedRegion,
+    WrittenFile,
+    aligned,
+    planned_regions,
+    write_regions,
+)
+from shoal.checkpoint.disk import Folder, checkpoint_at
+from shoal.checkpoint.manifest import (
+    JSON,
+    Manifest,
+    StoredRegion,
+    TensorEntry,
+    check_json,
+    file_name,
+    fingerprint,
+    read_manifest,
+    write_manifest,
+)
+from shoal.checkpoint.ranks import Ranks
+from shoal.checkpoint.shares import Share, share_of
+from shoal.checkpoint.storage import Checkpoint, storage_errors
 from shoal.errors import CheckpointError
+
+TIMEOUT_S = 1800.0
+"""How long a rank waits for the others' parts in the background before it gives the save up."""
 
 
 def save(
-    folder: Folder,
+    folder: Folder | Checkpoint,
     tensors: Mapping[str, torch.Tensor | Share],
     extra: Mapping[str, JSON],
     *,
@@ -35,55 +62,78 @@ def save(
     `CheckpointError` and no folder of that name is left. A save in the background is waited for,
     and its error is raised here.
     """
-    folder = Path(folder)
+    checkpoint = checkpoint_at(folder)
     ranks = Ranks(group)
     settle(ranks)
-    shares, blocks = ranks.together(lambda: plan_save(tensors, extra, ranks.is_first))
-    check_same(ranks, folder.name, shares)
-    staging = folder.parent / ranks.first(lambda: open_staging(folder))
+    shares, planned = ranks.together(lambda: _plan(tensors, extra, ranks.is_first))
+    partial = _begin(ranks, checkpoint, shares)
     try:
-        written = ranks.gather(ranks.together(lambda: write_blocks(staging, ranks.rank, blocks)))
-        ranks.first(lambda: finish(staging, folder, ranks.size, shares, written, extra))
+        written = ranks.gather(ranks.together(lambda: write_regions(partial, ranks.rank, planned)))
+        ranks.first(lambda: finish(partial, checkpoint, ranks.size, shares, written, extra))
     except BaseException:
         # By now every rank has stopped writing: `together` waited for all of them.
         if ranks.is_first:
-            discard(staging)
+            partial.discard()
         raise
 
 
-def plan_save(
-    tensors: Mapping[str, torch.Tensor | Share], extra: Mapping[str, JSON], is_first: bool
-) -> tuple[dict[str, Share], list[Block]]:
-    """Say what this rank holds and writes, before any byte moves."""
-    check_json(extra)
-    shares = {name: share_of(name, tensors[name], is_first=is_first) for name in sorted(tensors)}
-    return shares, [block for name, share in shares.items() for block in blocks_of(name, share)]
+@overload
+def async_save(
+    folder: Folder,
+    tensors: Mapping[str, torch.Tensor | Share],
+    extra: Mapping[str, JSON],
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = TIMEOUT_S,
+    parents: bool = True,
+) -> PendingSave[Path]: ...
+@overload
+def async_save(
+    folder: Checkpoint,
+    tensors: Mapping[str, torch.Tensor | Share],
+    extra: Mapping[str, JSON],
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = TIMEOUT_S,
+    parents: bool = True,
+) -> PendingSave[Checkpoint]: ...
+def async_save(
+    folder: Folder | Checkpoint,
+    tensors: Mapping[str, torch.Tensor | Share],
+    extra: Mapping[str, JSON],
+    *,
+    group: dist.ProcessGroup | None = None,
+    timeout_s: float = TIMEOUT_S,
+    parents: bool = True,
+) -> PendingSave[Any]:
+    """Copy what `save` would write to host memory, and write it in the background.
 
+    Collective up to the copy, which is of this rank's part and into memory that the next save
+    uses again. At most one save is in flight: this waits for the one before, and raises its error
+    if it failed. Call `check` on the result in every step, and `wait` at the end. Without `parents`
+    the folder that holds checkpoints is not made: it has to be there.
+    """
+    checkpoint = checkpoint_at(folder)
+    ranks = Ranks(group)
+    buffer = settle(ranks)
 
-def check_same(ranks: Ranks, folder_name: str, shares: Mapping[str, Share]) -> None:
-    """Raise on all ranks unless they save the same tensors under the same name."""
-    mine = [(name, share.shape, str(share.dtype)) for name, share in shares.items()]
-    digest = hashlib.blake2b(repr((folder_name, mine)).encode(), digest_size=16).hexdigest()
-    if len(set(ranks.exchange(digest))) == 1:
-        return
-    outlines = ranks.exchange((folder_name, mine))
-    first_name, first = outlines[0]
-    for rank, (name, outline) in enumerate(outlines):
-        if name != first_name:
-            raise CheckpointError(f"rank 0 saves to {first_name!r}, rank {rank} to {name!r}")
-        differing = sorted(set(first) ^ set(outline))
-        if differing:
-            tensor, shape, dtype = differing[0]
-            owner, other = (0, rank) if differing[0] in first else (rank, 0)
-            raise CheckpointError(
-                f"the ranks save different tensors: rank {owner} has {tensor!r} of shape {shape} "
-                f"and {dtype}, rank {other} has not; {len(differing)} differ in all"
-            )
+    def copy() -> tuple[dict[str, Share], list[PlannedRegion], torch.Tensor]:
+        shares, planned = _plan(tensors, extra, ranks.is_first)
+        copies, memory = _copied(planned, buffer)
+        return shares, copies, memory
+
+    shares, planned, memory = ranks.together(copy)
+    partial = _begin(ranks, checkpoint, shares, parents=parents)
+    work = _background(partial, checkpoint, ranks, shares, planned, dict(extra), timeout_s)
+    place = folder if isinstance(folder, Checkpoint) else Path(folder)
+    pending = PendingSave(place, ranks, work, memory)
+    remember(ranks, pending)
+    return pending
 
 
 def finish(
-    staging: Path,
-    folder: Path,
+    partial: Checkpoint,
+    checkpoint: Checkpoint,
     world_size: int,
     shares: Mapping[str, Share],
     written: Sequence[WrittenFile | None],
@@ -101,22 +151,62 @@ def finish(
         tensors={name: _entry(name, share, tuple(regions[name])) for name, share in shares.items()},
         extra=extra,
     )
-    write_manifest(staging, manifest)
-    _check_written(staging, manifest)
-    publish(staging, folder)
+    write_manifest(partial, manifest)
+    _check_written(partial, manifest)
+    partial.publish(checkpoint)
 
 
-def _check_written(staging: Path, manifest: Manifest) -> None:
+def _plan(
+    tensors: Mapping[str, torch.Tensor | Share], extra: Mapping[str, JSON], is_first: bool
+) -> tuple[dict[str, Share], list[PlannedRegion]]:
+    """Say what this rank holds and writes, before any byte moves."""
+    check_json(extra)
+    shares = {name: share_of(name, tensors[name], is_first=is_first) for name in sorted(tensors)}
+    return shares, [item for name, share in shares.items() for item in planned_regions(name, share)]
+
+
+def _begin(
+    ranks: Ranks, checkpoint: Checkpoint, shares: Mapping[str, Share], *, parents: bool = True
+) -> Checkpoint:
+    """Make the partial checkpoint of ranks that save the same tensors. Collective."""
+    _check_same(ranks, checkpoint.name, shares)
+    name = ranks.first(lambda: checkpoint.create(parents=parents).name)
+    return Checkpoint(checkpoint.storage, name)
+
+
+def _check_same(ranks: Ranks, own_name: str, shares: Mapping[str, Share]) -> None:
+    """Raise on all ranks unless they save the same tensors under the same name."""
+    mine = [(name, share.shape, str(share.dtype)) for name, share in shares.items()]
+    digest = hashlib.blake2b(repr((own_name, mine)).encode(), digest_size=16).hexdigest()
+    if len(set(ranks.exchange(digest))) == 1:
+        return
+    outlines = ranks.exchange((own_name, mine))
+    first_name, first = outlines[0]
+    for rank, (name, outline) in enumerate(outlines):
+        if name != first_name:
+            raise CheckpointError(f"rank 0 saves to {first_name!r}, rank {rank} to {name!r}")
+        differing = sorted(set(first) ^ set(outline))
+        if differing:
+            tensor, shape, dtype = differing[0]
+            owner, other = (0, rank) if differing[0] in first else (rank, 0)
+            raise CheckpointError(
+                f"the ranks save different tensors: rank {owner} has {tensor!r} of shape {shape} "
+                f"and {dtype}, rank {other} has not; {len(differing)} differ in all"
+            )
+
+
+def _check_written(partial: Checkpoint, manifest: Manifest) -> None:
     """See that what is about to be published reads back as a checkpoint."""
-    found = read_manifest(staging)
+    found = read_manifest(partial)
     if fingerprint(found) != fingerprint(manifest):
-        raise CheckpointError(f"the manifest in {staging} does not read back as it was written")
+        raise CheckpointError(f"the manifest in {partial} does not read back as it was written")
     for name, file in manifest.files.items():
-        with disk_errors("find", staging / name):
-            size = (staging / name).stat().st_size
+        where = partial.locate(name)
+        with storage_errors("find", where), closing(partial.open(name)) as opened:
+            size = opened.num_bytes
         if size != file.num_bytes:
             raise CheckpointError(
-                f"{staging / name} has {size:,} bytes, and {file.num_bytes:,} were written: "
+                f"{where} has {size:,} bytes, and {file.num_bytes:,} were written: "
                 "every rank must save to the same file system"
             )
 
@@ -131,3 +221,73 @@ def _entry(name: str, share: Share, regions: tuple[StoredRegion, ...]) -> Tensor
             f"{name!r}: {error}. All ranks of the tensor's mesh must save together, each once: "
             "pass the group that has exactly those ranks"
         ) from error
+
+
+def _background(
+    partial: Checkpoint,
+    checkpoint: Checkpoint,
+    ranks: Ranks,
+    shares: Mapping[str, Share],
+    planned: Sequence[PlannedRegion],
+    extra: Mapping[str, JSON],
+    timeout_s: float,
+) -> Callable[[], None]:
+    """What a rank does in the background; uses the storage alone, no collectives."""
+    rank, world_size = ranks.rank, ranks.size
+
+    def write() -> None:
+        try:
+            written = write_regions(partial, rank, planned)
+        except BaseException as error:
+            # What the unfinished file takes may be all the room that there is for the note. Where
+            # even that is too little, the first rank gives up in time; this error counts.
+            with suppress(CheckpointError):
+                partial.remove(file_name(rank))
+            with suppress(CheckpointError):
+                leave_note(partial, rank, None, str(error))
+            raise
+        leave_note(partial, rank, written, None)
+
+    def lead() -> None:
+        try:
+            write()
+            written = collect_notes(partial, world_size, timeout_s)
+            finish(partial, checkpoint, world_size, shares, written, extra)
+        except BaseException:
+            partial.discard()
+            raise
+
+    def follow() -> None:
+        write()
+        await_outcome(partial, checkpoint, timeout_s)
+
+    return lead if ranks.is_first else follow
+
+
+def _copied(
+    planned: Sequence[PlannedRegion], buffer: torch.Tensor | None
+) -> tuple[list[PlannedRegion], torch.Tensor]:
+    """Copy planned regions into one piece of host memory, an old one if it is large enough."""
+    starts: list[int] = []
+    end = 0
+    for item in planned:
+        starts.append(end)
+        end += aligned(item.num_bytes)
+    sources = [item.read() for item in planned]
+    devices = {source.device for source in sources if source.is_cuda}
+    if buffer is None or buffer.numel() < end:
+        buffer = torch.empty(end, dtype=torch.uint8, pin_memory=bool(devices))
+    copies: list[PlannedRegion] = []
+    with torch.no_grad():
+        for item, source, start in zip(planned, sources, starts, strict=True):
+            raw = buffer[start : start + item.num_bytes].view(item.dtype)
+            values = raw.view(item.region.sizes)
+            values.copy_(source, non_blocking=True)
+            copies.append(_planned_of(item, values))
+    for device in devices:
+        torch.cuda.synchronize(device)
+    return copies, buffer
+
+
+def _planned_of(item: PlannedRegion, values: torch.Tensor) -> PlannedRegion:
+    return PlannedRegion(name=item.name, region=item.region, dtype=item.dtype, read=lambda: values)

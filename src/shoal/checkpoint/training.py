@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from shoal.checkpoint.agreement import Ranks
-from shoal.checkpoint.disk import Folder
-from shoal.checkpoint.generators import PREFIX as GENERATORS
-from shoal.checkpoint.generators import generator_shares, read_generators, restore_generators
-from shoal.checkpoint.latest import existing
+from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.load import fill, load
-from shoal.checkpoint.manifest import read_manifest
-from shoal.checkpoint.metadata import JSON, Manifest
+from shoal.checkpoint.load_plan import Selection, check_match
+from shoal.checkpoint.manifest import JSON, Manifest, read_manifest
 from shoal.checkpoint.optimizer import (
     check_hyper_parameters,
     check_saved_groups,
@@ -29,10 +25,16 @@ from shoal.checkpoint.optimizer import (
     prepare_optimizer,
     restore_hyper_parameters,
 )
-from shoal.checkpoint.placement import Share, share_of
+from shoal.checkpoint.random_generators import PREFIX as GENERATORS
+from shoal.checkpoint.random_generators import (
+    generator_shares,
+    read_generators,
+    restore_generators,
+)
+from shoal.checkpoint.ranks import Ranks
 from shoal.checkpoint.save import save
-from shoal.checkpoint.selection import Selection, check_match
-from shoal.checkpoint.unusable import check_usable, clear_mark, mark_unusable
+from shoal.checkpoint.shares import Share, share_of
+from shoal.checkpoint.storage import Checkpoint
 from shoal.checkpoint.wrapped import (
     empty_states,
     take_over,
@@ -46,9 +48,11 @@ from shoal.wrapper.base import wrappers_below
 MODEL = "model/"
 """What the names of a model's tensors begin with."""
 
+_MARK = "_shoal_unusable"
+
 
 def save_training(
-    folder: Folder,
+    folder: Folder | Checkpoint,
     model: nn.Module,
     optimizer: Optimizer,
     extra: Mapping[str, JSON],
@@ -79,7 +83,7 @@ def training_state(
 
 
 def load_training(
-    folder: Folder | None,
+    folder: Folder | Checkpoint | None,
     model: nn.Module,
     optimizer: Optimizer,
     *,
@@ -91,24 +95,28 @@ def load_training(
     Random generators are restored on the number of ranks that saved them. An error before the
     first write leaves everything as it was; after it, the model raises when it is used.
     """
-    folder = existing(folder)
+    checkpoint = checkpoint_at(folder)
     model = bare(model)
     ranks = Ranks(group)
-    manifest = ranks.together(lambda: _training_manifest(folder))
+    manifest = ranks.together(lambda: _training_manifest(checkpoint))
     weights = ranks.together(lambda: weights_of(model))
-    ranks.together(lambda: _check_fits(folder, manifest, model, optimizer, weights))
-    generators = ranks.together(lambda: read_generators(folder, manifest, ranks.rank, ranks.size))
-    source = _Source(folder=folder, manifest=manifest, ranks=ranks, verify_first=verify_first)
+    ranks.together(lambda: _check_fits(checkpoint, manifest, model, optimizer, weights))
+    generators = ranks.together(
+        lambda: read_generators(checkpoint, manifest, ranks.rank, ranks.size)
+    )
+    saved = _SavedTraining(
+        checkpoint=checkpoint, manifest=manifest, ranks=ranks, verify_first=verify_first
+    )
     load_into = _load_wrapped if wrappers_below(model) else _load_bare
-    load_into(source, model, optimizer, weights)
-    restore_hyper_parameters(model, optimizer, source.hyper)
+    load_into(saved, model, optimizer, weights)
+    restore_hyper_parameters(model, optimizer, saved.hyper)
     restore_generators(generators)
-    clear_mark(model)
-    return dict(source.extra["training"])
+    _clear_mark(model)
+    return dict(saved.extra["training"])
 
 
 def load_model(
-    folder: Folder | None,
+    folder: Folder | Checkpoint | None,
     model: nn.Module,
     *,
     group: dist.ProcessGroup | None = None,
@@ -118,24 +126,24 @@ def load_model(
     verify_first: bool = False,
 ) -> None:
     """Load weights alone, or those whose names in the model the patterns choose. See `load`."""
-    folder = existing(folder)
+    checkpoint = checkpoint_at(folder)
     model = bare(model)
     is_wrapped = bool(wrappers_below(model))
     weights = Ranks(group).together(lambda: weights_of(model))
     load(
-        folder,
+        checkpoint,
         _named(weights),
         group=group,
         include=[MODEL + pattern for pattern in include],
         exclude=[MODEL + pattern for pattern in exclude],
         cast=cast,
         verify_first=verify_first,
-        before_write=None if is_wrapped else lambda: mark_unusable(model, _mixture(folder)),
+        before_write=None if is_wrapped else lambda: _mark_unusable(model, _mixture(checkpoint)),
     )
     if is_wrapped:
-        mark_unusable(model, _mixture(folder))
+        _mark_unusable(model, _mixture(checkpoint))
         take_weights(model, weights)
-    clear_mark(model)
+    _clear_mark(model)
 
 
 def bare(model: nn.Module) -> nn.Module:
@@ -164,7 +172,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def _state(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
-    check_usable(model)
+    _check_usable(model)
     return _tensors(model, optimizer)
 
 
@@ -178,10 +186,10 @@ def _tensors(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class _SavedTraining:
     """A checkpoint that `save_training` wrote, and how it is to be read."""
 
-    folder: Path
+    checkpoint: Checkpoint
     manifest: Manifest
     ranks: Ranks
     verify_first: bool
@@ -210,7 +218,7 @@ class _Source:
         has_generators = any(name.startswith(GENERATORS) for name in self.manifest.tensors)
         choice = Selection(exclude=[f"{GENERATORS}*"] if has_generators else [])
         fill(
-            *(self.ranks, self.folder, self.manifest, tensors, choice),
+            *(self.ranks, self.checkpoint, self.manifest, tensors, choice),
             cast=False,
             verify_first=self.verify_first,
             before_write=before_write,
@@ -218,20 +226,23 @@ class _Source:
 
 
 def _load_bare(
-    source: _Source, model: nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
+    saved: _SavedTraining,
+    model: nn.Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
 ) -> None:
     """Load into the tensors themselves, which make an unusable mixture until all are there."""
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
 
     def state() -> dict[str, torch.Tensor]:
-        prepare_optimizer(model, optimizer, source.states)
-        check_hyper_parameters(model, optimizer, source.hyper)
+        prepare_optimizer(model, optimizer, saved.states)
+        check_hyper_parameters(model, optimizer, saved.hyper)
         return optimizer_tensors(model, optimizer)[0]
 
     try:
-        moments = source.ranks.together(state)
+        moments = saved.ranks.together(state)
         tensors = _named(weights) | moments
-        source.fill(tensors, lambda: mark_unusable(model, _mixture(source.folder)))
+        saved.fill(tensors, lambda: _mark_unusable(model, _mixture(saved.checkpoint)))
     except BaseException:
         # A checkpoint that is refused leaves the optimizer as it was, like everything else.
         optimizer.state.clear()
@@ -240,24 +251,27 @@ def _load_bare(
 
 
 def _load_wrapped(
-    source: _Source, model: nn.Module, optimizer: Optimizer, weights: Mapping[str, torch.Tensor]
+    saved: _SavedTraining,
+    model: nn.Module,
+    optimizer: Optimizer,
+    weights: Mapping[str, torch.Tensor],
 ) -> None:
     """Load into copies, and let the model have them when all are there."""
-    ranks = source.ranks
-    ranks.together(lambda: _try_state(source, model, optimizer))
-    states = ranks.together(lambda: empty_states(model, source.manifest))
-    source.fill({**_named(weights), **states})
-    mark_unusable(model, _mixture(source.folder))
-    take_over(model, optimizer, weights, states, source.hyper)
+    ranks = saved.ranks
+    ranks.together(lambda: _try_state(saved, model, optimizer))
+    states = ranks.together(lambda: empty_states(model, saved.manifest))
+    saved.fill({**_named(weights), **states})
+    _mark_unusable(model, _mixture(saved.checkpoint))
+    take_over(model, optimizer, weights, states, saved.hyper)
 
 
-def _try_state(source: _Source, model: nn.Module, optimizer: Optimizer) -> None:
+def _try_state(saved: _SavedTraining, model: nn.Module, optimizer: Optimizer) -> None:
     """See that all state is there that the optimizer makes, and leave it as it was."""
     before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
     try:
-        prepare_optimizer(model, optimizer, source.states)
-        check_hyper_parameters(model, optimizer, source.hyper)
-        check_states(model, optimizer, source.states)
+        prepare_optimizer(model, optimizer, saved.states)
+        check_hyper_parameters(model, optimizer, saved.hyper)
+        check_states(model, optimizer, saved.states)
     finally:
         optimizer.state.clear()
         optimizer.state.update(before)
@@ -267,25 +281,25 @@ def _named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{MODEL}{name}": value for name, value in weights.items()}
 
 
-def _mixture(folder: Path) -> str:
+def _mixture(checkpoint: Checkpoint) -> str:
     return (
-        f"loading {folder} failed when some tensors were written, so the model is a mixture of "
+        f"loading {checkpoint} failed when some tensors were written, so the model is a mixture of "
         "two states: load a good checkpoint into it, or build it anew. With verify_first=True a "
         "load that fails writes nothing"
     )
 
 
-def _training_manifest(folder: Path) -> Manifest:
-    manifest = read_manifest(folder)
+def _training_manifest(checkpoint: Checkpoint) -> Manifest:
+    manifest = read_manifest(checkpoint)
     if not isinstance(manifest.extra.get("training"), dict) or "optimizer" not in manifest.extra:
         raise CheckpointError(
-            f"{folder} was not written by save_training: load it with shoal.checkpoint.load"
+            f"{checkpoint} was not written by save_training: load it with shoal.checkpoint.load"
         )
     return manifest
 
 
 def _check_fits(
-    folder: Path,
+    checkpoint: Checkpoint,
     manifest: Manifest,
     model: nn.Module,
     optimizer: Optimizer,
@@ -294,5 +308,31 @@ def _check_fits(
     """Raise unless this is a checkpoint of such a model, first of all, and of such an optimizer."""
     shares = {name: share_of(name, v, is_first=True) for name, v in _named(weights).items()}
     stored = [name for name in manifest.tensors if name.startswith(MODEL)]
-    check_match(folder, manifest, stored, shares, cast=False, is_partial=False)
+    check_match(checkpoint, manifest, stored, shares, cast=False, is_partial=False)
     check_saved_groups(model, optimizer, manifest.extra["optimizer"])
+
+
+def _mark_unusable(model: nn.Module, reason: str) -> None:
+    """Let every use of the model raise until a load succeeds."""
+    _clear_mark(model)
+
+    def refuse(*_: object) -> NoReturn:
+        raise CheckpointError(reason)
+
+    handle = model.register_forward_pre_hook(refuse, prepend=True)
+    # Beside the module's own attributes: no state dict and no repr shows it.
+    model.__dict__[_MARK] = (handle, reason)
+
+
+def _clear_mark(model: nn.Module) -> None:
+    """Let the model be used again."""
+    mark: tuple[RemovableHandle, str] | None = model.__dict__.pop(_MARK, None)
+    if mark is not None:
+        mark[0].remove()
+
+
+def _check_usable(model: nn.Module) -> None:
+    """Raise CheckpointError if the model holds a mixture of two states."""
+    mark: tuple[RemovableHandle, str] | None = model.__dict__.get(_MARK)
+    if mark is not None:
+        raise CheckpointError(mark[1])

@@ -22,9 +22,8 @@ from torch.distributed.fsdp import (
 )
 from torch.optim import Optimizer
 
-from shoal.checkpoint.hyper_parameters import PREFIX
-from shoal.checkpoint.metadata import JSON, Manifest, TensorEntry
-from shoal.checkpoint.optimizer import groups_of, parsed
+from shoal.checkpoint.manifest import JSON, Manifest, TensorEntry
+from shoal.checkpoint.optimizer import PREFIX, groups_of, parsed
 from shoal.errors import CheckpointError
 from shoal.wrapper.fully_sharded import FullyShardedDataParallel
 from shoal.wrapper.names import NamedMember, clean, named_members

@@ -22,7 +22,7 @@ from shoal.checkpoint import (
     verify,
 )
 from shoal.checkpoint.dcp_import import METADATA
-from shoal.checkpoint.metadata import Manifest
+from shoal.checkpoint.manifest import Manifest
 from shoal.cli.flags import Parser
 from shoal.errors import CheckpointError
 from shoal.train.safe_stream import printable

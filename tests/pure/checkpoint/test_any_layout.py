@@ -18,7 +18,7 @@ from torch.distributed.tensor import (
 
 import cuts
 from listed_cuts import CUTS, MATRIX_CUTS, listed
-from shoal.checkpoint import load, save, storage
+from shoal.checkpoint import data_files, load, save
 from shoal.comm.local import run_local
 from shoal.layout import Block, Even, Flat, Rows, Whole
 from shoal.tensor import ShardedTensor
@@ -102,7 +102,7 @@ def check_pairs(folder: Path, pairs: Sequence[tuple[int, int]], num_tensors: int
 @pytest.fixture(params=[24, 1 << 20])
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Path:
     """In small blocks a shard is many regions, which others cut elsewhere."""
-    monkeypatch.setattr(storage, "BLOCK_BYTES", request.param)
+    monkeypatch.setattr(data_files, "REGION_BYTES", request.param)
     return tmp_path
 
 

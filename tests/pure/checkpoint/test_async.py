@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from shoal.checkpoint import async_save, latest, load, save, step_folder
+from shoal.checkpoint.background import collect_notes, leave_note
+from shoal.checkpoint.disk import checkpoint_at
 from shoal.comm.local import run_local
 from shoal.errors import CheckpointError
 
@@ -129,8 +131,7 @@ def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_died_is_named(tmp_path: Path) -> None:
-    from shoal.checkpoint.notes import collect_notes, leave_note
-
-    leave_note(tmp_path, 0, None, None)
+    partial = checkpoint_at(tmp_path)
+    leave_note(partial, 0, None, None)
     with pytest.raises(CheckpointError, match=r"rank 1 did not write its part .* in 0.05 s"):
-        collect_notes(tmp_path, 2, 0.05)
+        collect_notes(partial, 2, 0.05)

@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.checkpoint import load, read_manifest, save, storage
-from shoal.checkpoint.batches import STAGED_BYTES, batches_of
-from shoal.checkpoint.placement import Part, Share
-from shoal.checkpoint.staging import Staging
+from shoal.checkpoint import data_files, load, read_manifest, save
+from shoal.checkpoint.load import STAGED_BYTES, Staging, batches_of
+from shoal.checkpoint.shares import Part, Share
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region, flat_regions
 
@@ -66,7 +65,7 @@ def test_a_load_takes_less_than_two_shards_of_host_memory(
     large: Path, half: Callable[[tuple[int, ...]], list[Region]], verify_first: bool
 ) -> None:
     shard_bytes = 4 * SHAPE[0] * SHAPE[1] // 2
-    assert shard_bytes > 2 * storage.BLOCK_BYTES
+    assert shard_bytes > 2 * data_files.REGION_BYTES
     targets = {name: share(SHAPE, half(SHAPE)) for name in NAMES}
     targets |= {name: share((256, 1024), half((256, 1024))) for name in SMALL}
     used = growth(lambda: load(large, targets, verify_first=verify_first))
@@ -91,7 +90,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_no_region_is_read_twice_and_none_in_vain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "BLOCK_BYTES", 80)
+    monkeypatch.setattr(data_files, "REGION_BYTES", 80)
     shape = (9, 20)
     save(tmp_path / "c", {"x": whole(shape), "y": whole(shape)}, {})
     manifest = read_manifest(tmp_path / "c")
@@ -119,9 +118,9 @@ def test_no_region_is_read_twice_and_none_in_vain(
 
 
 def test_blocks_are_small_however_long_a_row_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "BLOCK_BYTES", 64)
+    monkeypatch.setattr(data_files, "REGION_BYTES", 64)
     region = Region(offsets=(2, 5, 1), sizes=(3, 4, 33))
-    blocks = [*storage.block_regions("x", region, torch.float32)]
+    blocks = [*data_files.cut_region("x", region, torch.float32)]
     assert max(block.numel for block in blocks) == 16
     assert sum(block.numel for block in blocks) == region.numel
     held = torch.zeros(5, 9, 34)

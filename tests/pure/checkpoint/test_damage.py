@@ -1,5 +1,6 @@
 """A thousand kinds of damage, and files that were made to do harm."""
 
+import importlib
 import json
 import os
 import random
@@ -15,7 +16,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
 
 from shoal.checkpoint import (
-    batches,
     load,
     load_model,
     load_training,
@@ -27,6 +27,7 @@ from shoal.checkpoint.manifest import NAME, sealed
 from shoal.comm.local import run_local
 from shoal.errors import CheckpointError, ShoalError
 
+LOADING = importlib.import_module("shoal.checkpoint.load")  # not the function
 NAMES = ("a", "b", "c")
 
 
@@ -97,7 +98,7 @@ def test_damages_are_each_found_by_all_ranks(tmp_path: Path, count: int) -> None
 def test_tensors_before_the_damaged_one_are_written_and_no_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "STAGED_BYTES", 1)
+    monkeypatch.setattr(LOADING, "STAGED_BYTES", 1)
     folder = tmp_path / "c"
 
     def body() -> None:
@@ -138,7 +139,7 @@ def harmed_training(folder: Path) -> nn.Module:
 def test_a_mixture_cannot_be_used_until_a_load_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(batches, "STAGED_BYTES", 1)
+    monkeypatch.setattr(LOADING, "STAGED_BYTES", 1)
     model = harmed_training(tmp_path / "bad")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.5)
     save_training(tmp_path / "good", model, optimizer, {})

@@ -8,8 +8,19 @@ import pytest
 import torch
 
 from shoal.checkpoint.checksum import Checksum
-from shoal.checkpoint.manifest import NAME, fingerprint, read_manifest, sealed, write_manifest
-from shoal.checkpoint.metadata import Manifest, StoredFile, StoredRegion, TensorEntry, check_json
+from shoal.checkpoint.disk import checkpoint_at
+from shoal.checkpoint.manifest import (
+    NAME,
+    Manifest,
+    StoredFile,
+    StoredRegion,
+    TensorEntry,
+    check_json,
+    fingerprint,
+    read_manifest,
+    sealed,
+    write_manifest,
+)
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
@@ -47,13 +58,13 @@ def rewrite(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def test_it_comes_back_as_it_was(tmp_path: Path) -> None:
-    write_manifest(tmp_path, manifest())
+    write_manifest(checkpoint_at(tmp_path), manifest())
     assert read_manifest(tmp_path) == manifest()
     assert fingerprint(read_manifest(tmp_path)) == fingerprint(manifest())
 
 
 def test_a_flipped_bit_of_any_byte_is_found(tmp_path: Path) -> None:
-    write_manifest(tmp_path, manifest())
+    write_manifest(checkpoint_at(tmp_path), manifest())
     path = tmp_path / NAME
     data = path.read_bytes()
     for index in range(len(data)):
@@ -65,7 +76,7 @@ def test_a_flipped_bit_of_any_byte_is_found(tmp_path: Path) -> None:
 
 
 def test_the_version_before_is_read_with_plain_checksums(tmp_path: Path) -> None:
-    write_manifest(tmp_path, manifest())
+    write_manifest(checkpoint_at(tmp_path), manifest())
 
     def back(content: dict[str, Any]) -> None:
         content["version"] = 2
@@ -76,7 +87,7 @@ def test_the_version_before_is_read_with_plain_checksums(tmp_path: Path) -> None
 
 
 def test_every_truncation_is_found(tmp_path: Path) -> None:
-    write_manifest(tmp_path, manifest())
+    write_manifest(checkpoint_at(tmp_path), manifest())
     path = tmp_path / NAME
     data = path.read_bytes()
     for length in range(0, len(data), 5):
@@ -110,7 +121,7 @@ def test_garbage_is_refused_by_name(tmp_path: Path, data: bytes) -> None:
 
 
 def test_the_same_key_twice_is_refused(tmp_path: Path) -> None:
-    write_manifest(tmp_path, manifest())
+    write_manifest(checkpoint_at(tmp_path), manifest())
     text = (tmp_path / NAME).read_text()
     (tmp_path / NAME).write_text(text.replace('"step":3', '"step":3,"step":3'))
     with pytest.raises(CheckpointError, match="the same key twice"):
@@ -118,7 +129,7 @@ def test_the_same_key_twice_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_version_says_which(tmp_path: Path) -> None:
-    write_manifest(tmp_path, manifest())
+    write_manifest(checkpoint_at(tmp_path), manifest())
     rewrite(tmp_path, lambda content: content.update(version=99))
     with pytest.raises(
         CheckpointError, match=r"format version 99, but this shoal reads versions 2 and 3"
@@ -190,7 +201,7 @@ def region(content: dict[str, Any]) -> dict[str, Any]:
 def test_wrong_content_with_a_right_checksum_is_refused(
     tmp_path: Path, change: Callable[[dict[str, Any]], None]
 ) -> None:
-    write_manifest(tmp_path, manifest())
+    write_manifest(checkpoint_at(tmp_path), manifest())
     rewrite(tmp_path, change)
     with pytest.raises(CheckpointError, match=r"manifest\.json: "):
         read_manifest(tmp_path)

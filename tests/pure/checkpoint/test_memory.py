@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shoal.checkpoint import import_dcp, import_weights, read_manifest, save
-from shoal.checkpoint.foreign import read_item, unpickle_metadata
+from shoal.checkpoint.dcp_import import read_item, unpickle_metadata
 from shoal.checkpoint.manifest import _seal, sealed
 from shoal.errors import CheckpointError
 

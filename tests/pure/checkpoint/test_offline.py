@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal.checkpoint import (
+    data_files,
     export_weights,
     import_weights,
     load,
@@ -15,7 +16,6 @@ from shoal.checkpoint import (
     read_manifest,
     reshard,
     save,
-    storage,
     verify,
 )
 from shoal.errors import CheckpointError, UsageError
@@ -33,7 +33,7 @@ def some_tensors() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(storage, "BLOCK_BYTES", 32)
+    monkeypatch.setattr(data_files, "REGION_BYTES", 32)
     save(tmp_path / "c", some_tensors(), {"step": 1})
     return tmp_path / "c"
 

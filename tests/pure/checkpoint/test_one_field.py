@@ -196,10 +196,10 @@ def test_a_learning_rate_that_is_no_number_is_refused_by_name(tmp_path: Path, ra
 def test_a_state_that_no_generator_takes_is_refused_before_the_first_write(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shoal.checkpoint import generators
+    from shoal.checkpoint import random_generators
 
     model, optimizer = build("AdamW", 2)
-    shares = generators.generator_shares
+    shares = random_generators.generator_shares
 
     def bad(rank: int, world_size: int) -> Any:
         found = shares(rank, world_size)
@@ -249,7 +249,7 @@ def test_how_a_step_is_computed_is_not_the_checkpoints_choice(tmp_path: Path, op
 
 
 def test_a_state_with_which_torch_reads_beyond_its_memory_is_refused() -> None:
-    from shoal.checkpoint.generators import _attempt_torch
+    from shoal.checkpoint.random_generators import _attempt_torch
 
     generator = torch.Generator().manual_seed(1)
     for _ in range(1300):  # through two of its tables

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from shoal.checkpoint import latest, load, save, step_folder, storage
-from shoal.checkpoint.manifest import NAME
+from shoal.checkpoint import data_files, latest, load, save, step_folder
+from shoal.checkpoint.manifest import CODES, NAME
 from shoal.errors import CheckpointError
 
 FILE = "rank-00000.safetensors"
-DTYPES = list(storage.CODES)
+DTYPES = list(CODES)
 
 
 def some_tensors() -> dict[str, torch.Tensor]:
@@ -80,7 +80,7 @@ def test_any_shape_and_dtype_in_blocks_of_any_size(
     block_bytes: int,
     seed: int,
 ) -> None:
-    monkeypatch.setattr(storage, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(data_files, "REGION_BYTES", block_bytes)
     random.seed(seed)
     count = torch.Size(shape).numel() * dtype.itemsize
     data = [random.randrange(2 if dtype == torch.bool else 256) for _ in range(count)]
@@ -119,7 +119,7 @@ def test_blocks_start_at_multiples_of_their_element_size(saved: Path) -> None:
     data = (saved / FILE).read_bytes()
     length = int.from_bytes(data[:8], "little")
     table = json.loads(data[8 : 8 + length])
-    sizes = {code: dtype.itemsize for dtype, code in storage.CODES.items()}
+    sizes = {code: dtype.itemsize for dtype, code in CODES.items()}
     assert length % 8 == 0
     assert {fields["dtype"] for fields in table.values()} == {"F64", "I64", "F32", "BF16", "BOOL"}
     for fields in table.values():
@@ -132,7 +132,7 @@ def test_a_checkpoint_is_never_overwritten_nor_its_replacement_begun(
     def write(*_: object) -> None:
         raise AssertionError("begun")
 
-    monkeypatch.setattr(importlib.import_module("shoal.checkpoint.save"), "write_blocks", write)
+    monkeypatch.setattr(importlib.import_module("shoal.checkpoint.save"), "write_regions", write)
     before = (saved / FILE).read_bytes()
     with pytest.raises(CheckpointError, match=r"saved exists already"):
         save(saved, some_tensors(), {"step": 8})

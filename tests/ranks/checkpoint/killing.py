@@ -23,7 +23,15 @@ import torch._dynamo  # what the first DTensor imports, for half a second: befor
 import torch.distributed as dist
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from shoal.checkpoint import async_save, drop_unfinished, latest, load, save, step_folder, storage
+from shoal.checkpoint import (
+    async_save,
+    data_files,
+    drop_unfinished,
+    latest,
+    load,
+    save,
+    step_folder,
+)
 
 NUM_RANKS = 2
 NEVER = 1 << 30
@@ -155,7 +163,7 @@ def every_case(folder: Path) -> list[Case]:
 
 
 def main() -> None:
-    storage.BLOCK_BYTES = 32
+    data_files.REGION_BYTES = 32
     folder, count, seed = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     choose = random.Random(seed)
     every = every_case(folder)

@@ -20,7 +20,7 @@ from torch.distributed.tensor import (
 
 from harness import on_ranks, ranks
 from shoal import fully_shard
-from shoal.checkpoint import load, load_training, read_manifest, save, save_training, storage
+from shoal.checkpoint import data_files, load, load_training, read_manifest, save, save_training
 from shoal.errors import CheckpointError, UsageError
 
 CASES: dict[str, tuple[tuple[int, ...], torch.dtype, Placement]] = {
@@ -72,11 +72,11 @@ def assert_filled(tensors: dict[str, torch.Tensor]) -> None:
 
 def save_some(folder: Path) -> None:
     # Small blocks, so that a shard is several regions, which others cut elsewhere.
-    storage.BLOCK_BYTES, usual = 24, storage.BLOCK_BYTES
+    data_files.REGION_BYTES, usual = 24, data_files.REGION_BYTES
     try:
         save(folder, sharded(filled=True), {"rank": dist.get_rank()})
     finally:
-        storage.BLOCK_BYTES = usual
+        data_files.REGION_BYTES = usual
 
 
 def load_some(folder: Path) -> None:

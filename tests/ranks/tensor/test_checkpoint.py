@@ -11,7 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from cuts import LAYOUTS, SHAPES, parameters, random_tensors, sharded
 from harness import on_ranks, ranks
-from shoal.checkpoint import load, load_training, save, save_training, storage
+from shoal.checkpoint import data_files, load, load_training, save, save_training
 from shoal.errors import CheckpointError
 from shoal.layout import Block, Even, Flat, Layout, ParamSpec, Rows, Whole
 from shoal.tensor import Packed, ShardedTensor
@@ -33,11 +33,11 @@ def tensors_of(layout: Layout | None, *, filled: bool) -> dict[str, torch.Tensor
 
 def save_cut(folder: Path, layout: Layout | None) -> None:
     # Small blocks, so that regions are stored in several pieces, which others cut elsewhere.
-    storage.BLOCK_BYTES, usual = 96, storage.BLOCK_BYTES
+    data_files.REGION_BYTES, usual = 96, data_files.REGION_BYTES
     try:
         save(folder, tensors_of(layout, filled=True), {})
     finally:
-        storage.BLOCK_BYTES = usual
+        data_files.REGION_BYTES = usual
 
 
 def load_cut(folder: Path) -> None:

@@ -14,16 +14,16 @@ import random
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from shoal.checkpoint.metadata import Manifest, TensorEntry
+from shoal.checkpoint.data_files import RegionReader
+from shoal.checkpoint.manifest import Manifest, TensorEntry
 from shoal.checkpoint.offline import read_region
-from shoal.checkpoint.placement import Part, Share
-from shoal.checkpoint.reader import RegionReader
+from shoal.checkpoint.shares import Part, Share
+from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region
 
@@ -39,11 +39,11 @@ def generator_shares(rank: int, world_size: int) -> dict[str, Share]:
 
 
 def read_generators(
-    folder: Path, manifest: Manifest, rank: int, world_size: int
+    checkpoint: Checkpoint, manifest: Manifest, rank: int, world_size: int
 ) -> dict[str, torch.Tensor]:
     """This rank's saved states, which its generators will take; none for other numbers of ranks."""
     states: dict[str, torch.Tensor] = {}
-    with RegionReader(folder, manifest) as reader:
+    with RegionReader(checkpoint, manifest) as reader:
         for name, share in generator_shares(rank, world_size).items():
             entry = manifest.tensors.get(name)
             if entry is None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,14 +36,19 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from shoal.checkpoint.foreign import read_item
-from shoal.checkpoint.manifest import read_manifest
-from shoal.checkpoint.metadata import Manifest, StoredRegion, TensorEntry, check_json
+from shoal.checkpoint.data_files import (
+    PlannedRegion,
+    RegionReader,
+    WrittenFile,
+    cut_region,
+    write_regions,
+)
+from shoal.checkpoint.dcp_import import read_item
+from shoal.checkpoint.disk import Folder, checkpoint_at
+from shoal.checkpoint.manifest import Manifest, StoredRegion, TensorEntry, check_json, read_manifest
 from shoal.checkpoint.offline import outline
-from shoal.checkpoint.publish import open_staging
-from shoal.checkpoint.reader import RegionReader
 from shoal.checkpoint.save import finish
-from shoal.checkpoint.storage import Block, WrittenFile, block_regions, write_blocks
+from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
 
@@ -56,14 +60,14 @@ _MAX_STEPS = 100
 class DcpWriter(StorageWriter):
     """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty."""
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._folder = None if path is None else Path(path)
+    def __init__(self, path: Folder | Checkpoint | None = None) -> None:
+        self._folder = path
         self._num_ranks = 1
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: Folder | Checkpoint | None = None) -> None:
         """Begin another save, to another folder if one is named."""
         if checkpoint_id is not None:
-            self._folder = Path(checkpoint_id)
+            self._folder = checkpoint_id
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing depends on the role: the coordinator alone is asked to plan globally."""
@@ -73,25 +77,25 @@ class DcpWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Open the hidden folder, and tell each rank its number and where to write."""
+        """Make the partial checkpoint, and tell each rank its number and where to write."""
         self._num_ranks = len(plans)
-        self._staging = open_staging(self._path)
+        self._partial = self._checkpoint.create().name
         return [
-            dataclasses.replace(plan, storage_data=(self._staging, rank))
+            dataclasses.replace(plan, storage_data=(self._partial, rank))
             for rank, plan in enumerate(plans)
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file; each result says what became of an item."""
-        staging, rank = plan.storage_data
+        name, rank = plan.storage_data
         values: dict[MetadataIndex, Any] = {}
-        blocks: list[Block] = []
+        planned: list[PlannedRegion] = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 values[item.index] = _value(item, planner)
             else:
-                blocks += _blocks(item, planner)
-        written = write_blocks(self._path.parent / staging, rank, blocks)
+                planned += _planned(item, planner)
+        written = write_regions(Checkpoint(self._checkpoint.storage, name), rank, planned)
         # The file as a whole goes with the first tensor.
         files = [written] if written is not None else []
         results = []
@@ -119,9 +123,9 @@ class DcpWriter(StorageWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        staging = self._path.parent / self._staging
+        partial = Checkpoint(self._checkpoint.storage, self._partial)
         extra = {_VALUES: values, _PATHS: paths}
-        finish(staging, self._path, self._num_ranks, outlines, files, extra)
+        finish(partial, self._checkpoint, self._num_ranks, outlines, files, extra)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -129,22 +133,22 @@ class DcpWriter(StorageWriter):
         return "://" not in str(checkpoint_id)
 
     @property
-    def _path(self) -> Path:
+    def _checkpoint(self) -> Checkpoint:
         return _named(self._folder)
 
 
 class DcpReader(StorageReader):
     """Reads a checkpoint of ours for a DCP planner; no region is written before it is checked."""
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        self._folder = None if path is None else Path(path)
+    def __init__(self, path: Folder | Checkpoint | None = None) -> None:
+        self._folder = path
         self._manifest: Manifest | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+    def reset(self, checkpoint_id: Folder | Checkpoint | None = None) -> None:
         """Begin another load, from another folder if one is named."""
         self._manifest = None
         if checkpoint_id is not None:
-            self._folder = Path(checkpoint_id)
+            self._folder = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Say what the manifest says, as DCP says it."""
@@ -170,15 +174,15 @@ class DcpReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read, check and copy each region that the plan asks for."""
-        folder = _named(self._folder)
-        manifest = self._manifest or read_manifest(folder)
+        checkpoint = _named(self._folder)
+        manifest = self._manifest or read_manifest(checkpoint)
         values = _values(manifest)
         stored = {
             (name, region.region.offsets): region
             for name, entry in manifest.tensors.items()
             for region in entry.regions
         }
-        with RegionReader(folder, manifest) as reader, torch.no_grad():
+        with RegionReader(checkpoint, manifest) as reader, torch.no_grad():
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     data = io.BytesIO()
@@ -197,10 +201,10 @@ class DcpReader(StorageReader):
         return "://" not in str(checkpoint_id)
 
 
-def _named(folder: Path | None) -> Path:
+def _named(folder: Folder | Checkpoint | None) -> Checkpoint:
     if folder is None:
         raise UsageError("name the folder, here or as DCP's checkpoint_id")
-    return folder
+    return checkpoint_at(folder)
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:
@@ -248,20 +252,20 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
     return value
 
 
-def _blocks(item: WriteItem, planner: SavePlanner) -> list[Block]:
+def _planned(item: WriteItem, planner: SavePlanner) -> list[PlannedRegion]:
     values: Any = planner.resolve_data(item)
     chunk = item.tensor_data.chunk if item.tensor_data is not None else None
     offsets = tuple(chunk.offsets) if chunk is not None else (0,) * values.dim()
     whole = Region(offsets=offsets, sizes=tuple(values.shape))
     name = item.index.fqn
     return [
-        Block(
+        PlannedRegion(
             name=name,
             region=region,
             dtype=values.dtype,
             read=lambda region=region: values[region.relative_to(whole).slices],
         )
-        for region in block_regions(name, whole, values.dtype)
+        for region in cut_region(name, whole, values.dtype)
     ]
 
 

@@ -1,0 +1,332 @@
+"""Data files: a rank's regions in one safetensors file, each written and read with its checksum.
+
+Files are written here rather than by the library's `save_file`: region by region, so that a tensor
+on an accelerator needs one region of host memory, with its checksum taken on the way. Any
+safetensors reader opens them.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from shoal.checkpoint.checksum import CHUNK_BYTES, Checksum
+from shoal.checkpoint.manifest import (
+    CODES,
+    MAX_HEADER_BYTES,
+    Manifest,
+    StoredFile,
+    StoredRegion,
+    TensorEntry,
+    file_name,
+)
+from shoal.checkpoint.shares import Part, Share
+from shoal.checkpoint.storage import Checkpoint, OpenFile
+from shoal.errors import CheckpointError
+from shoal.layout.region import Region, flat_span
+
+REGION_BYTES = 16 << 20
+"""A region is cut along its outer dims into regions of at most this size.
+
+A rank that loads on another world size reads and checks whole regions; small ones keep what it
+reads in vain, and the memory it needs for that, small; large ones keep the manifest short.
+"""
+
+_ALIGNMENT = 64
+
+Take = Callable[[int], torch.Tensor]
+"""Gives that many bytes of host memory, aligned for any dtype."""
+
+
+def fresh(num_bytes: int) -> torch.Tensor:
+    """Give memory that nobody had before."""
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def aligned(num_bytes: int) -> int:
+    """How many bytes are taken for that many, so that any dtype may follow."""
+    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedRegion:
+    """A region that is written under one key, and what gives its values when its turn comes."""
+
+    name: str
+    region: Region
+    dtype: torch.dtype
+    read: Callable[[], torch.Tensor]
+
+    @property
+    def key(self) -> str:
+        """Name and offsets, which together are unique within a checkpoint."""
+        return f"{self.name}@{','.join(map(str, self.region.offsets))}"
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the region takes in the file."""
+        return self.region.numel * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WrittenFile:
+    """A file that is on the disk, and the regions in it, each with the name of its tensor."""
+
+    name: str
+    file: StoredFile
+    regions: tuple[tuple[str, StoredRegion], ...]
+
+
+def planned_regions(name: str, share: Share) -> Iterator[PlannedRegion]:
+    """Cut what this rank writes of a tensor into regions, each with its values."""
+    for part in share.parts if share.writes else ():
+        yield from _planned_of_part(name, part)
+
+
+def _planned_of_part(name: str, part: Part) -> Iterator[PlannedRegion]:
+    dtype = part.local.dtype
+    for region in cut_region(name, part.region, dtype):
+        values = part.local[region.relative_to(part.region).slices]
+        yield PlannedRegion(
+            name=name, region=region, dtype=dtype, read=lambda values=values: values
+        )
+
+
+def cut_region(name: str, region: Region, dtype: torch.dtype) -> Iterator[Region]:
+    """Cut a region along its outer dims into regions of at most `REGION_BYTES`."""
+    if dtype not in CODES:
+        raise NotImplementedError(f"{name!r}: checkpoints of {dtype} are not supported")
+    if region.numel:
+        yield from _cut(region, dtype.itemsize, 0)
+
+
+def _cut(region: Region, itemsize: int, dim: int) -> Iterator[Region]:
+    """Cut along a dim, or along the next one where a single row of this one is too large."""
+    if dim == len(region.sizes):
+        yield region
+        return
+    size = region.sizes[dim]
+    rows = REGION_BYTES // (region.numel // size * itemsize)
+    for start in range(0, size, max(1, rows)):
+        offsets, sizes = list(region.offsets), list(region.sizes)
+        offsets[dim] += start
+        sizes[dim] = min(max(1, rows), size - start)
+        part = Region(offsets=tuple(offsets), sizes=tuple(sizes))
+        yield from [part] if rows else _cut(part, itemsize, dim + 1)
+
+
+def write_regions(
+    checkpoint: Checkpoint, rank: int, planned: Sequence[PlannedRegion]
+) -> WrittenFile | None:
+    """Write a rank's file, unless there is nothing to write; say what is in it."""
+    if not planned:
+        return None
+    name = file_name(rank)
+    # Wide elements first, so that every region starts at a multiple of its element size.
+    planned = sorted(planned, key=lambda item: -item.dtype.itemsize)
+    header = header_of({item.key: item for item in planned}, checkpoint.locate(name))
+    stored: list[tuple[str, StoredRegion]] = []
+    num_bytes = len(header) + sum(item.num_bytes for item in planned)
+
+    def chunks() -> Iterator[bytes | memoryview]:
+        yield header
+        start = len(header)
+        for item in planned:
+            data = raw_bytes(item.read())
+            found = StoredRegion(
+                file=name,
+                start=start,
+                region=item.region,
+                crc32=Checksum.FOLDED.of(data),
+            )
+            stored.append((item.name, found))
+            start += len(data)
+            yield data
+
+    checkpoint.write(name, chunks(), num_bytes)
+    file = StoredFile(
+        num_bytes=num_bytes, header_bytes=len(header), header_crc32=zlib.crc32(header)
+    )
+    return WrittenFile(name=name, file=file, regions=tuple(stored))
+
+
+def header_of(
+    planned: Mapping[str, PlannedRegion], where: str, about: Mapping[str, str] | None = None
+) -> bytes:
+    """The length of a JSON table, then the table, padded so that data starts aligned."""
+    table: dict[str, object] = {"__metadata__": about} if about else {}
+    end = 0
+    for key, item in planned.items():
+        start, end = end, end + item.num_bytes
+        table[key] = {
+            "dtype": CODES[item.dtype],
+            "shape": list(item.region.sizes),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) + 8 > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"the header of {where} would have {len(text):,} bytes, and {MAX_HEADER_BYTES:,} is "
+            "the most that is read back: save fewer tensors in one checkpoint, or on more ranks"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+def raw_bytes(values: torch.Tensor) -> memoryview:
+    """A tensor's elements in row-major order, as they are on the disk."""
+    values = values.detach().cpu().contiguous()
+    return values.reshape(-1).view(torch.uint8).numpy().data
+
+
+class RegionReader:
+    """Reads regions of a checkpoint into host memory.
+
+    A file is opened once, and must have the length and the header that the manifest says. What a
+    file says about itself is never parsed, so it cannot mislead anyone.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
+        self._checkpoint = checkpoint
+        self._manifest = manifest
+        self._files: dict[str, OpenFile] = {}
+        self._chunk = fresh(CHUNK_BYTES).numpy().data
+        self._region = fresh(0)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def read(
+        self,
+        name: str,
+        entry: TensorEntry,
+        stored: StoredRegion,
+        parts: Sequence[Region],
+        take: Take = fresh,
+    ) -> list[torch.Tensor]:
+        """Give the values of parts of a region, which are those that were saved.
+
+        All of the region is read, once, and compared with its checksum; the parts alone are kept.
+        """
+        itemsize = entry.dtype.itemsize
+        if len(parts) == 1:
+            start, stop = flat_span(stored.region.sizes, parts[0])
+            if stop - start == parts[0].numel:
+                memory = take(parts[0].numel * itemsize)
+                self._stream(name, entry, stored, memory.numpy().data, start * itemsize)
+                return [memory.view(entry.dtype).view(parts[0].sizes)]
+        values = self._whole(name, entry, stored)
+        found: list[torch.Tensor] = []
+        for part in parts:
+            memory = take(part.numel * itemsize).view(entry.dtype).view(part.sizes)
+            found.append(memory.copy_(values[part.slices]))
+        return found
+
+    def verify(self, name: str, entry: TensorEntry, stored: StoredRegion) -> None:
+        """Compare a region with its checksum, without keeping it in memory."""
+        self._stream(name, entry, stored, memoryview(b""), 0)
+
+    def _whole(self, name: str, entry: TensorEntry, stored: StoredRegion) -> torch.Tensor:
+        """All values of a region, until the next call: in memory that is used again."""
+        num_bytes = stored.region.numel * entry.dtype.itemsize
+        if self._region.numel() < num_bytes:
+            self._region = fresh(num_bytes)
+        memory = self._region[:num_bytes]
+        self._stream(name, entry, stored, memory.numpy().data, 0)
+        return memory.view(entry.dtype).view(stored.region.sizes)
+
+    def _stream(
+        self, name: str, entry: TensorEntry, stored: StoredRegion, kept: memoryview, first: int
+    ) -> None:
+        """Read a region, keep its bytes from `first` on as far as `kept` reaches, and compare.
+
+        Chunk by chunk, so that the checksum finds in the processor's cache what was just read.
+        """
+        found = 0
+        num_bytes = stored.region.numel * entry.dtype.itemsize
+        for start in range(0, num_bytes, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, num_bytes)
+            begin, end = max(start, first), min(stop, first + len(kept))
+            is_kept = (begin, end) == (start, stop)
+            chunk = kept[start - first : stop - first] if is_kept else self._chunk[: stop - start]
+            self._fill(name, stored, chunk, stored.start + start)
+            found = self._manifest.checksum.extend(chunk, found)
+            if begin < end and not is_kept:
+                kept[begin - first : end - first] = chunk[begin - start : end - start]
+        self._compare(name, stored, found)
+
+    def check_file(self, name: str, tensor: str | None = None) -> None:
+        """See that a file is there, as long as it should be, with the header it should have."""
+        if name in self._files:
+            return
+        try:
+            self._file(name)
+        except (OSError, CheckpointError) as error:
+            raise self._unreadable(name, tensor, error) from error
+
+    def _fill(self, name: str, stored: StoredRegion, data: memoryview, start: int) -> None:
+        try:
+            file = self._file(stored.file)
+            filled = 0
+            while filled < len(data):
+                count = file.read_into(start + filled, data[filled:])
+                if count == 0:
+                    raise CheckpointError(f"the file ends at byte {start + filled:,}")
+                filled += count
+        except (OSError, CheckpointError) as error:
+            raise self._unreadable(stored.file, name, error) from error
+
+    def _unreadable(self, file: str, tensor: str | None, error: Exception) -> CheckpointError:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        what = "" if tensor is None else f"tensor {tensor!r} cannot be read: "
+        return CheckpointError(f"{self._checkpoint.locate(file)}: {what}{reason}. {_MEND}")
+
+    def _compare(self, name: str, stored: StoredRegion, found: int) -> None:
+        if found != stored.crc32:
+            where = self._checkpoint.locate(stored.file)
+            raise CheckpointError(
+                f"{where}: tensor {name!r} at {stored.region.offsets} has "
+                f"checksum {found:08x}, the manifest says {stored.crc32:08x}. {_MEND}"
+            )
+
+    def _file(self, name: str) -> OpenFile:
+        if name not in self._files:
+            file = self._checkpoint.open(name)
+            try:
+                _check_header(file, self._manifest.files[name])
+            except BaseException:
+                file.close()
+                raise
+            self._files[name] = file
+        return self._files[name]
+
+
+def _check_header(file: OpenFile, expected: StoredFile) -> None:
+    """Raise unless a file has the length and the header that the manifest says."""
+    if file.num_bytes != expected.num_bytes:
+        raise CheckpointError(
+            f"the file has {file.num_bytes:,} bytes, the manifest says {expected.num_bytes:,}"
+        )
+    found = zlib.crc32(file.read(0, expected.header_bytes))
+    if found != expected.header_crc32:
+        raise CheckpointError(
+            f"its header has checksum {found:08x}, the manifest says {expected.header_crc32:08x}"
+        )
+
+
+_MEND = "The file is damaged or incomplete: copy the checkpoint anew, or load an earlier one"
