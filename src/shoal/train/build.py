@@ -7,12 +7,12 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.config import TrainConfig
 from shoal.train.model import Block, Transformer
 from shoal.train.world import World
-from shoal.wrapper.fully_sharded import FullyShardedDataParallel
 
 _INNER = {"graph": "direct", "inductor": "inductor"}
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

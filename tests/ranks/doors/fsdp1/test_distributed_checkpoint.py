@@ -20,8 +20,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from harness import on_ranks
+from shoal.doors.fsdp1.state_dict_values import whole_of
 from shoal.fsdp import FullyShardedDataParallel, fully_shard
-from shoal.wrapper.sharded_values import whole_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

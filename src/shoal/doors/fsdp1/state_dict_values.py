@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from shoal._torch import sharded
+from shoal.doors.fsdp1.tensor_parallel import rows_on_all_axes
 from shoal.layout import Even, Packing, ParamSpec
 from shoal.mesh import HSDPMeshInfo
 from shoal.runtime.form import dtensor_form
@@ -18,7 +19,6 @@ from shoal.tensor.assembly import init_from_local_shards
 from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor
-from shoal.wrapper.distributed import rows_on_all_axes
 
 
 def cut_rows(unit: Unit, name: str, whole: torch.Tensor, *, use_dtensor: bool) -> torch.Tensor:

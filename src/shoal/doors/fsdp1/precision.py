@@ -1,4 +1,4 @@
-"""Mixed precision by the wrapper's rules, in the engine's terms; buffers, which have their own."""
+"""Mixed precision by the wrapper's rules; full precision in evaluations."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision
 
+from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
+from shoal.runtime.module_state import state_of
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.unit import Unit
 
@@ -77,3 +79,24 @@ class Buffers:
         buffer = module._buffers.get(name)
         if buffer is not None and buffer.dtype is not dtype:
             module._buffers[name] = buffer.to(dtype)
+
+
+def follow_modes(root: Wrapper) -> None:
+    """Let each wrapper compute in its own precision in training, and in the parameters' in eval.
+
+    All at once and before any runs, because a unit is gathered before its module is called.
+    """
+    for one in wrappers_below(root):
+        state = state_of(one)
+        assert state is not None
+        if one._is_in_full_precision is not one.training:
+            continue
+        one._is_in_full_precision = not one.training
+        policy = policy_of(one.mixed_precision) if one.training else MixedPrecisionPolicy()
+        state.policy = policy
+        if one._unit is not None:
+            one._unit.compute_by(policy)
+        if one.training:
+            one._buffers_cast.cast()
+        else:
+            one._buffers_cast.restore()

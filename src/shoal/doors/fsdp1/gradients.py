@@ -1,4 +1,4 @@
-"""Clipping gradients by their norm, which no rank can compute alone."""
+"""Gradients between backward and step: `clip_grad_norm_`, and a gradient scaler for shards."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import sharded_grad_scaler as by_torch
 from torch.distributed.tensor import DTensor
 
 from shoal._torch import distributed_tensor
+from shoal.doors.fsdp1.parameters import before_of
+from shoal.doors.fsdp1.root import ready
+from shoal.doors.fsdp1.tensor_parallel import groups_of
+from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.layout.region import flat_span
 from shoal.runtime.shards import Member
 from shoal.runtime.unit import Unit
-from shoal.wrapper.base import Wrapper, wrappers_below
-from shoal.wrapper.distributed import groups_of
-from shoal.wrapper.plain_form import before_of
-from shoal.wrapper.root import ready
 
 
 class Clipping(Wrapper):
@@ -64,15 +65,15 @@ class Clipping(Wrapper):
         return total.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
 
 
-Groups = tuple[dist.ProcessGroup, ...]
+_Groups = tuple[dist.ProcessGroup, ...]
 
 
-def _grads_of(root: Wrapper) -> dict[Groups, list[torch.Tensor]]:
+def _grads_of(root: Wrapper) -> dict[_Groups, list[torch.Tensor]]:
     """Pieces of gradients by the groups of ranks that hold the rest of them; none for whole ones.
 
-    Groups are there also if this rank has no gradient of theirs: the others may have.
+    _Groups are there also if this rank has no gradient of theirs: the others may have.
     """
-    found: dict[Groups, list[torch.Tensor]] = {(): []}
+    found: dict[_Groups, list[torch.Tensor]] = {(): []}
     of_wrappers: set[nn.Parameter] = set()
     for one in wrappers_below(root):
         for member in () if one._unit is None else one._unit.shards.members:
@@ -87,7 +88,7 @@ def _grads_of(root: Wrapper) -> dict[Groups, list[torch.Tensor]]:
     return found
 
 
-def _add_other(found: dict[Groups, list[torch.Tensor]], parameter: nn.Parameter) -> None:
+def _add_other(found: dict[_Groups, list[torch.Tensor]], parameter: nn.Parameter) -> None:
     """Add the gradient of a parameter that `fully_shard`, or nobody, has sharded."""
     groups, grad = (), parameter.grad
     if isinstance(parameter, DTensor):
@@ -100,7 +101,7 @@ def _add_other(found: dict[Groups, list[torch.Tensor]], parameter: nn.Parameter)
 
 def _pieces(
     wrapper: Wrapper, unit: Unit | None, member: Member
-) -> Iterator[tuple[Groups, torch.Tensor | None]]:
+) -> Iterator[tuple[_Groups, torch.Tensor | None]]:
     """The gradient of a member, in as many pieces as its elements have kinds of groups."""
     assert unit is not None
     own = () if unit.transport is None else (unit.transport.group,)
@@ -144,3 +145,29 @@ class _Norm:
         if math.isinf(self._order):
             return stacked.amax() if self._order > 0 else stacked.amin()
         return stacked.sum() ** (1.0 / self._order)
+
+
+class ShardedGradScaler(by_torch.ShardedGradScaler):
+    """torch's, which waits for what it reads, and writes, on the host.
+
+    It looks for infinities in the gradients that an optimizer holds, whoever sharded them, and lets
+    the ranks agree on what they found.
+    """
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool = True,
+    ) -> dict[torch.device, torch.Tensor]:
+        # torch begins to copy both to the host, and goes on there at once: offloaded gradients
+        # would be multiplied by what is not there yet, and the late copy clears a flag that is set.
+        if not inv_scale.is_cpu and _has_grads_on_host(optimizer):
+            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
+        return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+
+
+def _has_grads_on_host(optimizer: torch.optim.Optimizer) -> bool:
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return any(p.grad is not None and p.grad.is_cpu for p in parameters)

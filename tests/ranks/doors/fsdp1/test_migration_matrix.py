@@ -23,6 +23,7 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
 from harness import ranks
+from shoal.doors.fsdp1.state_dict_values import whole_of
 from shoal.fsdp import (
     FullOptimStateDictConfig,
     FullyShardedDataParallel,
@@ -30,7 +31,6 @@ from shoal.fsdp import (
     StateDictType,
     fully_shard,
 )
-from shoal.wrapper.sharded_values import whole_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 

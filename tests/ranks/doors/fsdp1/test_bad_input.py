@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from harness import ranks
 from shoal.comm import observer
+from shoal.doors.fsdp1 import root
 from shoal.errors import RankError
 from shoal.fsdp import FullyShardedDataParallel, ShardingStrategy
-from shoal.wrapper import forward_order
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -124,7 +124,7 @@ def test_a_rank_that_goes_elsewhere_later() -> None:
     if dist.get_rank() == 1:
         branches.goes_right = True
         with (
-            patch.object(forward_order, "_LATER", timedelta(seconds=1)),
+            patch.object(root, "_LATER", timedelta(seconds=1)),
             pytest.raises(RankError, match=r"right', and rank 0 did not come there"),
         ):
             model(torch.ones(2, 4))

@@ -12,9 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import OptimStateKeyType, StateDictType
 from torch.optim import Optimizer
 
-from shoal.wrapper.base import Wrapper, wrappers_below
-from shoal.wrapper.optim_gather import Wanted, gather
-from shoal.wrapper.optim_keys import (
+from shoal.doors.fsdp1.optim_state_shards import LoadedState, StateFormat, gather, scatter
+from shoal.doors.fsdp1.parameter_names import (
     Entry,
     Key,
     OptimInput,
@@ -22,8 +21,8 @@ from shoal.wrapper.optim_keys import (
     is_of_named_optimizer,
     keys_of,
 )
-from shoal.wrapper.optim_scatter import Source, scatter
-from shoal.wrapper.state_dict_type import StateDictTypes
+from shoal.doors.fsdp1.state_dict import StateDictTypes
+from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 
 StateDict = dict[str, Any]
 
@@ -195,7 +194,7 @@ def _saved(
     state = state_dict["state"]
     entries = entries_of(model)
     keyed = keys_of(entries, model, optim, optim_input, is_named=is_of_named_optimizer(state))
-    wanted = Wanted(
+    wanted = StateFormat(
         is_kept=not (rank0_only and is_full) or dist.get_rank(group) == 0,
         is_cut=not is_full,
         on_cpu=on_cpu,
@@ -233,7 +232,7 @@ def _loadable(
 ) -> StateDict:
     _check_same_kind(model)
     device = wrappers_below(model)[0].compute_device
-    source = Source(state_dict, group, device, is_on_first=rank0_only)
+    source = LoadedState(state_dict, group, device, is_on_first=rank0_only)
     entries = entries_of(model)
     keyed = keys_of(entries, model, optim, optim_input, is_named=is_named)
     groups = None if source.groups is None else _regrouped(source.groups, keyed)
@@ -253,7 +252,7 @@ def _loadable(
 
 
 def _keep_own(
-    state: dict[Key, Any], keyed: Mapping[Key, Entry], source: Source, optim: Optimizer
+    state: dict[Key, Any], keyed: Mapping[Key, Entry], source: LoadedState, optim: Optimizer
 ) -> None:
     """Let parameters that this rank has nothing of keep their state: such optimizers want one."""
     for key, entry in keyed.items():

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
-from shoal.wrapper.flat_parameter import FlatMembers
-from shoal.wrapper.unit import WrappedUnit
+from shoal.doors.fsdp1.parameters import FlatMembers
+from shoal.doors.fsdp1.unit import WrappedUnit
+from shoal.sharding_wrapper import ShardingWrapper
 
 if TYPE_CHECKING:
-    from shoal.wrapper.forward_order import ForwardOrder
-    from shoal.wrapper.precision import Buffers
-
-WRAPPED = "_fsdp_wrapped_module"
+    from shoal.doors.fsdp1.precision import Buffers
+    from shoal.doors.fsdp1.root import ForwardOrder
 
 
-class Wrapper(nn.Module):
+class Wrapper(ShardingWrapper):
     """A module around a module; `FullyShardedDataParallel` is the only kind."""
 
     sharding_strategy: ShardingStrategy
@@ -28,7 +26,6 @@ class Wrapper(nn.Module):
     """The ranks that share one copy of the parameters."""
     rank: int
     world_size: int
-    compute_device: torch.device
     cpu_offload: CPUOffload
     mixed_precision: MixedPrecision
     limit_all_gathers: bool

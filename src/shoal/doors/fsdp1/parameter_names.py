@@ -1,8 +1,8 @@
-"""Whose state is whose: an optimizer's parameters, the keys it has for them, and their names."""
+"""Names of parameters as the user's model has them, and the keys that optimizers have for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,9 +10,71 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from shoal.doors.fsdp1.parameters import before_of
+from shoal.doors.fsdp1.state_dict_values import empty_rows
+from shoal.doors.fsdp1.tensor_parallel import Spec
+from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.errors import UsageError
-from shoal.wrapper.base import Wrapper, wrappers_below
-from shoal.wrapper.names import NamedMember, clean, named_members
+from shoal.runtime.shards import Home
+from shoal.sharding_wrapper import clean
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedMember:
+    """One of the user's parameters that a wrapper shards."""
+
+    names: tuple[str, ...]
+    """Its clean names from the module that was asked, the first one first; a shared parameter has
+    several."""
+    wrapper: Wrapper
+    index: int
+    """In `wrapper._flat_members.members` if there is one flat parameter, else in
+    `wrapper._unit.shards.members`."""
+    shape: torch.Size
+    """Of what the ranks of its wrapper have together."""
+    before: Spec
+    """How the parameter is distributed over other ranks."""
+
+    @property
+    def name(self) -> str:
+        """The name that stands for it."""
+        return self.names[0]
+
+    def empty_rows(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """See `WrappedParameter.empty_rows`."""
+        unit = self.wrapper._unit
+        if unit is None or unit.transport is None:
+            return None
+        return empty_rows(unit, name, self.shape, dtype)
+
+
+def named_members(module: nn.Module) -> Iterator[NamedMember]:
+    """The parameters that wrappers below a module shard, the module itself included."""
+    prefixes: dict[nn.Module, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        prefixes.setdefault(child, []).append(f"{name}." if name else "")
+    for wrapper in prefixes:
+        if isinstance(wrapper, Wrapper):
+            for index, (homes, shape, before) in enumerate(_members_of(wrapper)):
+                names = [clean(p + home.name) for home in homes for p in prefixes[home.module]]
+                yield NamedMember(
+                    names=tuple(dict.fromkeys(names)),
+                    wrapper=wrapper,
+                    index=index,
+                    shape=shape,
+                    before=before,
+                )
+
+
+def _members_of(wrapper: Wrapper) -> list[tuple[tuple[Home, ...], torch.Size, Spec]]:
+    """Where each of a wrapper's parameters belongs, and how it looks there."""
+    if wrapper._unit is None:
+        return []
+    if wrapper._flat_members is not None:
+        return [(m.homes, m.shape, m.before) for m in wrapper._flat_members.members]
+    members = wrapper._unit.shards.members
+    return [(m.homes, torch.Size(m.spec.shape), before_of(m.form)) for m in members]
+
 
 Key = int | str
 """What stands for a parameter in an optimizer's state dict: its place, or its name."""

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal._torch import wrapping
+from shoal.doors.fsdp1.parameters import before_of
+from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
 from shoal.runtime.form import bytes_of
 from shoal.runtime.fsdp_module import UnshardHandle
 from shoal.runtime.module_state import state_of
 from shoal.runtime.unit import Unit
+from shoal.sharding_wrapper import PREFIX
 from shoal.step.phase import COMPUTING
-from shoal.wrapper.base import Wrapper, wrappers_below
-from shoal.wrapper.names import PREFIX
-from shoal.wrapper.plain_form import before_of
 
 _STATES = wrapping.TrainingState
 _CPU = torch.device("cpu")

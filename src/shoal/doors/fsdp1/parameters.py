@@ -1,27 +1,94 @@
-"""One flat parameter in place of many: what optimizers see with `use_orig_params=False`.
+"""How a wrapper holds parameters: the user's own objects, or one flat parameter in place of many.
 
-The modules' own names then hold views of the full flat parameter, through which autograd carries
-their gradients to it. All forwards before a backward have the same views: what several uses of a
-parameter contribute is then added in the order of the unsharded model.
+With `use_orig_params=True` each parameter stays the user's plain tensor, whose bytes come and go.
+With `use_orig_params=False` optimizers see one flat parameter. The modules' own names then hold
+views of the full flat parameter, through which autograd carries their gradients to it. All forwards
+before a backward have the same views: what several uses of a parameter contribute is then added in
+the order of the unsharded model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from operator import eq
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from shoal._torch import wrapping
+from shoal.doors.fsdp1.tensor_parallel import Spec, spec_of, view, whole
 from shoal.runtime.collect import Found
-from shoal.runtime.form import bytes_of
+from shoal.runtime.form import Form, bytes_of, local_grad
 from shoal.runtime.full import FreedParameter
 from shoal.runtime.shards import Home
-from shoal.wrapper.distributed import Spec, spec_of, view, whole
 
-NAME = "_flat_param"
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Where a tensor lies; without elements that is nowhere, but it can be moved and cast."""
+    return tensor.data_ptr() or (tensor.device, tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainForm(Form):
+    """A parameter that is one rank's elements in one dim, or all of them in its own shape."""
+
+    identity: ClassVar[Callable[[torch.Tensor], object]] = _identity
+    is_same: ClassVar[Callable[[object, object], bool]] = eq
+
+    shape: torch.Size | None
+    """The shape of the parameter where every rank has all of it."""
+    before: Spec = None
+    """How the full parameter is distributed over other axes."""
+    is_flat: bool = False
+    """Whether it is the flat parameter of a unit, of which every rank has a gradient and optimizer
+    state, even if without elements."""
+
+    def adopt(self, original: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+        """See `Form.adopt`: the object stays, so that whoever holds it holds the shard."""
+        if self.before is not None:  # a DTensor stays one
+            return nn.Parameter(self.shard(local), requires_grad=original.requires_grad)
+        original.data = self.shard(local)
+        return original
+
+    def full(self, data: torch.Tensor) -> torch.Tensor:
+        """See `Form.full`."""
+        return whole(data, self.before)
+
+    def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
+        """See `Form.grad_data`."""
+        return grad if self.before is None else local_grad(grad, self.before)
+
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        """See `Form.shard`."""
+        return local if self.shape is None else local.view(self.shape)
+
+    def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
+        """See `Form.grad`; a rank without elements has none, unless the parameter is flat."""
+        return self.shard(local) if self.is_flat or local.numel() > 0 else None
+
+    def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `Form.local_of`."""
+        return tensor
+
+    def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """See `Form.rehome`."""
+        tensor.data = self.shard(local)
+
+    def follow(self, tensor: torch.Tensor) -> Form:
+        """See `Form.follow`."""
+        return self
+
+
+def before_of(form: Form) -> Spec:
+    """How a parameter of a wrapper is distributed over other axes."""
+    assert isinstance(form, PlainForm)
+    return form.before
+
+
+FLAT_PARAM = "_flat_param"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,9 +147,9 @@ def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembe
         for home in item.homes:
             del home.module._parameters[home.name]
             vars(home.module)[home.name] = blank
-    module.register_parameter(NAME, flat)
-    home = Home(module=module, name=NAME)
-    return Found(name=NAME, parameter=flat, homes=(home,)), FlatMembers(members, home)
+    module.register_parameter(FLAT_PARAM, flat)
+    home = Home(module=module, name=FLAT_PARAM)
+    return Found(name=FLAT_PARAM, parameter=flat, homes=(home,)), FlatMembers(members, home)
 
 
 def _blank(item: Found) -> torch.Tensor:

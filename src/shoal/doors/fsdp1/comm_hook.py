@@ -16,10 +16,10 @@ from shoal.comm import observer
 from shoal.comm.calls import Reduction
 from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
+from shoal.doors.fsdp1.root import ready
+from shoal.doors.fsdp1.strategy import HYBRID
+from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.runtime.unit import Unit
-from shoal.wrapper.base import Wrapper, wrappers_below
-from shoal.wrapper.root import ready
-from shoal.wrapper.strategy import HYBRID
 
 Hook = Callable[..., Any]
 """Takes its state and a full gradient; where it is sharded, also the tensor for this rank's

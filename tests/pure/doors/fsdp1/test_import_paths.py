@@ -13,9 +13,9 @@ OURS = {"FullyShardedDataParallel"}
 
 
 @pytest.mark.parametrize("name", ["api", "fully_sharded_data_parallel", "wrap"])
-def test_a_door_shows_what_torchs_module_shows(name: str) -> None:
+def test_an_import_path_shows_what_torchs_module_shows(name: str) -> None:
     theirs = importlib.import_module(f"{by_torch.__name__}.{name}")
-    door = importlib.import_module(f"shoal.fsdp.{name}")
+    ours = importlib.import_module(f"shoal.fsdp.{name}")
     shown = {
         key: value
         for key, value in vars(theirs).items()
@@ -26,16 +26,16 @@ def test_a_door_shows_what_torchs_module_shows(name: str) -> None:
     }
     assert shown, "torch has moved its names: look for them"
     for key, value in shown.items():
-        assert hasattr(door, key), f"shoal.fsdp.{name} has no {key}"
-        assert key in OURS or getattr(door, key) is value
+        assert hasattr(ours, key), f"shoal.fsdp.{name} has no {key}"
+        assert key in OURS or getattr(ours, key) is value
 
 
 def test_names_that_torch_does_not_list_but_others_import() -> None:
     wrap = importlib.import_module("shoal.fsdp.wrap")
-    door = importlib.import_module("shoal.fsdp.fully_sharded_data_parallel")
+    ours = importlib.import_module("shoal.fsdp.fully_sharded_data_parallel")
     theirs = importlib.import_module(f"{by_torch.__name__}.fully_sharded_data_parallel")
-    assert door.FLAT_PARAM == theirs.FLAT_PARAM
-    assert door.FlatParameter is by_torch.FlatParameter
+    assert ours.FLAT_PARAM == theirs.FLAT_PARAM
+    assert ours.FlatParameter is by_torch.FlatParameter
     policies = [wrap.always_wrap_policy, wrap.always_wrap_policy]
     assert wrap._or_policy(None, recurse=False, nonwrapped_numel=0, policies=policies)
     assert issubclass(wrap.ModuleWrapPolicy, wrap._Policy)

@@ -15,6 +15,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
 
 from shoal._torch import autograd, checkpoints, wrapping
+from shoal.doors.fsdp1.comm_hook import CommHooks
+from shoal.doors.fsdp1.gradients import Clipping
+from shoal.doors.fsdp1.optim_state_dict import OptimStates
+from shoal.doors.fsdp1.parameter_names import NamedMember, entries_of, named_members
+from shoal.doors.fsdp1.parameters import FlatMembers, PlainForm, flatten
+from shoal.doors.fsdp1.precision import FULL_PRECISION_IN_EVAL, Buffers, keep_low_grads, policy_of
+from shoal.doors.fsdp1.preparation import (
+    check_unreplicated,
+    device_of,
+    ignored_of,
+    own_modules,
+    prepared,
+)
+from shoal.doors.fsdp1.root import begin, ready
+from shoal.doors.fsdp1.state_dict import StateDicts
+from shoal.doors.fsdp1.strategy import Groups, Placing, place
+from shoal.doors.fsdp1.tensor_parallel import spec_of
+from shoal.doors.fsdp1.unit import WrappedUnit
+from shoal.doors.fsdp1.wrapper import wrappers_below
 from shoal.errors import UsageError
 from shoal.layout import Flat, ParamSpec
 from shoal.runtime.collect import Found
@@ -22,25 +41,7 @@ from shoal.runtime.form import bytes_of
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, UnitOptions
 from shoal.runtime.shards import ParameterSource
-from shoal.wrapper.base import WRAPPED, wrappers_below
-from shoal.wrapper.clip import Clipping
-from shoal.wrapper.comm_hook import CommHooks
-from shoal.wrapper.distributed import spec_of
-from shoal.wrapper.flat_parameter import FlatMembers, flatten
-from shoal.wrapper.ignored import ignored_of
-from shoal.wrapper.optim_state import OptimStates
-from shoal.wrapper.plain_form import PlainForm
-from shoal.wrapper.precision import FULL_PRECISION_IN_EVAL, Buffers, keep_low_grads, policy_of
-from shoal.wrapper.preparation import (
-    check_unreplicated,
-    device_of,
-    own_modules,
-    prepared,
-)
-from shoal.wrapper.root import begin, ready
-from shoal.wrapper.state_dicts import StateDicts
-from shoal.wrapper.strategy import Groups, Placing, place
-from shoal.wrapper.unit import WrappedUnit
+from shoal.sharding_wrapper import WRAPPED
 
 
 class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
@@ -265,6 +266,16 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             return found
         inside = {below for one in found for below in one.modules() if below is not one}
         return [one for one in found if one not in inside]
+
+    @staticmethod
+    def _wrapped_parameters(model: nn.Module) -> Sequence[NamedMember]:
+        """See `ShardingWrapper`."""
+        return [*named_members(model)]
+
+    @staticmethod
+    def _parameter_names(model: nn.Module) -> dict[torch.Tensor, tuple[str, ...]]:
+        """See `ShardingWrapper`."""
+        return {parameter: entry.names for parameter, entry in entries_of(model).items()}
 
     def check_is_root(self) -> bool:
         """Whether no other wrapper is around this one; the first that is asked or runs is it."""
