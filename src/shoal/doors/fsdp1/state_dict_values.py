@@ -11,11 +11,11 @@ from torch.distributed.tensor import DTensor
 
 from shoal._torch import sharded
 from shoal.doors.fsdp1.tensor_parallel import rows_on_all_axes
+from shoal.doors.sharded_tensor.from_local_shards import init_from_local_shards
 from shoal.layout import Even, Packing, ParamSpec
 from shoal.mesh import HSDPMeshInfo
 from shoal.runtime.form import dtensor_form
 from shoal.runtime.unit import Unit
-from shoal.tensor.assembly import init_from_local_shards
 from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor

@@ -13,7 +13,7 @@ from shoal.comm.local import run_local
 from shoal.errors import UsageError
 from shoal.layout import Flat, Whole
 from shoal.tensor import ShardedTensor
-from shoal.tensor.steps import grouped
+from shoal.tensor.optimizer_lists import grouped
 
 Build = Callable[[Iterable[Any]], torch.optim.Optimizer]
 optim = torch.optim

@@ -23,7 +23,7 @@ from pure.tensor.tilings import dealt
 from shoal.comm.local import run_local
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Holding, Packing
-from shoal.tensor.deliver import ONE_ROUND_BYTES, ROUND_BYTES, deliver, num_rounds
+from shoal.tensor.transfer import ONE_ROUND_BYTES, ROUND_BYTES, num_rounds, transfer
 
 CPU = torch.device("cpu")
 
@@ -36,7 +36,7 @@ def check_delivery(whole: Tensor, src: Holding, dst: Holding, world_size: int, r
         assert group is not None
         have = [(r, whole[r.slices].clone()) for r in src.regions_of(group.rank())]
         want = [(r, torch.empty(r.sizes, dtype=whole.dtype)) for r in dst.regions_of(group.rank())]
-        deliver(have, want, src, dst, group, device=CPU, rounds=rounds, reason="a test")
+        transfer(have, want, src, dst, group, device=CPU, rounds=rounds, reason="a test")
         assert_same_bits([t for _, t in want], [whole[r.slices] for r, _ in want])
 
     run_local(world_size, rank)
@@ -75,7 +75,7 @@ def test_dtypes_that_torch_hardly_knows_travel_as_bits(name: str) -> None:
         whole = wide.view(torch.uint8).copy_(raw).view(dtype)
         have = [(r, whole[r.slices]) for r in src.regions_of(group.rank())]
         want = [(r, torch.empty(r.sizes, dtype=dtype)) for r in dst.regions_of(group.rank())]
-        deliver(have, want, src, dst, group, device=CPU, rounds=2, reason="a test")
+        transfer(have, want, src, dst, group, device=CPU, rounds=2, reason="a test")
         for region, tensor in want:
             expected = whole[region.slices].view(torch.uint8)
             assert torch.equal(tensor.view(torch.uint8), expected)

@@ -7,7 +7,7 @@ import pytest
 
 SHARD = "torch.distributed._shard"
 
-DOORS = {
+IMPORT_PATHS = {
     "": "shoal.sharded_tensor",
     ".api": "shoal.sharded_tensor.api",
     ".metadata": "shoal.sharded_tensor.metadata",
@@ -43,21 +43,21 @@ def own_names(module: types.ModuleType) -> set[str]:
     }
 
 
-@pytest.mark.parametrize("module", DOORS)
+@pytest.mark.parametrize("module", IMPORT_PATHS)
 def test_torchs_names_are_here(module: str) -> None:
     theirs = own_names(importlib.import_module(SHARD + module))
     # Functions of torch's dispatch table, which `sharded_tensor` imports for their registration.
     theirs -= own_names(importlib.import_module(f"{SHARD}.sharded_tensor._ops.init"))
     theirs -= own_names(importlib.import_module(f"{SHARD}.sharded_tensor._ops.binary_cmp"))
     theirs -= {"sharded_embedding", "sharded_embedding_bag"}
-    ours = importlib.import_module(DOORS[module])
+    ours = importlib.import_module(IMPORT_PATHS[module])
     missing = {name for name in theirs if not hasattr(ours, name)}
     assert missing <= ABSENT
     assert theirs & {*ours.__all__}, "something is looked for at all"
 
 
-@pytest.mark.parametrize("door", sorted({*DOORS.values()}))
-def test_doors_list_what_they_show(door: str) -> None:
-    module = importlib.import_module(door)
+@pytest.mark.parametrize("path", sorted({*IMPORT_PATHS.values()}))
+def test_import_paths_list_what_they_show(path: str) -> None:
+    module = importlib.import_module(path)
     assert len({*module.__all__}) == len(module.__all__)
     assert all(hasattr(module, name) for name in module.__all__)

@@ -11,8 +11,8 @@ from torch.distributed import ProcessGroup
 
 from shoal._torch import sharded as torch_sharded
 from shoal._torch.sharded import Sharder, ShardingPlan, ShardingSpec
-from shoal.tensor.agreement import exchange
-from shoal.tensor.creation import group_or_default
+from shoal.doors.sharded_tensor.from_local_shards import exchange
+from shoal.tensor.placement import group_or_default
 from shoal.tensor.sharded import ShardedTensor
 from shoal.tensor.spec import own_spec
 

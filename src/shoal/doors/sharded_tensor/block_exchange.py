@@ -1,8 +1,10 @@
-"""Tensors that ranks send one another, and that autograd follows back to where they came from.
+"""Blocks of a sharded matrix, and tensors that ranks exchange for them; autograd follows both.
 
-announce   a few numbers for each rank; a rank's mistake travels along, so that all ranks raise
-Swaps      flat tensors, some for each rank; in the backward their gradients go the other way
-place      what came back, added into the blocks of one matrix
+held_by_rank   the blocks of each rank
+own_blocks     this rank's blocks, which send their gradient where it belongs
+announce       a few numbers for each rank; a rank's mistake travels along, so that all ranks raise
+Swaps          flat tensors, some for each rank; in the backward their gradients go the other way
+place          what came back, added into the blocks of one matrix
 """
 
 from __future__ import annotations
@@ -17,9 +19,63 @@ from torch.distributed import ProcessGroup
 
 from shoal.comm.post import carrier
 from shoal.comm.transport import Transport
-from shoal.tensor.totals import accurate
+from shoal.errors import UsageError
+from shoal.layout.region import Region
+from shoal.tensor.base import parts_of
+from shoal.tensor.reductions import accurate
+from shoal.tensor.sharded import ShardedTensor, like_each
 
-Block: TypeAlias = tuple[slice, slice]
+
+def held_by_rank(matrix: ShardedTensor) -> list[tuple[Region, ...]]:
+    """For each rank of the group the blocks that it holds, in its order."""
+    placement = matrix.placement
+    if not isinstance(placement.group, ProcessGroup):
+        raise UsageError(
+            f"a sharded matrix of {placement.shape} is used by the ranks of its process group; "
+            "this rank is in none"
+        )
+    return [placement.regions_of(rank) for rank in range(placement.group.size())]
+
+
+def own_blocks(matrix: ShardedTensor) -> list[tuple[Region, Tensor]]:
+    """This rank's blocks; what is computed from them sends its gradient where it belongs.
+
+    That is the shards where they are tensors in their own right. The matrix itself gets it where it
+    alone is known to autograd: a result of operations, or the parameter of a layout.
+    """
+    locals_ = matrix.locals
+    if (
+        torch.is_grad_enabled()
+        and matrix.requires_grad
+        and not any(local.requires_grad for local in locals_)
+    ):
+        locals_ = _Locals.apply(matrix)
+    return parts_of(matrix.placement, locals_)
+
+
+def needs_gradient(*tensors: Tensor) -> bool:
+    """Whether autograd records what is computed from these; the same answer on every rank."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+class _Locals(torch.autograd.Function):
+    """A sharded tensor's local tensors; their gradients are the local tensors of its gradient."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, tensor: ShardedTensor
+    ) -> tuple[Tensor, ...]:
+        ctx.example = tensor.detach()
+        return tuple(local.view_as(local) for local in tensor.locals)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *gradients: Tensor
+    ) -> ShardedTensor:
+        return like_each(ctx.example, [gradient.contiguous() for gradient in gradients])
+
+
+MatrixBlock: TypeAlias = tuple[slice, slice]
 """Rows and columns of a matrix."""
 
 _FINE, _WRONG = range(2)
@@ -97,7 +153,7 @@ class Swaps:
 
 
 def place(
-    blocks: Sequence[Block], pieces: Sequence[Tensor], shape: tuple[int, int], like: Tensor
+    blocks: Sequence[MatrixBlock], pieces: Sequence[Tensor], shape: tuple[int, int], like: Tensor
 ) -> Tensor:
     """Add flat pieces into blocks of a matrix of zeros."""
     return _Place.apply(like, blocks, shape, *pieces)
@@ -139,7 +195,11 @@ class _Place(torch.autograd.Function):
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, like: Tensor, blocks: Sequence[Block], shape: tuple[int, int], *pieces: Tensor
+        ctx: Any,
+        like: Tensor,
+        blocks: Sequence[MatrixBlock],
+        shape: tuple[int, int],
+        *pieces: Tensor,
     ) -> Tensor:
         ctx.blocks = blocks
         whole = torch.zeros(shape, dtype=accurate(like.dtype), device=like.device)

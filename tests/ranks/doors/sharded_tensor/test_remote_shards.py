@@ -17,7 +17,7 @@ from torch.distributed import rpc
 
 from harness import ranks
 from sharded_api import OURS, TORCHS, Api, compare, compare_errors, run
-from shoal.tensor.remote import SHARED
+from shoal.doors.sharded_tensor.remote_shards import SHARED
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from shoal.tensor.sharded import Handler, Op, ShardedTensor
 
 
 @dataclass(frozen=True)
-class Paired(Placement):
+class ComplexPairs(Placement):
     """The placement of a complex tensor, with one more dim of two numbers that stay together."""
 
     shards_stand_alone: ClassVar[bool] = False
@@ -49,15 +49,15 @@ class Paired(Placement):
 
     def agrees(self, other: Placement) -> bool:
         """See `Placement.agrees`."""
-        return isinstance(other, Paired) and self.whole.agrees(other.whole)
+        return isinstance(other, ComplexPairs) and self.whole.agrees(other.whole)
 
     def on(self, device: torch.device) -> Placement:
         """See `Placement.on`."""
-        return Paired(self.whole.on(device))
+        return ComplexPairs(self.whole.on(device))
 
-    def within(self, group: ProcessGroup) -> Paired:
+    def within(self, group: ProcessGroup) -> ComplexPairs:
         """See `Placement.within`."""
-        return Paired(self.whole.within(group))
+        return ComplexPairs(self.whole.within(group))
 
     def shards(self, device: torch.device) -> list[ShardMetadata]:
         """Not there: nobody saves a view."""
@@ -87,12 +87,12 @@ def _pair(region: Region) -> Region:
 
 def _view_as_real(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     (tensor,) = args
-    return ShardedTensor.of([op(local) for local in tensor.locals], Paired(tensor.placement))
+    return ShardedTensor.of([op(local) for local in tensor.locals], ComplexPairs(tensor.placement))
 
 
 def _view_as_complex(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     (tensor,) = args
-    if not isinstance(tensor.placement, Paired):
+    if not isinstance(tensor.placement, ComplexPairs):
         raise NotImplementedError(
             f"{op} of a ShardedTensor takes what torch.view_as_real gave, got {tensor.placement}"
         )

@@ -1,5 +1,6 @@
-"""DTensors: a sharded tensor made of one, and one made of a sharded tensor.
+"""Conversions: another dtype, device or process group; and DTensors, in both directions.
 
+    to, cpu, cuda   the same cut, with another dtype, device or group
     from_dtensor    the very local tensor, seen as this rank's shard
     to_dtensor      the elements, brought to where a mesh and placements want them
 
@@ -8,11 +9,12 @@ Mesh axes that shard become the ranks of a group, axes that replicate become rep
     mesh (2, 2), [Replicate(), Shard(0)]    two replicas of a tensor, each over two ranks
     mesh (2, 2), [Shard(0), Shard(1)]       one tensor over four ranks
 
-Both are the identity on the whole tensor, and so are their gradients.
+A conversion from or to a DTensor is the identity on the whole tensor, and so is its gradient.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -24,18 +26,108 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as MeshPlacement
 
-from shoal._torch import distributed_tensor
+from shoal._torch import distributed_tensor, operators
 from shoal._torch.sharded import RemoteDevice, ShardMetadata
 from shoal.errors import MeshError, UsageError
 from shoal.layout.chunk import chunk_region
 from shoal.layout.listing import Listing
 from shoal.layout.region import Region
-from shoal.tensor.device import shared_device
-from shoal.tensor.fetch import bring
+from shoal.tensor.gather import gather_regions
 from shoal.tensor.listed import Listed
-from shoal.tensor.placement import Placement
+from shoal.tensor.older_api import is_shared, older_api
+from shoal.tensor.placement import Placement, shared_device
 from shoal.tensor.reshard import reshard
-from shoal.tensor.sharded import ShardedTensor
+from shoal.tensor.sharded import ShardedTensor, relaid
+
+_KEPT = (torch.preserve_format, torch.contiguous_format)
+
+
+def to(tensor: ShardedTensor, *args: Any, **kwargs: Any) -> ShardedTensor:
+    """Do as `Tensor.to` does; returns the tensor itself where nothing changes."""
+    group = kwargs.pop("process_group", None)
+    copy = kwargs.pop("copy", False)
+    try:
+        device, dtype, non_blocking, memory_format = operators.parsed_to(*args, **kwargs)
+    except TypeError as error:
+        raise RuntimeError(
+            f"ShardedTensor.to() have wrong arguments: {args}, {kwargs}: {error}"
+        ) from error
+    _check_format(memory_format)
+    if device is None:
+        device = tensor.device
+    elif tensor.placement.shards_stand_alone:
+        device = _current(device)
+    moved: Any = Tensor.to(tensor, device, dtype or tensor.dtype, non_blocking, copy)
+    return _placed(tensor, moved, device, group)
+
+
+def to_cpu(
+    tensor: ShardedTensor, memory_format: torch.memory_format, group: ProcessGroup | None
+) -> ShardedTensor:
+    """Do as `ShardedTensor.cpu` says."""
+    _check_format(memory_format)
+    device = torch.device("cpu")
+    return _placed(tensor, Tensor.to(tensor, device), device, group)
+
+
+def to_cuda(
+    tensor: ShardedTensor,
+    device: torch.device | str | int | None,
+    non_blocking: bool,
+    memory_format: torch.memory_format,
+    group: ProcessGroup | None,
+) -> ShardedTensor:
+    """Do as `ShardedTensor.cuda` says."""
+    _check_format(memory_format)
+    current = torch.device("cuda", torch.cuda.current_device())
+    if device is not None and torch.device(device) != current:
+        raise AssertionError(
+            f"a ShardedTensor moves to each rank's current device, here {current}, got {device}: "
+            "call torch.cuda.set_device first, or reshard"
+        )
+    moved = Tensor.to(tensor, current, non_blocking=non_blocking)
+    return _placed(tensor, moved, current, group, always=True)
+
+
+def _placed(
+    tensor: ShardedTensor,
+    moved: Any,
+    device: torch.device,
+    group: ProcessGroup | None,
+    *,
+    always: bool = False,
+) -> ShardedTensor:
+    """Say where other ranks' shards are now; this rank's may have been there before."""
+    placement: Placement = moved.placement.on(device)
+    if group is not None and group is not placement.group:
+        placement = placement.within(group)
+    if placement is not moved.placement or (always and moved is tensor):
+        moved = relaid(moved, placement)
+    if moved is not tensor and is_shared(tensor):
+        older_api().share(moved)
+    return moved
+
+
+def _current(device: torch.device) -> torch.device:
+    if device.type != "cuda":
+        return device
+    current = torch.cuda.current_device()
+    if device.index not in (None, current):
+        warnings.warn(
+            f"ShardedTensor.to moves to each rank's current device, here cuda:{current}, "
+            f"not to {device}; use `reshard` to put shards elsewhere",
+            stacklevel=4,
+        )
+    return torch.device("cuda", current)
+
+
+def _check_format(memory_format: torch.memory_format | None) -> None:
+    if memory_format is not None and memory_format not in _KEPT:
+        raise RuntimeError(
+            "Only `torch.contiguous_format` or `torch.preserve_format` is supported, "
+            f"got {memory_format}"
+        )
+
 
 Coordinates: TypeAlias = Mapping[int, tuple[int, ...]]
 """Where each rank of the world stands in a mesh."""
@@ -93,7 +185,7 @@ def to_dtensor(
     else:
         device = shared_device(tensor.device, source)
         local = torch.empty(own.sizes, dtype=tensor.dtype, device=device)
-        bring(tensor, Listing(enumerate(wanted)), local, reason="a conversion to DTensor")
+        gather_regions(tensor, Listing(enumerate(wanted)), local, reason="a conversion to DTensor")
     spec = distributed_tensor.dtensor_spec(
         mesh, [_normal(p, tensor) for p in placements], tensor.shape, tensor.stride(), tensor.dtype
     )

@@ -1,4 +1,4 @@
-"""Delivery: elements carried from where some ranks hold them to where others want them.
+"""Transfers: elements carried from where some ranks hold them to where others want them.
 
     have (Region, Tensor) ...          want (Region, Tensor) ...
         │ a message to each rank: sent from where it lies,      ▲ received where it belongs,
@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,8 +22,8 @@ from torch.distributed import ProcessGroup
 
 from shoal.comm.post import carrier, post
 from shoal.errors import UsageError
-from shoal.layout.parcel import Holding, Message, Parcel, cut, incoming, outgoing
-from shoal.tensor.packet import Packet, Part, Space, within
+from shoal.layout.parcel import Cut, Holding, Message, Parcel, cut, incoming, outgoing
+from shoal.layout.region import Region, flat_regions
 
 MAX_EXTRA = 2.0
 """The memory that a reshard may need at its peak: so many times the larger local shard.
@@ -64,7 +66,7 @@ def num_rounds(
     return max(for_memory, for_speed)
 
 
-def deliver(
+def transfer(
     have: Sequence[Part],
     want: Sequence[Part],
     src: Holding,
@@ -92,7 +94,7 @@ def deliver(
         arriving = _packets(received, lambda parcel: want[parcel.dst], rounds, device)
         memory = _memory_for(leaving, arriving, device)
         for number in range(rounds):
-            space = Space(memory)
+            space = _Space(memory)
             receives = [(packet, space.place(packet)) for packet in arriving[number]]
             sends = [(packet, space.place(packet)) for packet in leaving[number]]
             started = post(
@@ -105,8 +107,8 @@ def deliver(
             )
             if number == 0:
                 for parcel in own:
-                    source = within(have[parcel.src], parcel.region)
-                    within(want[parcel.dst], parcel.region).copy_(source)
+                    source = _within(have[parcel.src], parcel.region)
+                    _within(want[parcel.dst], parcel.region).copy_(source)
             for pending in started:
                 pending.wait()
             for packet, place in receives:
@@ -118,14 +120,14 @@ def _packets(
     part_of: Callable[[Parcel], Part],
     rounds: int,
     device: torch.device,
-) -> list[list[Packet]]:
+) -> list[list[_Packet]]:
     """The packets of each round."""
-    found: list[list[Packet]] = []
+    found: list[list[_Packet]] = []
     for number in range(rounds):
         cuts = {peer: cut(message, number, rounds) for peer, message in messages.items()}
         found.append(
             [
-                Packet.of(peer, [(each, part_of(each.parcel)) for each in own], device)
+                _Packet.of(peer, [(each, part_of(each.parcel)) for each in own], device)
                 for peer, own in cuts.items()
                 if own
             ]
@@ -134,7 +136,9 @@ def _packets(
 
 
 def _memory_for(
-    leaving: Sequence[Sequence[Packet]], arriving: Sequence[Sequence[Packet]], device: torch.device
+    leaving: Sequence[Sequence[_Packet]],
+    arriving: Sequence[Sequence[_Packet]],
+    device: torch.device,
 ) -> Tensor:
     """Memory for what is packed in any one round."""
     rounds = [[*sends, *receives] for sends, receives in zip(leaving, arriving, strict=True)]
@@ -147,3 +151,99 @@ def _bits(tensor: Tensor) -> Tensor:
     """View a tensor's elements as plain numbers of their size."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor.view(_BITS[tensor.element_size()])
+
+
+Part: TypeAlias = tuple[Region, Tensor]
+"""A region, and memory for its elements in the region's shape."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Packet:
+    """Views of the elements, in the order in which they travel.
+
+    `run` is one flat view of all of them, where they follow one another in memory that can travel
+    as it is; else they have to be packed.
+    """
+
+    peer: int
+    pieces: tuple[Tensor, ...]
+    run: Tensor | None
+
+    @classmethod
+    def of(cls, peer: int, ends: Sequence[tuple[Cut, Part]], device: torch.device) -> _Packet:
+        """Find the elements of cuts, each in the part that has it on this rank."""
+        pieces = tuple(piece for cut, part in ends for piece in _pieces(cut, part))
+        return cls(peer=peer, pieces=pieces, run=_one_run(pieces, device))
+
+    @property
+    def num_packed(self) -> int:
+        """How many elements need memory to travel in."""
+        return 0 if self.run is not None else sum(piece.numel() for piece in self.pieces)
+
+    def pack(self, memory: Tensor) -> Tensor:
+        """Put the elements into the memory in which they travel, and return it."""
+        if self.run is None:
+            self._copy(memory, into_memory=True)
+        return memory
+
+    def unpack(self, memory: Tensor) -> None:
+        """Take the elements out of the memory in which they travelled."""
+        if self.run is None:
+            self._copy(memory, into_memory=False)
+
+    def _copy(self, memory: Tensor, *, into_memory: bool) -> None:
+        start = 0
+        for piece in self.pieces:
+            stop = start + piece.numel()
+            packed = memory[start:stop].view(piece.shape)
+            target, source = (packed, piece) if into_memory else (piece, packed)
+            target.copy_(source)
+            start = stop
+
+
+class _Space:
+    """Memory for the packets of one round, dealt out from its start."""
+
+    __slots__ = ("_end", "_memory")
+
+    def __init__(self, memory: Tensor) -> None:
+        self._memory = memory
+        self._end = 0
+
+    def place(self, packet: _Packet) -> Tensor:
+        """Where a packet travels: its own memory, or the next free one."""
+        if packet.run is not None:
+            return packet.run
+        start, self._end = self._end, self._end + packet.num_packed
+        return self._memory[start : self._end]
+
+
+def _within(part: Part, region: Region) -> Tensor:
+    """View a region that lies inside a part."""
+    outer, tensor = part
+    return tensor[region.relative_to(outer).slices]
+
+
+def _pieces(cut: Cut, part: Part) -> list[Tensor]:
+    region = cut.parcel.region
+    view = _within(part, region)
+    if cut.stop - cut.start == region.numel:
+        return [view]
+    if view.is_contiguous():
+        return [view.view(-1)[cut.start : cut.stop]]
+    return [view[each.slices] for each in flat_regions(region.sizes, cut.start, cut.stop)]
+
+
+def _one_run(pieces: Sequence[Tensor], device: torch.device) -> Tensor | None:
+    """View pieces as one, where each begins at the end of the one before."""
+    first, numel = pieces[0], 0
+    for piece in pieces:
+        if (
+            piece.device != device
+            or not piece.is_contiguous()
+            or piece.data_ptr() != first.data_ptr() + numel * first.element_size()
+            or piece.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+        ):
+            return None
+        numel += piece.numel()
+    return first.as_strided((numel,), (1,))

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from shoal.doors.sharded_tensor.block_exchange import (
+    Swaps,
+    announce,
+    held_by_rank,
+    needs_gradient,
+    own_blocks,
+    place,
+)
 from shoal.layout.region import Region
-from shoal.tensor.matrix import held_by_rank, needs_gradient, own_blocks
 from shoal.tensor.sharded import ShardedTensor
-from shoal.tensor.swap import Swaps, announce, place
 
 _REASON = "linear with a sharded weight"
 

@@ -20,7 +20,7 @@ from pure.tensor.tilings import Kind, kinds, sharded
 from shoal.comm.local import run_local
 from shoal.errors import UsageError
 from shoal.layout import Flat, ParamSpec, Region, Rows
-from shoal.tensor.fetch import fetch
+from shoal.tensor.gather import fetch
 
 WHOLE = torch.arange(6 * 8, dtype=torch.float32).view(6, 8)
 

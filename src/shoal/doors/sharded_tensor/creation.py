@@ -6,15 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shoal._torch.sharded import ShardingSpec
-from shoal.tensor import remote
+from shoal.doors.sharded_tensor import remote_shards
 from shoal.tensor.listed import Listed
-from shoal.tensor.placement import Placement
-from shoal.tensor.sharded import ShardedTensor
+from shoal.tensor.placement import group_or_default
+from shoal.tensor.sharded import ShardedTensor, allocate
 
 
 def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
@@ -49,7 +48,7 @@ def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTen
     return _filled(Tensor.normal_, sharding_spec, *size, **options)
 
 
-def allocate(
+def allocate_by_spec(
     spec: ShardingSpec,
     size: Sequence[Any],
     *,
@@ -75,44 +74,10 @@ def allocate(
         )
     group = group_or_default(process_group)
     placement = Listed.of_spec(spec, shape_of(size), group, is_pinned=pin_memory)
-    tensor = blank(placement, dtype or torch.get_default_dtype(), requires_grad=requires_grad)
+    tensor = allocate(placement, dtype or torch.get_default_dtype(), requires_grad=requires_grad)
     if init_rrefs:
-        remote.share(tensor)
+        remote_shards.share(tensor)
     return tensor
-
-
-def blank(
-    placement: Placement,
-    dtype: torch.dtype,
-    device: torch.device | None = None,
-    *,
-    requires_grad: bool = False,
-) -> ShardedTensor:
-    """Allocate the local tensors of a placement; `device` serves one that does not say where."""
-    devices = placement.local_devices or (device,) * len(placement.local_shapes)
-    locals_ = [
-        torch.empty(
-            shape,
-            dtype=dtype,
-            device=where,
-            pin_memory=placement.is_pinned,
-            requires_grad=requires_grad and placement.shards_stand_alone,
-        )
-        for shape, where in zip(placement.local_shapes, devices, strict=True)
-    ]
-    return ShardedTensor.of(locals_, placement, requires_grad=requires_grad)
-
-
-def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
-    """The group itself, or that of all ranks."""
-    if group is not None:
-        return group
-    if dist.group.WORLD is None:
-        raise ValueError(
-            "Default process group has not been initialized: call init_process_group first, or "
-            "pass process_group"
-        )
-    return dist.group.WORLD
 
 
 def shape_of(size: Sequence[Any]) -> tuple[int, ...]:
@@ -136,5 +101,5 @@ def _filled(
         for local in tensor.locals:
             fill(local)
     if init_rrefs:  # not before: others could look at what is not filled yet
-        remote.share(tensor)
+        remote_shards.share(tensor)
     return tensor

@@ -1,16 +1,18 @@
-"""What `torch.distributed.checkpoint` asks of a sharded tensor.
+"""What `torch.distributed.checkpoint` and torch's state-dict functions ask of a sharded tensor.
 
-    write_items    what this rank saves: one item for each of its regions
-    chunks         what this rank loads: the same regions
-    shard_at       its memory for one of them
+    write_items         what this rank saves: one item for each of its regions
+    chunks              what this rank loads: the same regions
+    shard_at            its memory for one of them
+    gathered, filled    full state dicts: a tensor made whole, and filled again
 
 torch puts a region of a checkpoint together from whatever chunks were saved, so ours, torch's own
-ShardedTensor and `DTensor` load one another's, on any number of ranks.
+ShardedTensor and `DTensor` load one another's, on any number of ranks. Its functions for full state
+dicts know `DTensor`, and take every other sharded tensor for chunks of dim 0.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shoal.layout.region import Region
+from shoal.tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from shoal.tensor.base import ShardedTensorBase
@@ -81,3 +84,16 @@ def _saved_regions(tensor: ShardedTensorBase) -> tuple[Region, ...]:
 
 def _chunk(region: Region) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(region.offsets), sizes=torch.Size(region.sizes))
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """Give every rank of the tensor's group the whole: collective."""
+    return cast(ShardedTensor, tensor).full_tensor()
+
+
+def filled(tensor: Tensor, whole: Tensor) -> Tensor:
+    """The tensor, with this rank's elements of a whole one; allocated, if it was on meta."""
+    with torch.no_grad():
+        target = torch.empty_like(tensor, device=whole.device) if tensor.is_meta else tensor
+        target.copy_(whole)
+    return target
