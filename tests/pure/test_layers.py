@@ -201,3 +201,24 @@ print(sorted(set(sys.modules) & {"torch._dynamo", "torch._inductor"}))
     )
     assert done.stdout.splitlines() == ["[]", "0 True", "True", "False False", "[]"], done.stderr
     assert done.stderr == ""
+
+
+def test_the_core_imports_no_door_until_torchs_older_api_is_called():
+    script = """
+import sys
+import shoal.checkpoint, shoal.compile.backend, shoal.runtime.fully_shard, shoal.tensor
+print([name for name in sys.modules if name.startswith("shoal.doors")])
+try:
+    shoal.tensor.ShardedTensor("no spec", 4)
+except ValueError as error:
+    print(str(error).split(" but")[0])
+print("shoal.doors.sharded_tensor" in sys.modules, "shoal.doors.fsdp1" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines() == ["[]", "Expecting ShardingSpec", "True False"], done.stderr

@@ -26,36 +26,6 @@ if TYPE_CHECKING:
     from shoal.tensor.sharded import ShardedTensor
 
 
-class OwnShard(LocalShard):
-    """torch's `Shard`, which knows whose it is; copied or sent elsewhere, it is nobody's."""
-
-    __slots__ = ("_index", "_owner")
-
-    _index: int
-    _owner: weakref.ref[ShardedTensorBase]
-
-    @classmethod
-    def of(
-        cls, tensor: Tensor, metadata: ShardMetadata, owner: ShardedTensorBase, index: int
-    ) -> Self:
-        """Local tensor `index` of a sharded tensor, with its metadata."""
-        shard = cls(tensor, metadata)
-        # RRefs keep shards, and must not keep alive what they are cleaned up with.
-        shard._owner, shard._index = weakref.ref(owner), index
-        return shard
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "tensor" and hasattr(self, "_owner"):
-            LocalShard(value, self.metadata)  # raises where it does not fit
-            owner = self._owner()
-            if owner is not None:
-                owner.replace_local(self._index, value)
-        super().__setattr__(name, value)
-
-    def __reduce__(self) -> Any:
-        return LocalShard, (self.tensor, self.metadata)
-
-
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
 
 
@@ -181,6 +151,36 @@ class ShardedTensorBase(Tensor):
         return older_api().assemble_without_group(
             local_shards, sharded_tensor_metadata, sharding_spec
         )
+
+
+class OwnShard(LocalShard):
+    """torch's `Shard`, which knows whose it is; copied or sent elsewhere, it is nobody's."""
+
+    __slots__ = ("_index", "_owner")
+
+    _index: int
+    _owner: weakref.ref[ShardedTensorBase]
+
+    @classmethod
+    def of(
+        cls, tensor: Tensor, metadata: ShardMetadata, owner: ShardedTensorBase, index: int
+    ) -> Self:
+        """Local tensor `index` of a sharded tensor, with its metadata."""
+        shard = cls(tensor, metadata)
+        # RRefs keep shards, and must not keep alive what they are cleaned up with.
+        shard._owner, shard._index = weakref.ref(owner), index
+        return shard
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "tensor" and hasattr(self, "_owner"):
+            LocalShard(value, self.metadata)  # raises where it does not fit
+            owner = self._owner()
+            if owner is not None:
+                owner.replace_local(self._index, value)
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> Any:
+        return LocalShard, (self.tensor, self.metadata)
 
 
 def parts_of(placement: Placement, locals_: Sequence[Tensor]) -> list[tuple[Region, Tensor]]:

@@ -39,6 +39,9 @@ from shoal.tensor.placement import Placement, shared_device
 from shoal.tensor.reshard import reshard
 from shoal.tensor.sharded import ShardedTensor, relaid
 
+Coordinates: TypeAlias = Mapping[int, tuple[int, ...]]
+"""Where each rank of the world stands in a mesh."""
+
 _KEPT = (torch.preserve_format, torch.contiguous_format)
 
 
@@ -127,10 +130,6 @@ def _check_format(memory_format: torch.memory_format | None) -> None:
             "Only `torch.contiguous_format` or `torch.preserve_format` is supported, "
             f"got {memory_format}"
         )
-
-
-Coordinates: TypeAlias = Mapping[int, tuple[int, ...]]
-"""Where each rank of the world stands in a mesh."""
 
 
 def from_dtensor(dtensor: DTensor, process_group: ProcessGroup | None = None) -> ShardedTensor:

@@ -21,6 +21,16 @@ from shoal.tensor.sharded import Handler, Op, ShardedTensor, like_each
 from shoal.tensor.unsupported import differently_cut, unsupported
 
 _ROW_MAJOR = (None, torch.preserve_format, torch.contiguous_format)
+_RANDOM = (
+    "bernoulli_",
+    "cauchy_",
+    "exponential_",
+    "geometric_",
+    "log_normal_",
+    "normal_",
+    "random_",
+    "uniform_",
+)
 
 
 def copy_into(op: Op, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
@@ -148,17 +158,6 @@ def _drawn_like(draw: Callable[[torch.Tensor], object]) -> Handler:
     return handle
 
 
-_NAMES = (
-    "bernoulli_",
-    "cauchy_",
-    "exponential_",
-    "geometric_",
-    "log_normal_",
-    "normal_",
-    "random_",
-    "uniform_",
-)
-
 HANDLERS: dict[str, Handler] = {
     "alias": _detach,
     "detach": _detach,
@@ -174,7 +173,7 @@ HANDLERS: dict[str, Handler] = {
     "fill_.Scalar": _in_place,
     "fill_.Tensor": _fill_from_tensor,
     "zero_": _in_place,
-    **dict.fromkeys(_NAMES, _draw),
+    **dict.fromkeys(_RANDOM, _draw),
     "rand_like": _drawn_like(torch.Tensor.uniform_),
     "randn_like": _drawn_like(torch.Tensor.normal_),
 }

@@ -35,12 +35,12 @@ def handler_of(op: Op) -> Handler:
         return named
     if optimizer_lists.is_foreach_elementwise(op):
         return optimizer_lists.foreach
-    if is_elementwise(op):
-        return elementwise_handler(op)
+    if _is_elementwise(op):
+        return _elementwise_handler(op)
     return refuse
 
 
-def is_elementwise(op: Op) -> bool:
+def _is_elementwise(op: Op) -> bool:
     """Whether torch tags an operation, or the one that it does in place, as element-wise."""
     packet, _, overload = op.__name__.partition(".")
     if torch.Tag.nondeterministic_seeded in op.tags:
@@ -48,11 +48,11 @@ def is_elementwise(op: Op) -> bool:
     if torch.Tag.pointwise in op.tags:
         return True
     twin = operators.aten_overload(f"{packet.removesuffix('_')}.{overload}")
-    return twin is not None and twin is not op and is_elementwise(twin)
+    return twin is not None and twin is not op and _is_elementwise(twin)
 
 
-def elementwise_handler(op: Op) -> Handler:
-    """Make the elementwise_handler of one element-wise operation."""
+def _elementwise_handler(op: Op) -> Handler:
+    """Make the _elementwise_handler of one element-wise operation."""
     mutated = operators.mutated_arguments(op)
     if len(mutated) > 1 or operators.num_returns(op) != 1:
         return refuse

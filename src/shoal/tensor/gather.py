@@ -29,6 +29,11 @@ from shoal.tensor.placement import Placement, group_or_default, shared_device
 from shoal.tensor.sharded import ShardedTensor, allocate
 from shoal.tensor.transfer import MAX_EXTRA, Part, num_rounds, transfer
 
+Asked: TypeAlias = Region | tuple[slice, ...] | None
+"""A region, the slices that index it, or nothing."""
+
+_NOTHING, _REGION, _INVALID = range(3)
+
 _REASON = "the gather of a ShardedTensor"
 
 _STRAIGHT_BYTES = 16 << 20
@@ -158,12 +163,6 @@ def _broadcast(transport: Transport, rows: Tensor, local: Tensor, first_rank: in
 def _from_row(stripe: Stripe, first_rank: int) -> Stripe:
     """Where the stripe lies in a matrix that has nothing but this tensor."""
     return replace(stripe, first_rank=stripe.first_rank - first_rank, shard_offset=0)
-
-
-Asked: TypeAlias = Region | tuple[slice, ...] | None
-"""A region, the slices that index it, or nothing."""
-
-_NOTHING, _REGION, _INVALID = range(3)
 
 
 def fetch(tensor: ShardedTensor, region: Asked, *, max_extra: float = MAX_EXTRA) -> Tensor | None:

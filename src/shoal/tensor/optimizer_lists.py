@@ -23,6 +23,31 @@ from shoal.tensor.copy_and_fill import copy_into
 from shoal.tensor.sharded import Handler, Kind, Op, ShardedTensor, like, like_each
 from shoal.tensor.unsupported import check_plain, differently_cut, unsupported
 
+Lists: TypeAlias = list[list[Any]]
+TensorGroups: TypeAlias = dict[Kind, tuple[Lists, list[int]]]
+"""For each kind the parts of all lists, and where in the lists they were."""
+
+ELEMENTWISE = frozenset(
+    f"torch.optim.{name}"
+    for name in (
+        "adadelta",
+        "adagrad",
+        "adam",
+        "adamax",
+        "asgd",
+        "nadam",
+        "radam",
+        "rmsprop",
+        "rprop",
+        "sgd",
+    )
+)
+"""Modules whose steps never look across elements, and write only into the tensors of the lists.
+
+Any other optimizer (Adafactor has means over rows) gets the sharded tensors, whose operations
+know about the other ranks.
+"""
+
 _FOREACH = "_foreach_"
 _REDUCTIONS = frozenset({"max", "norm", "powsum"})
 
@@ -65,7 +90,7 @@ def _like(example: Tensor, local: Tensor) -> Tensor:
     """A result that lies as its example does."""
     if isinstance(example, ShardedTensor):
         return like(example, local)
-    return dtensor_like(example, local) if isinstance(example, DTensor) else local
+    return _dtensor_like(example, local) if isinstance(example, DTensor) else local
 
 
 def _foreach_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -132,7 +157,7 @@ def _unwrap_mixed(op: Op, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Any
     for column in zip(*lists, strict=True):
         sharded = [tensor for tensor in column if isinstance(tensor, ShardedTensor)]
         if not sharded:
-            examples.append(check_column(op, column))
+            examples.append(_check_column(op, column))
             continue
         examples.append(sharded[0])
         for tensor in column:
@@ -144,7 +169,7 @@ def _unwrap_mixed(op: Op, args: tuple[Any, ...]) -> tuple[list[Tensor], list[Any
     return examples, [_repeated(arg, counts) for arg in args]
 
 
-def check_column(op: Op, column: Sequence[Tensor]) -> Tensor:
+def _check_column(op: Op, column: Sequence[Tensor]) -> Tensor:
     """An example of tensors that belong together, none of which is a ShardedTensor."""
     distributed = [tensor for tensor in column if isinstance(tensor, DTensor)]
     if not distributed:
@@ -173,7 +198,7 @@ def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {where or 'of a plain tensor'}"
 
 
-def dtensor_like(example: DTensor, local: Tensor) -> DTensor:
+def _dtensor_like(example: DTensor, local: Tensor) -> DTensor:
     """Wrap a local tensor of the right shape as another DTensor is wrapped."""
     spec = distributed_tensor.spec_of(example)
     if local.dtype is not example.dtype:
@@ -201,41 +226,6 @@ def _repeated(arg: Any, counts: Sequence[int]) -> Any:
                 distributed_tensor.local_tensor(each) if isinstance(each, DTensor) else each
             ] * count
     return repeated
-
-
-HANDLERS: dict[str, Handler] = {
-    "_foreach_copy_": _foreach_copy,
-    "_fused_adam_": _fused(5),
-    "_fused_adamw_": _fused(5),
-    "_fused_adagrad_": _fused(3),
-    "_fused_sgd_": _fused(3),
-}
-
-
-Lists: TypeAlias = list[list[Any]]
-TensorGroups: TypeAlias = dict[Kind, tuple[Lists, list[int]]]
-"""For each kind the parts of all lists, and where in the lists they were."""
-
-ELEMENTWISE = frozenset(
-    f"torch.optim.{name}"
-    for name in (
-        "adadelta",
-        "adagrad",
-        "adam",
-        "adamax",
-        "asgd",
-        "nadam",
-        "radam",
-        "rmsprop",
-        "rprop",
-        "sgd",
-    )
-)
-"""Modules whose steps never look across elements, and write only into the tensors of the lists.
-
-Any other optimizer (Adafactor has means over rows) gets the sharded tensors, whose operations
-know about the other ranks.
-"""
 
 
 def grouped(module: str, lists: Lists) -> TensorGroups | None:
@@ -307,3 +297,12 @@ def _by_kind(kinds: list[Kind], lists: Lists) -> TensorGroups:
 
 def _are_step_counts(tensors: list[Any]) -> bool:
     return {*map(type, tensors)} == {Tensor} and not any(map(Tensor.dim, tensors))
+
+
+HANDLERS: dict[str, Handler] = {
+    "_foreach_copy_": _foreach_copy,
+    "_fused_adam_": _fused(5),
+    "_fused_adamw_": _fused(5),
+    "_fused_adagrad_": _fused(3),
+    "_fused_sgd_": _fused(3),
+}

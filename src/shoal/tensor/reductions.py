@@ -32,24 +32,25 @@ from shoal.tensor.sharded import Handler, Op, ShardedTensor
 from shoal.tensor.unsupported import unsupported
 
 _LOW = (torch.float16, torch.bfloat16)
+_Groups: TypeAlias = tuple[ProcessGroup, ...]
 
 
-class MeshAxis(NamedTuple):
+class _MeshAxis(NamedTuple):
     """The ranks along one axis of a DTensor's mesh."""
 
     group: ProcessGroup
 
 
-Holders: TypeAlias = Placement | MeshAxis
+Holders: TypeAlias = Placement | _MeshAxis
 """The ranks of a group that have parts of a tensor, all on one type of device if a DTensor's."""
 
 
-def accurate(dtype: torch.dtype) -> torch.dtype:
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which a rank computes its part of a number: float32 at least."""
     return torch.float32 if dtype in _LOW else dtype
 
 
-def lowest_of(dtype: torch.dtype) -> float | int:
+def _lowest_of(dtype: torch.dtype) -> float | int:
     """What never is the largest, unless there is nothing else."""
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
@@ -71,7 +72,9 @@ def largest(parts: Tensor, placement: Holders) -> Tensor:
     values = _widened(parts, placement)
     # Backends differ in whether NaN wins a comparison, so it travels beside the values.
     is_nan = values.isnan()
-    both = torch.cat([values.masked_fill(is_nan, lowest_of(values.dtype)), is_nan.to(values.dtype)])
+    both = torch.cat(
+        [values.masked_fill(is_nan, _lowest_of(values.dtype)), is_nan.to(values.dtype)]
+    )
     Transport(placement.group).all_reduce(
         both, ReduceOp.MAX, reason="a maximum of ShardedTensors"
     ).wait()
@@ -89,21 +92,21 @@ def _widened(parts: Tensor, placement: Holders) -> Tensor:
     return parts.to(device, dtype, copy=True)
 
 
-def holders_of(tensor: Tensor) -> tuple[Holders, ...]:
+def _holders_of(tensor: Tensor) -> tuple[Holders, ...]:
     """The groups whose ranks hold different elements of a tensor; none for a plain one."""
     if isinstance(tensor, ShardedTensor):
         return (tensor.placement,)
-    return tuple(sharding_axes(tensor)) if isinstance(tensor, DTensor) else ()
+    return tuple(_sharding_axes(tensor)) if isinstance(tensor, DTensor) else ()
 
 
-def sharding_axes(tensor: DTensor) -> Iterator[MeshAxis]:
+def _sharding_axes(tensor: DTensor) -> Iterator[_MeshAxis]:
     """The mesh axes along which ranks hold different elements."""
     for axis, placement in enumerate(tensor.placements):
         if not isinstance(placement, Replicate):
-            yield MeshAxis(tensor.device_mesh.get_group(axis))
+            yield _MeshAxis(tensor.device_mesh.get_group(axis))
 
 
-def without_partial(tensor: Tensor) -> Tensor:
+def _without_partial(tensor: Tensor) -> Tensor:
     """The same tensor with elements that are there; adds up what ranks have parts of."""
     if not isinstance(tensor, DTensor):
         return tensor
@@ -111,7 +114,7 @@ def without_partial(tensor: Tensor) -> Tensor:
     return tensor.redistribute(placements=placements)
 
 
-def shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
+def _shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
     """The shape of a result over all dims; other ways to reduce are refused."""
     tensor, dim = given["self"], given.get("dim")
     dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
@@ -122,7 +125,7 @@ def shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
     return (1,) * tensor.dim() if given.get("keepdim") else ()
 
 
-def check_no_gradient(op: Op, tensor: Tensor) -> None:
+def _check_no_gradient(op: Op, tensor: Tensor) -> None:
     """Raise where autograd records the reduction: its gradient would be a plain tensor."""
     if torch.is_grad_enabled() and isinstance(tensor, ShardedTensor) and tensor.requires_grad:
         raise unsupported(
@@ -133,7 +136,7 @@ def check_no_gradient(op: Op, tensor: Tensor) -> None:
 def _sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given, tensor, shape = _bound(op, args, kwargs)
     dtype = given["dtype"] or (torch.int64 if _is_whole(tensor.dtype) else tensor.dtype)
-    part = _own_sum(tensor, accurate(dtype))
+    part = _own_sum(tensor, accumulation_dtype(dtype))
     return add_up(part.view(1), tensor.placement).to(dtype).view(shape)
 
 
@@ -142,7 +145,7 @@ def _mean(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     dtype = given["dtype"] or tensor.dtype
     if _is_whole(dtype):
         raise unsupported(op, f"the mean of {dtype} is not whole; pass a dtype", tensor)
-    part = _own_sum(tensor, accurate(dtype))
+    part = _own_sum(tensor, accumulation_dtype(dtype))
     total = add_up(part.view(1), tensor.placement)
     return (total / tensor.numel()).to(dtype).view(shape)
 
@@ -211,7 +214,7 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors, found_inf, inv_scale = args
     _, (local,) = unwrap_lists(op, (tensors,))
     op(local, found_inf, inv_scale)
-    for group in {holders.group: None for tensor in tensors for holders in holders_of(tensor)}:
+    for group in {holders.group: None for tensor in tensors for holders in _holders_of(tensor)}:
         Transport(group).all_reduce(
             found_inf.view(-1), ReduceOp.MAX, reason="the search for gradients that are not finite"
         ).wait()
@@ -222,8 +225,8 @@ def _bound(
 ) -> tuple[dict[str, Any], ShardedTensor, tuple[int, ...]]:
     given = operators.bind(op, args, kwargs)
     tensor = given["self"]
-    check_no_gradient(op, tensor)
-    return given, tensor, shape_over_all_dims(op, given)
+    _check_no_gradient(op, tensor)
+    return given, tensor, _shape_over_all_dims(op, given)
 
 
 def _own_sum(tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
@@ -244,20 +247,19 @@ def _check_ordered(op: Op, tensor: ShardedTensor) -> None:
 def _largest(tensor: ShardedTensor, locals_: Sequence[Tensor]) -> Tensor:
     parts: list[Tensor] = []
     for local in locals_:
-        values = local.to(accurate(local.dtype)) if local.is_floating_point() else local.long()
-        nothing = values.new_tensor(lowest_of(values.dtype))
+        values = (
+            local.to(accumulation_dtype(local.dtype)) if local.is_floating_point() else local.long()
+        )
+        nothing = values.new_tensor(_lowest_of(values.dtype))
         parts.append(values.max() if values.numel() > 0 else nothing)
     return largest(torch.stack(parts).max().view(1), tensor.placement)
-
-
-_Groups: TypeAlias = tuple[ProcessGroup, ...]
 
 
 def _norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given = operators.bind(op, args, kwargs)
     tensor = given["self"]
-    check_no_gradient(op, tensor)
-    shape = shape_over_all_dims(op, given)
+    _check_no_gradient(op, tensor)
+    shape = _shape_over_all_dims(op, given)
     order = given["ord"] if "ord" in given else given["p"]
     (norm,) = _norms([tensor], 2 if order is None else order, given.get("dtype"))
     return norm.view(shape)
@@ -267,8 +269,8 @@ def _foreach_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
     """Serve a list, in which plain tensors and DTensors may be too."""
     given = operators.bind(op, args, kwargs)
     for tensor in given["self"]:
-        check_no_gradient(op, tensor)
-    return _norms([*map(without_partial, given["self"])], given["ord"], given["dtype"])
+        _check_no_gradient(op, tensor)
+    return _norms([*map(_without_partial, given["self"])], given["ord"], given["dtype"])
 
 
 def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
@@ -284,7 +286,7 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
         norms = [_own_norm(tensor, order, local_dtype) for tensor in tensors]
     members: dict[tuple[_Groups, torch.dtype], tuple[tuple[Holders, ...], list[int]]] = {}
     for index, tensor in enumerate(tensors):
-        kind, holders = dtype or _real(tensor.dtype), holders_of(tensor)
+        kind, holders = dtype or _real(tensor.dtype), _holders_of(tensor)
         key = tuple(each.group for each in holders), kind
         members.setdefault(key, (holders, []))[1].append(index)
     for (_, kind), (holders, indices) in members.items():
@@ -299,7 +301,7 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
 def _local_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
     """What ranks compute in; lists of several dtypes, which clipping never makes, stay as is."""
     dtypes = {tensor.dtype for tensor in tensors}
-    dtype = accurate(dtypes.pop())
+    dtype = accumulation_dtype(dtypes.pop())
     return None if dtypes or dtype.is_complex else dtype
 
 

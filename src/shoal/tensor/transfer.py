@@ -25,6 +25,9 @@ from shoal.errors import UsageError
 from shoal.layout.parcel import Cut, Holding, Message, Parcel, cut, incoming, outgoing
 from shoal.layout.region import Region, flat_regions
 
+Part: TypeAlias = tuple[Region, Tensor]
+"""A region, and memory for its elements in the region's shape."""
+
 MAX_EXTRA = 2.0
 """The memory that a reshard may need at its peak: so many times the larger local shard.
 
@@ -151,10 +154,6 @@ def _bits(tensor: Tensor) -> Tensor:
     """View a tensor's elements as plain numbers of their size."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     return tensor.view(_BITS[tensor.element_size()])
-
-
-Part: TypeAlias = tuple[Region, Tensor]
-"""A region, and memory for its elements in the region's shape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

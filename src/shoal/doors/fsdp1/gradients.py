@@ -22,6 +22,8 @@ from shoal.layout.region import flat_span
 from shoal.runtime.shards import Member
 from shoal.runtime.unit import Unit
 
+_Groups = tuple[dist.ProcessGroup, ...]
+
 
 class Clipping(Wrapper):
     """The method of the wrapper that clips gradients."""
@@ -63,9 +65,6 @@ class Clipping(Wrapper):
             )
             return total
         return total.to(functools.reduce(torch.promote_types, (grad.dtype for grad in grads)))
-
-
-_Groups = tuple[dist.ProcessGroup, ...]
 
 
 def _grads_of(root: Wrapper) -> dict[_Groups, list[torch.Tensor]]:

@@ -23,6 +23,10 @@ from shoal.layout.region import flat_span
 
 State = dict[str, Any]
 """What an optimizer knows of one parameter, or of one member of a unit."""
+_SAME_SCALARS = (
+    "All unflattened parameters comprising a single flat parameter must have scalar state with the "
+    "same value and dtype"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,12 +193,6 @@ def _parts(entry: Entry, state: State) -> list[tuple[NamedMember, State]]:
         (member, {k: views[k][i] if k in flat else value for k, value in state.items()})
         for i, member in enumerate(entry.members)
     ]
-
-
-_SAME_SCALARS = (
-    "All unflattened parameters comprising a single flat parameter must have scalar state with the "
-    "same value and dtype"
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,11 @@ from shoal.errors import UsageError
 from shoal.runtime.shards import Home
 from shoal.sharding_wrapper import clean
 
+Key = int | str
+"""What stands for a parameter in an optimizer's state dict: its place, or its name."""
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+"""What an optimizer was made of."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedMember:
@@ -74,12 +79,6 @@ def _members_of(wrapper: Wrapper) -> list[tuple[tuple[Home, ...], torch.Size, Sp
         return [(m.homes, m.shape, m.before) for m in wrapper._flat_members.members]
     members = wrapper._unit.shards.members
     return [(m.homes, torch.Size(m.spec.shape), before_of(m.form)) for m in members]
-
-
-Key = int | str
-"""What stands for a parameter in an optimizer's state dict: its place, or its name."""
-OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
-"""What an optimizer was made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

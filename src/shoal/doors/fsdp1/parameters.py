@@ -25,6 +25,8 @@ from shoal.runtime.form import Form, bytes_of, local_grad
 from shoal.runtime.full import FreedParameter
 from shoal.runtime.shards import Home
 
+FLAT_PARAM = "_flat_param"
+
 
 def _identity(tensor: torch.Tensor) -> object:
     """Where a tensor lies; without elements that is nowhere, but it can be moved and cast."""
@@ -86,9 +88,6 @@ def before_of(form: Form) -> Spec:
     """How a parameter of a wrapper is distributed over other axes."""
     assert isinstance(form, PlainForm)
     return form.before
-
-
-FLAT_PARAM = "_flat_param"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,10 @@ from shoal.runtime.unit import Unit
 _IN_FIRST_FORWARD = timedelta(minutes=5)
 _LATER = timedelta(minutes=1)
 """How long ranks wait for one another. They were together before a later forward."""
+_IN_BACKWARD = "_in_backward_optimizers"
+"""What torch's `_apply_optimizer_in_backward` puts on parameters."""
+_STEPS = "_shoal_steps_in_backward"
+_HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
 
 
 class ForwardOrder:
@@ -72,12 +76,6 @@ class ForwardOrder:
             f"{name}, got unit {unit.name!r}. Let every rank run the same modules in one order.",
             stacklevel=2,
         )
-
-
-_IN_BACKWARD = "_in_backward_optimizers"
-"""What torch's `_apply_optimizer_in_backward` puts on parameters."""
-_STEPS = "_shoal_steps_in_backward"
-_HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
 
 
 @dynamo.unwrapped_by_dynamo

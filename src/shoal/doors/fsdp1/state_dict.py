@@ -46,6 +46,8 @@ _CONFIGS: dict[StateDictType, tuple[type[StateDictConfig], type[OptimStateDictCo
     StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
     StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
 }
+_FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
+_CPU = torch.device("cpu")
 
 
 class StateDictTypes(Wrapper):
@@ -159,10 +161,6 @@ class StateDictTypes(Wrapper):
 
 def _choosers(module: nn.Module) -> list[StateDictTypes]:
     return [one for one in wrappers_below(module) if isinstance(one, StateDictTypes)]
-
-
-_FULL, _LOCAL = StateDictType.FULL_STATE_DICT, StateDictType.LOCAL_STATE_DICT
-_CPU = torch.device("cpu")
 
 
 class StateDicts(StateDictTypes, Summoning):

@@ -22,8 +22,12 @@ from shoal.comm.transport import Transport
 from shoal.errors import UsageError
 from shoal.layout.region import Region
 from shoal.tensor.base import parts_of
-from shoal.tensor.reductions import accurate
+from shoal.tensor.reductions import accumulation_dtype
 from shoal.tensor.sharded import ShardedTensor, like_each
+
+MatrixBlock: TypeAlias = tuple[slice, slice]
+"""Rows and columns of a matrix."""
+_FINE, _WRONG = range(2)
 
 
 def held_by_rank(matrix: ShardedTensor) -> list[tuple[Region, ...]]:
@@ -73,12 +77,6 @@ class _Locals(torch.autograd.Function):
         ctx: Any, *gradients: Tensor
     ) -> ShardedTensor:
         return like_each(ctx.example, [gradient.contiguous() for gradient in gradients])
-
-
-MatrixBlock: TypeAlias = tuple[slice, slice]
-"""Rows and columns of a matrix."""
-
-_FINE, _WRONG = range(2)
 
 
 def announce(
@@ -202,7 +200,7 @@ class _Place(torch.autograd.Function):
         *pieces: Tensor,
     ) -> Tensor:
         ctx.blocks = blocks
-        whole = torch.zeros(shape, dtype=accurate(like.dtype), device=like.device)
+        whole = torch.zeros(shape, dtype=accumulation_dtype(like.dtype), device=like.device)
         for block, piece in zip(blocks, pieces, strict=True):
             target = whole[block]
             target += piece.view(target.shape)

@@ -30,6 +30,9 @@ from shoal.layout.region import Region
 from shoal.tensor.reductions import add_up, largest
 from shoal.tensor.sharded import ShardedTensor
 
+_EPSILON = 1e-7
+"""What torch adds to a norm that it divides by."""
+
 
 def embedding(
     input: Tensor,
@@ -153,10 +156,6 @@ def _row(padding_idx: int | None, weight: ShardedTensor) -> int | None:
             f"got {padding_idx}"
         )
     return padding_idx % weight.shape[0]
-
-
-_EPSILON = 1e-7
-"""What torch adds to a norm that it divides by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

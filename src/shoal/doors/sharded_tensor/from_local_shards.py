@@ -27,6 +27,9 @@ from shoal.tensor.listed import Listed, check_shards
 from shoal.tensor.placement import group_or_default
 from shoal.tensor.sharded import ShardedTensor
 
+Said: TypeAlias = ShardedTensorMetadata | str | None
+"""What a rank brings: shards, why they cannot be right, or none."""
+
 
 def init_from_local_shards(
     local_shards: list[LocalShard],
@@ -199,10 +202,6 @@ def _check_properties(shard: LocalShard, properties: TensorProperties) -> None:
                 f"Local shards' tensor {name} property is incompatible with {whose} on rank "
                 f"{place.rank()}: {whose} {name}={expected}, local shard tensor {name}={found}."
             )
-
-
-Said: TypeAlias = ShardedTensorMetadata | str | None
-"""What a rank brings: shards, why they cannot be right, or none."""
 
 
 def agreed_metadata(

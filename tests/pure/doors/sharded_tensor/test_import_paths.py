@@ -28,7 +28,7 @@ IMPORT_PATHS = {
 }
 
 ABSENT = {"recalc_global_sharded_tensor_metadata"}
-"""What torch's own functions are made of; `docs/tensor.md` says so."""
+"""What torch's own functions are made of; `docs/sharded_tensor.md` says so."""
 
 
 def own_names(module: types.ModuleType) -> set[str]:
