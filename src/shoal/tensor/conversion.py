@@ -37,7 +37,7 @@ from shoal.tensor.listed import Listed
 from shoal.tensor.older_api import is_shared, older_api
 from shoal.tensor.placement import Placement, shared_device
 from shoal.tensor.reshard import reshard
-from shoal.tensor.sharded import ShardedTensor, relaid
+from shoal.tensor.sharded import ShardedTensor
 
 Coordinates: TypeAlias = Mapping[int, tuple[int, ...]]
 """Where each rank of the world stands in a mesh."""
@@ -105,7 +105,7 @@ def _placed(
     if group is not None and group is not placement.group:
         placement = placement.within(group)
     if placement is not moved.placement or (always and moved is tensor):
-        moved = relaid(moved, placement)
+        moved = ShardedTensor.of(moved.locals, placement, requires_grad=moved.requires_grad)
     if moved is not tensor and is_shared(tensor):
         older_api().share(moved)
     return moved

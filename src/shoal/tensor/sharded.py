@@ -386,11 +386,6 @@ def allocate(
     return ShardedTensor.of(locals_, placement, requires_grad=requires_grad)
 
 
-def relaid(tensor: ShardedTensor, placement: Placement) -> ShardedTensor:
-    """The same local tensors by another placement, which gives this rank the same shapes."""
-    return ShardedTensor.of(tensor.locals, placement, requires_grad=tensor.requires_grad)
-
-
 def _made(kind: Kind, placement: Placement, requires_grad: bool) -> ShardedTensor:
     """Make a tensor that has no local tensors yet."""
     device, dtype = kind

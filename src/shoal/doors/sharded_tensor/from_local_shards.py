@@ -27,7 +27,7 @@ from shoal.tensor.listed import Listed, check_shards
 from shoal.tensor.placement import group_or_default
 from shoal.tensor.sharded import ShardedTensor
 
-Said: TypeAlias = ShardedTensorMetadata | str | None
+_Brought: TypeAlias = ShardedTensorMetadata | str | None
 """What a rank brings: shards, why they cannot be right, or none."""
 
 
@@ -55,7 +55,7 @@ def assemble(
     group = group_or_default(process_group)
     are_rows = None in global_size
     shape = shape_of([0 if size is None else size for size in global_size])
-    metadata = agreed_metadata(local_shards, shape, group)
+    metadata = _agreed_metadata(local_shards, shape, group)
     if are_rows:
         _stack(metadata, group)
         local_shards[0].metadata = metadata.shards_metadata[dist.get_rank(group)]
@@ -204,20 +204,20 @@ def _check_properties(shard: LocalShard, properties: TensorProperties) -> None:
             )
 
 
-def agreed_metadata(
+def _agreed_metadata(
     local_shards: list[LocalShard], shape: tuple[int, ...], group: ProcessGroup
 ) -> ShardedTensorMetadata:
     """Metadata of all ranks' shards, in the order of ranks: collective.
 
     Raises ValueError where shards of one rank are wrong, or where ranks disagree.
     """
-    said: Said = None
+    said: _Brought = None
     problem: ValueError | None = None
     try:
         said = _own_metadata(local_shards, shape, group)
     except ValueError as error:
         said, problem = str(error), error
-    everyone: list[Any] = exchange(said, group)
+    everyone: list[Any] = all_gather_objects(said, group)
     if problem is not None:
         raise problem
     wrong = {rank: text for rank, text in enumerate(everyone) if isinstance(text, str)}
@@ -239,7 +239,7 @@ def agreed_metadata(
     return first
 
 
-def exchange(value: Any, group: ProcessGroup) -> list[Any]:
+def all_gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     """Give every rank of a group what each of them has, in the order of ranks: collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from shoal._torch import sharded as torch_sharded
 from shoal._torch.sharded import Sharder, ShardingPlan, ShardingSpec
-from shoal.doors.sharded_tensor.from_local_shards import exchange
+from shoal.doors.sharded_tensor.from_local_shards import all_gather_objects
 from shoal.tensor.placement import group_or_default
 from shoal.tensor.sharded import ShardedTensor
 from shoal.tensor.spec import own_spec
@@ -31,7 +31,7 @@ def shard_tensor(
     problem: str | None = None
     if not tensor.is_contiguous():
         problem = f"input tensor is not a contiguous Tensor, got strides {tensor.stride()}"
-    everyone: list[tuple[int, ShardingSpec, str | None]] = exchange(
+    everyone: list[tuple[int, ShardingSpec, str | None]] = all_gather_objects(
         (src_rank, sharding_spec, problem), group
     )
     if problem is not None:
