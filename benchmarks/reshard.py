@@ -30,9 +30,9 @@ from torch.distributed._shard import sharded_tensor, sharding_spec
 from torch.profiler import profile
 
 from shoal.bench.host import describe_host
-from shoal.tensor.deliver import MAX_EXTRA
 from shoal.tensor.sharded import ShardedTensor
 from shoal.tensor.spec import ChunkShardingSpec
+from shoal.tensor.transfer import MAX_EXTRA
 
 Action = Callable[[], object]
 

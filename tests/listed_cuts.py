@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from shoal.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shoal.tensor import Listed, ShardedTensor
-from shoal.tensor.creation import blank
+from shoal.tensor.sharded import allocate
 
 Shape = tuple[int, ...]
 
@@ -61,6 +61,6 @@ MATRIX_CUTS: dict[str, Callable[[Shape], Any]] = {
 def listed(whole: torch.Tensor, spec: Any) -> ShardedTensor:
     """This rank's shards of a tensor that every rank has."""
     assert dist.group.WORLD is not None
-    tensor = blank(Listed.of_spec(spec, whole.shape, dist.group.WORLD), whole.dtype)
+    tensor = allocate(Listed.of_spec(spec, whole.shape, dist.group.WORLD), whole.dtype)
     tensor.copy_(whole.detach())
     return tensor

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves, tree_map, tree_structure
 
+from shoal.doors.fsdp1.state_dict_values import whole_of
 from shoal.fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -27,7 +28,6 @@ from shoal.fsdp import (
     StateDictType,
 )
 from shoal.fsdp.wrap import ModuleWrapPolicy
-from shoal.wrapper.sharded_values import whole_of
 
 CPU = torch.device("cpu")
 HALF = MixedPrecision(

@@ -10,7 +10,7 @@ from programs import moments
 from programs.moments import Moment
 from programs.net import NUM_CELLS, Way
 from programs.program import Program
-from programs.twins import Door, Setup
+from programs.twins import Setup, ShardingApi
 from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
 
 LAYOUTS: tuple[Layout, ...] = (Even(), Flat(), Rows(), Block(4), Whole())
@@ -21,35 +21,35 @@ def programs(
     draw: Any,
     world_size: int,
     *,
-    door: Door = "fully_shard",
+    api: ShardingApi = "fully_shard",
     compiles: bool = False,
     compiled: Literal["", "model", "cells"] = "",
 ) -> Program:
     """Programs of a dozen moments at most."""
-    is_parallel = door == "fully_shard" and not (compiles or compiled) and draw(st.booleans())
+    is_parallel = api == "fully_shard" and not (compiles or compiled) and draw(st.booleans())
     way = _parallel_ways(world_size) if is_parallel else _chains()
     steps = _steps(way)
     if not compiled:  # which would raise when it is traced
         flags, cells = st.booleans(), st.integers(0, NUM_CELLS - 1)
         steps += [st.builds(moments.FailInForward, cells)]
         steps += [st.builds(moments.FailInBackward, cells, flags, flags)]
-    if door == "fully_shard":
+    if api == "fully_shard":
         steps += _steps_of_fully_shard()
     if compiles:
         steps += [st.builds(moments.Compiled, st.integers(1, 3))] * 4
-    if door == "fully_shard" and not is_parallel:
+    if api == "fully_shard" and not is_parallel:
         # With set_reduce_scatter_unused_params(True) any backward gives all parameters a gradient.
         steps += [st.builds(moments.GradOfInputs, st.integers(1, NUM_CELLS))]
-    if door == "fully_shard" and not compiles:
+    if api == "fully_shard" and not compiles:
         steps += [st.builds(moments.Divide, st.sampled_from([1.0, 2.0, 3.0]))]
     return Program(
-        draw(_setups(is_parallel, door, world_size, compiled)),
+        draw(_setups(is_parallel, api, world_size, compiled)),
         draw(st.lists(st.one_of(steps), min_size=1, max_size=12)),
     )
 
 
 def _setups(
-    is_parallel: bool, door: Door, world_size: int, compiled: str
+    is_parallel: bool, api: ShardingApi, world_size: int, compiled: str
 ) -> st.SearchStrategy[Setup]:
     kinds = st.sampled_from(["plain", "twice", "recomputed"])
     return st.builds(
@@ -59,9 +59,9 @@ def _setups(
         reshards=st.tuples(*[st.booleans()] * (NUM_CELLS + 1)),
         optimizer=st.sampled_from(["AdamW", "SGD"]),
         is_parallel=st.just(is_parallel),
-        door=st.just(door),
+        api=st.just(api),
         compiled=st.just(compiled),
-        is_hybrid=st.booleans() if world_size == 4 and door == "fully_shard" else st.just(False),
+        is_hybrid=st.booleans() if world_size == 4 and api == "fully_shard" else st.just(False),
     )
 
 

@@ -21,7 +21,7 @@ from shoal.fsdp.wrap import ModuleWrapPolicy
 from shoal.layout import Layout
 from shoal.tensor.sharded import ShardedTensor
 
-Door = Literal["fully_shard", "wrapper"]
+ShardingApi = Literal["fully_shard", "wrapper"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class Setup:
     """Which of them are freed after forward."""
     optimizer: str = "AdamW"
     is_parallel: bool = False
-    door: Door = "fully_shard"
+    api: ShardingApi = "fully_shard"
     compiled: Literal["", "model", "cells"] = ""
     """What is compiled, gathers among it if it is the model."""
     is_hybrid: bool = False
@@ -49,7 +49,7 @@ class Setup:
     def shard(self) -> Any:
         """The model, sharded."""
         model: Any = self.build()
-        if self.door == "wrapper":
+        if self.api == "wrapper":
             policy = ModuleWrapPolicy({Cell})
             return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
         mesh = _hybrid_mesh(dist.group.WORLD) if self.is_hybrid else None
@@ -92,8 +92,8 @@ class Twins:
 
     @property
     def is_wrapped(self) -> bool:
-        """Whether the model went through the wrapper's door."""
-        return self.setup.door == "wrapper"
+        """Whether the model was sharded by the wrapper."""
+        return self.setup.api == "wrapper"
 
     def make_optimizers(self) -> None:
         """New ones, without state, over the parameters that the models have now."""

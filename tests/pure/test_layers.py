@@ -13,7 +13,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "src" / "shoal"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-GROUND = ("errors", "version", "files", "_torch")
+GROUND = ("errors", "version", "files", "_torch", "sharding_wrapper")
 """Under every layer, in this order."""
 LAYERS = (
     "mesh",
@@ -23,27 +23,27 @@ LAYERS = (
     "tensor",
     "optim",
     "runtime",
-    "wrapper",
     "ddp",
     "watch",
     "compile",
     "checkpoint",
+    "doors",
     "rehearse",
     "report",
     "train",
     "bench",
     "cli",
 )
-DOORS = ("fsdp", "sharded_tensor", "sharding_spec", "sharded_optim", "passes", "aot")
-"""Thin modules that show folders under torch's names: over every layer."""
+PATHS = ("fsdp", "sharded_tensor", "sharding_spec", "sharded_optim", "passes", "aot")
+"""Thin modules that show folders under torch's import paths: over every layer."""
 TOP = ("_requirements", "__init__", "__main__")
-ORDER = {name: height for height, name in enumerate((*GROUND, *LAYERS, *DOORS, *TOP))}
+ORDER = {name: height for height, name in enumerate((*GROUND, *LAYERS, *PATHS, *TOP))}
 
 ADAPTER = sorted((PACKAGE / "_torch").rglob("*.py"))
 
 
 def part(file: Path) -> str:
-    """Name the layer, door or module right under the package that holds a file."""
+    """Name the layer, import path or module right under the package that holds a file."""
     if file.name == "__main__.py":
         return "__main__"  # run, and imported by nobody
     return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -117,7 +117,7 @@ def parse(file: Path) -> ast.Module:
 
 def test_every_part_of_the_package_has_a_place():
     strangers = {part(file) for file in FILES} - ORDER.keys()
-    assert not strangers, f"give {sorted(strangers)} a place in LAYERS or DOORS of this test"
+    assert not strangers, f"give {sorted(strangers)} a place in LAYERS or PATHS of this test"
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)
@@ -201,3 +201,24 @@ print(sorted(set(sys.modules) & {"torch._dynamo", "torch._inductor"}))
     )
     assert done.stdout.splitlines() == ["[]", "0 True", "True", "False False", "[]"], done.stderr
     assert done.stderr == ""
+
+
+def test_the_core_imports_no_door_until_torchs_older_api_is_called():
+    script = """
+import sys
+import shoal.checkpoint, shoal.compile.backend, shoal.runtime.fully_shard, shoal.tensor
+print([name for name in sys.modules if name.startswith("shoal.doors")])
+try:
+    shoal.tensor.ShardedTensor("no spec", 4)
+except ValueError as error:
+    print(str(error).split(" but")[0])
+print("shoal.doors.sharded_tensor" in sys.modules, "shoal.doors.fsdp1" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stdout.splitlines() == ["[]", "Expecting ShardingSpec", "True False"], done.stderr

@@ -133,7 +133,7 @@ def _wrap_fsdp1(model: Transformer, run: Run) -> nn.Module:
 
 
 def _wrap_shoal_wrapper(model: Transformer, run: Run) -> nn.Module:
-    from shoal.wrapper.fully_sharded import FullyShardedDataParallel
+    from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
 
     return _wrap_modules(model, run, FullyShardedDataParallel)
 

@@ -22,9 +22,8 @@ from torch.optim import Optimizer
 
 from shoal.checkpoint.manifest import JSON, check_json
 from shoal.errors import CheckpointError, UsageError
+from shoal.sharding_wrapper import parameter_names, wrappers_below
 from shoal.tensor.sharded import ShardedTensor
-from shoal.wrapper.base import wrappers_below
-from shoal.wrapper.optim_keys import entries_of
 
 PREFIX = "optimizer/"
 """What the names of an optimizer's state begin with."""
@@ -137,7 +136,7 @@ def _check_holds(what: str, present: torch.Tensor, value: float) -> None:
 
 def check_states(model: nn.Module, optimizer: Optimizer, names: Set[str]) -> None:
     """Raise CheckpointError if a checkpoint lacks state that the optimizer makes."""
-    owners = _names(model)
+    owners = parameter_names(model)
     for parameter, state in optimizer.state.items():
         for name in owners[parameter]:
             missing = [kind for kind in state if f"{PREFIX}{name}/{kind}" not in names]
@@ -165,7 +164,7 @@ def _plain_values(model: nn.Module, optimizer: Optimizer) -> dict[str, object]:
 
 def _tensor_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
     """What the state that is tensors is called in a checkpoint."""
-    owners = _names(model)
+    owners = parameter_names(model)
     return {
         f"{PREFIX}{name}/{kind}"
         for parameter, state in optimizer.state.items()
@@ -176,16 +175,11 @@ def _tensor_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    names = _names(model)
+    names = parameter_names(model)
     _check_known(names, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield names[parameter][0], parameter
-
-
-def _names(model: nn.Module) -> dict[torch.Tensor, tuple[str, ...]]:
-    """The names of each parameter: one, or those of all that a flat parameter stands for."""
-    return {parameter: entry.names for parameter, entry in entries_of(model).items()}
 
 
 def _check_known(names: Mapping[torch.Tensor, tuple[str, ...]], optimizer: Optimizer) -> None:
@@ -201,7 +195,7 @@ def _check_known(names: Mapping[torch.Tensor, tuple[str, ...]], optimizer: Optim
 
 def groups_of(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
     """Each group's hyper-parameters as JSON, with names in the place of parameters."""
-    names = _names(model)
+    names = parameter_names(model)
     _check_known(names, optimizer)
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import CheckpointError, UsageError
-from shoal.tensor.device import preferred_device
+from shoal.tensor.placement import preferred_device
 
 T = TypeVar("T")
 

@@ -43,7 +43,7 @@ from shoal.checkpoint.wrapped import (
     wrapped_weights,
 )
 from shoal.errors import CheckpointError
-from shoal.wrapper.base import wrappers_below
+from shoal.sharding_wrapper import wrappers_below
 
 MODEL = "model/"
 """What the names of a model's tensors begin with."""

@@ -25,9 +25,7 @@ from torch.optim import Optimizer
 from shoal.checkpoint.manifest import JSON, Manifest, TensorEntry
 from shoal.checkpoint.optimizer import PREFIX, groups_of, parsed
 from shoal.errors import CheckpointError
-from shoal.wrapper.fully_sharded import FullyShardedDataParallel
-from shoal.wrapper.names import NamedMember, clean, named_members
-from shoal.wrapper.sharded_values import empty_rows
+from shoal.sharding_wrapper import ShardingWrapper, WrappedParameter, clean, wrappers_below
 
 
 def wrapped_state(
@@ -35,7 +33,7 @@ def wrapped_state(
 ) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
     """The optimizer's tensors to save, and the rest as JSON. Collective."""
     with _in_rows(model):
-        found = FullyShardedDataParallel.optim_state_dict(model, optimizer)["state"]
+        found = _wrapper(model).optim_state_dict(model, optimizer)["state"]
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, JSON] = {}
     for name, state in found.items():
@@ -53,15 +51,15 @@ def wrapped_weights(model: nn.Module) -> dict[str, Any]:
 
 def empty_states(model: nn.Module, manifest: Manifest) -> dict[str, torch.Tensor]:
     """What the optimizer's tensors of a checkpoint can be loaded into."""
-    members = {name: member for member in named_members(model) for name in member.names}
+    wrapper = _wrapper(model)
+    members = {name: one for one in wrapper._wrapped_parameters(model) for name in one.names}
     sizes = {clean(name): value.numel() for name, value in model.named_parameters()}
     sizes |= {name: math.prod(member.shape) for name, member in members.items()}
     for key, entry in manifest.tensors.items():
         if key.startswith(PREFIX):
             _check_size(key, entry, sizes)
-    device = FullyShardedDataParallel.fsdp_modules(model)[0].compute_device
     return {
-        key: _empty(key, entry, members.get(parsed(key)[0]), device)
+        key: _empty(key, entry, members.get(parsed(key)[0]), wrapper.compute_device)
         for key, entry in manifest.tensors.items()
         if key.startswith(PREFIX)
     }
@@ -87,7 +85,7 @@ def take_over(
     loaded = {"state": dict(named), "param_groups": groups}
     with _in_rows(model):
         model.load_state_dict(weights)
-        own = FullyShardedDataParallel.optim_state_dict_to_load(model, optimizer, loaded)
+        own = _wrapper(model).optim_state_dict_to_load(model, optimizer, loaded)
     optimizer.load_state_dict(own)
 
 
@@ -97,8 +95,13 @@ def take_weights(model: nn.Module, weights: Mapping[str, Any]) -> None:
         model.load_state_dict(weights)
 
 
+def _wrapper(model: nn.Module) -> ShardingWrapper:
+    """One of the model's wrappers, which speaks for all."""
+    return wrappers_below(model)[0]
+
+
 def _in_rows(model: nn.Module) -> AbstractContextManager[None]:
-    return FullyShardedDataParallel.state_dict_type(
+    return _wrapper(model).state_dict_type(
         model,
         StateDictType.SHARDED_STATE_DICT,
         ShardedStateDictConfig(),
@@ -119,10 +122,10 @@ def _check_size(key: str, entry: TensorEntry, sizes: Mapping[str, int]) -> None:
 
 
 def _empty(
-    key: str, entry: TensorEntry, member: NamedMember | None, device: torch.device
+    key: str, entry: TensorEntry, member: WrappedParameter | None, device: torch.device
 ) -> torch.Tensor:
-    unit = None if member is None else member.wrapper._unit
-    if member is None or unit is None or unit.transport is None or not entry.shape:
-        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
     # Of the parameter's shape, which is the only one that it can take: who loads compares.
-    return empty_rows(unit, key, member.shape, entry.dtype)
+    rows = member.empty_rows(key, entry.dtype) if member is not None and entry.shape else None
+    if rows is None:
+        return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+    return rows

@@ -22,7 +22,7 @@ from shoal.errors import MeshError, ShardedTwiceError, UsageError
 from shoal.runtime.guard import check_tensors_agree
 from shoal.runtime.module_call import swap_class
 from shoal.runtime.module_state import state_of
-from shoal.wrapper.base import wrappers_below
+from shoal.sharding_wrapper import wrappers_below
 
 Module = TypeVar("Module", bound=nn.Module)
 

@@ -6,10 +6,10 @@ Torch lists two of them; the others are there too, and code in the wild imports 
 from torch.distributed.fsdp import FlatParameter, OptimStateKeyType
 from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy
 
+from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
+from shoal.doors.fsdp1.parameters import FLAT_PARAM as FLAT_PARAM
 from shoal.fsdp import api
 from shoal.fsdp.api import *  # noqa: F403
-from shoal.wrapper.flat_parameter import NAME as FLAT_PARAM
-from shoal.wrapper.fully_sharded import FullyShardedDataParallel
 
 __all__ = [
     *api.__all__,

@@ -1,5 +1,5 @@
 """The name of `torch.distributed.fsdp.sharded_grad_scaler`, which needs no engine."""
 
-from shoal.wrapper.grad_scaler import ShardedGradScaler
+from shoal.doors.fsdp1.gradients import ShardedGradScaler
 
 __all__ = ["ShardedGradScaler"]

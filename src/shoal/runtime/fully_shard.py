@@ -50,8 +50,8 @@ from shoal.runtime.module_call import swap_class
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.unit import Unit
-from shoal.tensor.custom_ops import listen
 from shoal.tensor.sharded import ShardedTensor
+from shoal.tensor.torch_function import listen
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 

@@ -1,5 +1,5 @@
 """The name of `torch.distributed._shard.sharded_optim.api`."""
 
-from shoal.tensor.shard_optimizer import ShardedOptimizer
+from shoal.doors.sharded_tensor.sharded_optimizer import ShardedOptimizer
 
 __all__ = ["ShardedOptimizer"]

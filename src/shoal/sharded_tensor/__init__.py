@@ -14,18 +14,18 @@ from shoal._torch.sharded import (
     TensorProperties,
     load_with_process_group,
 )
+from shoal.doors.sharded_tensor.creation import empty, full, ones, rand, randn, zeros
+from shoal.doors.sharded_tensor.custom_ops import custom_sharded_op_impl
+from shoal.doors.sharded_tensor.from_local_shards import init_from_local_shards
+from shoal.doors.sharded_tensor.shard_module import shard_module, shard_parameter
+from shoal.doors.sharded_tensor.state_dict_hooks import pre_load_state_dict_hook, state_dict_hook
 from shoal.sharded_tensor import api, metadata, shard, utils
 from shoal.sharded_tensor.api import (
     _collect_local_shard,
     _reshard_output,
     _shard_tensor,
 )
-from shoal.tensor.assembly import init_from_local_shards
 from shoal.tensor.base import ShardedTensorBase
-from shoal.tensor.creation import empty, full, ones, rand, randn, zeros
-from shoal.tensor.custom_ops import custom_sharded_op_impl
-from shoal.tensor.hooks import pre_load_state_dict_hook, state_dict_hook
-from shoal.tensor.module import shard_module, shard_parameter
 from shoal.tensor.sharded import ShardedTensor
 
 __all__ = [

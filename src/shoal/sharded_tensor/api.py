@@ -9,13 +9,13 @@ from shoal._torch.sharded import (
 )
 from shoal._torch.sharded import empty_like_properties as _create_tensor_from_params
 from shoal._torch.sharded import group_to_load_into as _get_current_process_group
-from shoal.tensor.assembly import init_from_local_shards
+from shoal.doors.sharded_tensor.from_local_shards import init_from_local_shards
+from shoal.doors.sharded_tensor.remote_shards import SHARED as _sharded_tensor_map
+from shoal.doors.sharded_tensor.shard_module import collect_local_shard as _collect_local_shard
+from shoal.doors.sharded_tensor.shard_module import reshard_output as _reshard_output
+from shoal.doors.sharded_tensor.shard_module import shard_module, shard_parameter
+from shoal.doors.sharded_tensor.shard_module import shard_tensor as _shard_tensor
 from shoal.tensor.base import ShardedTensorBase
-from shoal.tensor.module import collect_local_shard as _collect_local_shard
-from shoal.tensor.module import reshard_output as _reshard_output
-from shoal.tensor.module import shard_module, shard_parameter
-from shoal.tensor.module import shard_tensor as _shard_tensor
-from shoal.tensor.remote import SHARED as _sharded_tensor_map
 from shoal.tensor.sharded import ShardedTensor
 
 __all__ = [

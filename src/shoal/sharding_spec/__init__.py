@@ -7,8 +7,8 @@ from shoal._torch.sharded import (
     ShardingSpec,
     ShardMetadata,
 )
+from shoal.doors.sharded_tensor.custom_ops import custom_sharding_spec_op
 from shoal.sharding_spec import _internals, api, chunk_sharding_spec
-from shoal.tensor.custom_ops import custom_sharding_spec_op
 from shoal.tensor.spec import ChunkShardingSpec
 from shoal.tensor.spec import spec_of as _infer_sharding_spec_from_shards_metadata
 

@@ -7,7 +7,7 @@ from shoal._torch.sharded import (
     ShardingSpec,
     ShardMetadata,
 )
-from shoal.tensor.custom_ops import custom_sharding_spec_op
+from shoal.doors.sharded_tensor.custom_ops import custom_sharding_spec_op
 from shoal.tensor.spec import spec_of as _infer_sharding_spec_from_shards_metadata
 
 __all__ = [

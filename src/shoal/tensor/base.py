@@ -1,21 +1,30 @@
-"""What this rank has of a sharded tensor: local tensors, and the metadata of all shards."""
+"""This rank's part of a sharded tensor: local tensors, and the metadata of all shards."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
 
 from shoal._torch import subclasses
-from shoal._torch.sharded import LocalShard, ShardedTensorMetadata, ShardingSpec, TensorProperties
+from shoal._torch.sharded import (
+    LocalShard,
+    ShardedTensorMetadata,
+    ShardingSpec,
+    ShardMetadata,
+    TensorProperties,
+)
+from shoal.errors import UsageError
 from shoal.layout.region import Region
-from shoal.tensor.own_shard import OwnShard
+from shoal.tensor.older_api import older_api
 from shoal.tensor.placement import Placement
 
 if TYPE_CHECKING:
     from shoal.tensor.sharded import ShardedTensor
+
 
 Kind: TypeAlias = tuple[torch.device, torch.dtype]
 
@@ -117,17 +126,17 @@ class ShardedTensorBase(Tensor):
     # What torch.distributed.checkpoint asks of a tensor class that it does not know itself.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from shoal.tensor.checkpoint import write_items
+        from shoal.tensor.torch_checkpoints import write_items
 
         return write_items(self, fqn)
 
     def __create_chunk_list__(self) -> list[Any]:
-        from shoal.tensor.checkpoint import chunks
+        from shoal.tensor.torch_checkpoints import chunks
 
         return chunks(self)
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
-        from shoal.tensor.checkpoint import shard_at
+        from shoal.tensor.torch_checkpoints import shard_at
 
         return shard_at(self, index)
 
@@ -139,9 +148,39 @@ class ShardedTensorBase(Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """Put shards together that are all here, without a process group."""
-        from shoal.tensor.assembly import assemble_without_group
+        return older_api().assemble_without_group(
+            local_shards, sharded_tensor_metadata, sharding_spec
+        )
 
-        return assemble_without_group(local_shards, sharded_tensor_metadata, sharding_spec)
+
+class OwnShard(LocalShard):
+    """torch's `Shard`, which knows whose it is; copied or sent elsewhere, it is nobody's."""
+
+    __slots__ = ("_index", "_owner")
+
+    _index: int
+    _owner: weakref.ref[ShardedTensorBase]
+
+    @classmethod
+    def of(
+        cls, tensor: Tensor, metadata: ShardMetadata, owner: ShardedTensorBase, index: int
+    ) -> Self:
+        """Local tensor `index` of a sharded tensor, with its metadata."""
+        shard = cls(tensor, metadata)
+        # RRefs keep shards, and must not keep alive what they are cleaned up with.
+        shard._owner, shard._index = weakref.ref(owner), index
+        return shard
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "tensor" and hasattr(self, "_owner"):
+            LocalShard(value, self.metadata)  # raises where it does not fit
+            owner = self._owner()
+            if owner is not None:
+                owner.replace_local(self._index, value)
+        super().__setattr__(name, value)
+
+    def __reduce__(self) -> Any:
+        return LocalShard, (self.tensor, self.metadata)
 
 
 def parts_of(placement: Placement, locals_: Sequence[Tensor]) -> list[tuple[Region, Tensor]]:
@@ -157,3 +196,47 @@ def parts_of(placement: Placement, locals_: Sequence[Tensor]) -> list[tuple[Regi
             found.append((region, flat[start:stop].view(region.sizes)))
             start = stop
     return found
+
+
+def check_locals(locals_: tuple[Tensor, ...], placement: Placement) -> None:
+    """Raise unless there is a plain tensor of the right shape for each of the local shapes."""
+    for local in locals_:
+        if isinstance(local, ShardedTensorBase) or not isinstance(local, Tensor):
+            raise UsageError(f"expected plain local tensors, got {described(local)}")
+    shapes = tuple(tuple(local.shape) for local in locals_)
+    if shapes != placement.local_shapes:
+        raise UsageError(
+            f"{placement} needs {_counted(placement.local_shapes)}, got {_listed(shapes)}"
+        )
+    if placement.shards_stand_alone:
+        return
+    for local in locals_:
+        if local.requires_grad:
+            raise UsageError(
+                "expected a local tensor outside of autograd, got one that requires a gradient: "
+                "detach it, and pass requires_grad=True for the ShardedTensor itself"
+            )
+        if not local.is_contiguous():
+            raise UsageError(
+                f"expected a contiguous local tensor, got strides {local.stride()}: "
+                "pass local.contiguous()"
+            )
+
+
+def _counted(shapes: tuple[tuple[int, ...], ...]) -> str:
+    if len(shapes) == 1:
+        return f"a local tensor of shape {shapes[0]}"
+    return f"{len(shapes)} local tensors of shapes {_listed(shapes)}"
+
+
+def _listed(shapes: tuple[tuple[int, ...], ...]) -> str:
+    return ", ".join(map(str, shapes)) or "none"
+
+
+def described(value: object) -> str:
+    """Say what was given instead, for errors."""
+    if isinstance(value, ShardedTensorBase):
+        return f"a ShardedTensor ({value.placement})"
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    return f"a {type(value).__name__}"

@@ -16,8 +16,7 @@ from shoal._torch import sharded
 from shoal._torch.sharded import ShardingSpec, ShardMetadata, TensorProperties
 from shoal.layout.listing import Listing
 from shoal.layout.region import Region
-from shoal.tensor.device import device_beside
-from shoal.tensor.placement import Placement
+from shoal.tensor.placement import Placement, device_beside
 from shoal.tensor.spec import spec_of
 
 Held: TypeAlias = tuple[int, Region]

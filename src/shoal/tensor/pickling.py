@@ -23,7 +23,8 @@ from shoal.layout.even import EvenPacking
 from shoal.layout.ragged import RaggedPacking, Run
 from shoal.layout.spec import ParamSpec
 from shoal.layout.whole import WholePacking
-from shoal.tensor import listed, packed, remote, spec
+from shoal.tensor import listed, packed, spec
+from shoal.tensor.older_api import is_shared, older_api
 from shoal.tensor.sharded import ShardedTensor
 
 
@@ -69,7 +70,7 @@ def reduced(tensor: ShardedTensor) -> tuple[Callable[..., ShardedTensor], tuple[
             "placement": (kind, values),
             "requires_grad": tensor.requires_grad,
             "group": asdict(GroupState.of(placement.group)),
-            "is_shared": remote.is_shared(tensor),
+            "is_shared": is_shared(tensor),
             "attributes": vars(tensor),
         },
     )
@@ -97,7 +98,7 @@ def rebuilt(saved: dict[str, Any]) -> ShardedTensor:
     )
     vars(tensor).update(attributes)
     if saved["is_shared"]:
-        remote.share(tensor)
+        older_api().share(tensor)
     return tensor
 
 

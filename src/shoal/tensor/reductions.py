@@ -1,33 +1,120 @@
-"""Reductions of sharded tensors over all their elements: plain results, the same on every rank."""
+"""Reductions over all elements of sharded tensors: sums, extremes, comparisons, norms.
+
+Results are plain tensors, the same on every rank. The parts of all ranks travel as one vector of
+float64 (two for a complex number, int64 for a whole one). So there is one all-reduce for any number
+of tensors, and adding up neither overflows nor rounds where a result of the tensors' own dtype
+would show it. Norms take one for each call, dtype and process group:
+
+    rank's norm ──power──▶ sum over ranks ──root──▶ norm        any order but ±inf
+    rank's norm ─────────▶ largest of ranks ──────▶ norm        inf, and -inf with the sign turned
+
+A DTensor's norm is combined along each axis of its mesh that shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from shoal._torch import operators
+from shoal._torch import distributed_tensor, kernels, operators
+from shoal.comm.post import carrier
 from shoal.comm.transport import Transport
-from shoal.tensor.lists import unwrap_lists
-from shoal.tensor.mixed import sharding_axes
-from shoal.tensor.refusal import unsupported
+from shoal.tensor.optimizer_lists import unwrap_lists
+from shoal.tensor.placement import Placement, shared_device
 from shoal.tensor.reshard import reshard
 from shoal.tensor.sharded import Handler, Op, ShardedTensor
-from shoal.tensor.totals import Holders, accurate, add_up, largest, lowest_of
+from shoal.tensor.unsupported import unsupported
+
+_LOW = (torch.float16, torch.bfloat16)
+_Groups: TypeAlias = tuple[ProcessGroup, ...]
 
 
-def holders_of(tensor: Tensor) -> tuple[Holders, ...]:
+class _MeshAxis(NamedTuple):
+    """The ranks along one axis of a DTensor's mesh."""
+
+    group: ProcessGroup
+
+
+Holders: TypeAlias = Placement | _MeshAxis
+"""The ranks of a group that have parts of a tensor, all on one type of device if a DTensor's."""
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which a rank computes its part of a number: float32 at least."""
+    return torch.float32 if dtype in _LOW else dtype
+
+
+def _lowest_of(dtype: torch.dtype) -> float | int:
+    """What never is the largest, unless there is nothing else."""
+    return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
+
+
+def add_up(parts: Tensor, placement: Holders) -> Tensor:
+    """Sum a vector over the ranks of a tensor that is placed like this."""
+    if parts.is_complex():
+        pairs = torch.view_as_real(parts)
+        return torch.view_as_complex(add_up(pairs.view(-1), placement).view_as(pairs))
+    total = _widened(parts, placement)
+    Transport(placement.group).all_reduce(
+        total, ReduceOp.SUM, reason="a sum over ShardedTensors"
+    ).wait()
+    return total.to(parts.device)
+
+
+def largest(parts: Tensor, placement: Holders) -> Tensor:
+    """The largest of each element of a vector over the ranks; NaN where any rank has NaN."""
+    values = _widened(parts, placement)
+    # Backends differ in whether NaN wins a comparison, so it travels beside the values.
+    is_nan = values.isnan()
+    both = torch.cat(
+        [values.masked_fill(is_nan, _lowest_of(values.dtype)), is_nan.to(values.dtype)]
+    )
+    Transport(placement.group).all_reduce(
+        both, ReduceOp.MAX, reason="a maximum of ShardedTensors"
+    ).wait()
+    values, is_nan = both.to(parts.device).chunk(2)
+    return values.masked_fill(is_nan > 0, torch.nan) if values.is_floating_point() else values
+
+
+def _widened(parts: Tensor, placement: Holders) -> Tensor:
+    """A copy where the group can carry it: on the same type of device on every rank."""
+    device = parts.device
+    if isinstance(placement, Placement):
+        device = shared_device(device, placement)
+    device = carrier(placement.group, device)
+    dtype = torch.float64 if parts.is_floating_point() else torch.int64
+    return parts.to(device, dtype, copy=True)
+
+
+def _holders_of(tensor: Tensor) -> tuple[Holders, ...]:
     """The groups whose ranks hold different elements of a tensor; none for a plain one."""
     if isinstance(tensor, ShardedTensor):
         return (tensor.placement,)
-    return tuple(sharding_axes(tensor)) if isinstance(tensor, DTensor) else ()
+    return tuple(_sharding_axes(tensor)) if isinstance(tensor, DTensor) else ()
 
 
-def shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
+def _sharding_axes(tensor: DTensor) -> Iterator[_MeshAxis]:
+    """The mesh axes along which ranks hold different elements."""
+    for axis, placement in enumerate(tensor.placements):
+        if not isinstance(placement, Replicate):
+            yield _MeshAxis(tensor.device_mesh.get_group(axis))
+
+
+def _without_partial(tensor: Tensor) -> Tensor:
+    """The same tensor with elements that are there; adds up what ranks have parts of."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
+    return tensor.redistribute(placements=placements)
+
+
+def _shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
     """The shape of a result over all dims; other ways to reduce are refused."""
     tensor, dim = given["self"], given.get("dim")
     dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
@@ -38,7 +125,7 @@ def shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
     return (1,) * tensor.dim() if given.get("keepdim") else ()
 
 
-def check_no_gradient(op: Op, tensor: Tensor) -> None:
+def _check_no_gradient(op: Op, tensor: Tensor) -> None:
     """Raise where autograd records the reduction: its gradient would be a plain tensor."""
     if torch.is_grad_enabled() and isinstance(tensor, ShardedTensor) and tensor.requires_grad:
         raise unsupported(
@@ -47,30 +134,30 @@ def check_no_gradient(op: Op, tensor: Tensor) -> None:
 
 
 def _sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    given, tensor, shape = _prepared(op, args, kwargs)
+    given, tensor, shape = _bound(op, args, kwargs)
     dtype = given["dtype"] or (torch.int64 if _is_whole(tensor.dtype) else tensor.dtype)
-    part = _own_sum(tensor, accurate(dtype))
+    part = _own_sum(tensor, accumulation_dtype(dtype))
     return add_up(part.view(1), tensor.placement).to(dtype).view(shape)
 
 
 def _mean(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    given, tensor, shape = _prepared(op, args, kwargs)
+    given, tensor, shape = _bound(op, args, kwargs)
     dtype = given["dtype"] or tensor.dtype
     if _is_whole(dtype):
         raise unsupported(op, f"the mean of {dtype} is not whole; pass a dtype", tensor)
-    part = _own_sum(tensor, accurate(dtype))
+    part = _own_sum(tensor, accumulation_dtype(dtype))
     total = add_up(part.view(1), tensor.placement)
     return (total / tensor.numel()).to(dtype).view(shape)
 
 
 def _max(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    _, tensor, shape = _prepared(op, args, kwargs)
+    _, tensor, shape = _bound(op, args, kwargs)
     _check_ordered(op, tensor)
     return _largest(tensor, tensor.locals).to(tensor.dtype).view(shape)
 
 
 def _min(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    _, tensor, shape = _prepared(op, args, kwargs)
+    _, tensor, shape = _bound(op, args, kwargs)
     _check_ordered(op, tensor)
     if tensor.is_floating_point():
         negative = [-local for local in tensor.locals]
@@ -81,13 +168,13 @@ def _min(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
 
 
 def _any(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    _, tensor, shape = _prepared(op, args, kwargs)
+    _, tensor, shape = _bound(op, args, kwargs)
     part = torch.stack([local.any() for local in tensor.locals]).any().long()
     return (largest(part.view(1), tensor.placement) > 0).view(shape)
 
 
 def _all(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    _, tensor, shape = _prepared(op, args, kwargs)
+    _, tensor, shape = _bound(op, args, kwargs)
     part = torch.stack([~local.all() for local in tensor.locals]).any().long()
     return (largest(part.view(1), tensor.placement) == 0).view(shape)
 
@@ -127,19 +214,19 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     tensors, found_inf, inv_scale = args
     _, (local,) = unwrap_lists(op, (tensors,))
     op(local, found_inf, inv_scale)
-    for group in {holders.group: None for tensor in tensors for holders in holders_of(tensor)}:
+    for group in {holders.group: None for tensor in tensors for holders in _holders_of(tensor)}:
         Transport(group).all_reduce(
             found_inf.view(-1), ReduceOp.MAX, reason="the search for gradients that are not finite"
         ).wait()
 
 
-def _prepared(
+def _bound(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], ShardedTensor, tuple[int, ...]]:
     given = operators.bind(op, args, kwargs)
     tensor = given["self"]
-    check_no_gradient(op, tensor)
-    return given, tensor, shape_over_all_dims(op, given)
+    _check_no_gradient(op, tensor)
+    return given, tensor, _shape_over_all_dims(op, given)
 
 
 def _own_sum(tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
@@ -160,10 +247,101 @@ def _check_ordered(op: Op, tensor: ShardedTensor) -> None:
 def _largest(tensor: ShardedTensor, locals_: Sequence[Tensor]) -> Tensor:
     parts: list[Tensor] = []
     for local in locals_:
-        values = local.to(accurate(local.dtype)) if local.is_floating_point() else local.long()
-        nothing = values.new_tensor(lowest_of(values.dtype))
+        values = (
+            local.to(accumulation_dtype(local.dtype)) if local.is_floating_point() else local.long()
+        )
+        nothing = values.new_tensor(_lowest_of(values.dtype))
         parts.append(values.max() if values.numel() > 0 else nothing)
     return largest(torch.stack(parts).max().view(1), tensor.placement)
+
+
+def _norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    given = operators.bind(op, args, kwargs)
+    tensor = given["self"]
+    _check_no_gradient(op, tensor)
+    shape = _shape_over_all_dims(op, given)
+    order = given["ord"] if "ord" in given else given["p"]
+    (norm,) = _norms([tensor], 2 if order is None else order, given.get("dtype"))
+    return norm.view(shape)
+
+
+def _foreach_norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Serve a list, in which plain tensors and DTensors may be too."""
+    given = operators.bind(op, args, kwargs)
+    for tensor in given["self"]:
+        _check_no_gradient(op, tensor)
+    return _norms([*map(_without_partial, given["self"])], given["ord"], given["dtype"])
+
+
+def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -> list[Tensor]:
+    """The norm of each tensor, in the dtype that the unsharded one would have."""
+    order = float(order)
+    local_dtype = dtype or _local_dtype(tensors)
+    try:
+        norms = kernels.foreach_norm(
+            [_own(tensor, order) for tensor in tensors], order, local_dtype
+        )
+    except AttributeError:
+        # There is no `local` where a rank has several shards.
+        norms = [_own_norm(tensor, order, local_dtype) for tensor in tensors]
+    members: dict[tuple[_Groups, torch.dtype], tuple[tuple[Holders, ...], list[int]]] = {}
+    for index, tensor in enumerate(tensors):
+        kind, holders = dtype or _real(tensor.dtype), _holders_of(tensor)
+        key = tuple(each.group for each in holders), kind
+        members.setdefault(key, (holders, []))[1].append(index)
+    for (_, kind), (holders, indices) in members.items():
+        totals = torch.stack([norms[index] for index in indices]).double()
+        for each in holders:
+            totals = _combine(totals, order, each)
+        for index, total in zip(indices, totals.to(kind).unbind(), strict=True):
+            norms[index] = total
+    return norms
+
+
+def _local_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
+    """What ranks compute in; lists of several dtypes, which clipping never makes, stay as is."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    dtype = accumulation_dtype(dtypes.pop())
+    return None if dtypes or dtype.is_complex else dtype
+
+
+def _own(tensor: Tensor, order: float) -> Tensor:
+    """What this rank takes the norm of; something that adds nothing where it holds nothing."""
+    local = tensor
+    if isinstance(tensor, ShardedTensor):
+        local = tensor.local
+    elif isinstance(tensor, DTensor):
+        local = distributed_tensor.local_tensor(tensor)
+    if local.numel() > 0 or tensor.numel() == 0:
+        return local
+    return local.new_full((1,), _nothing(order))
+
+
+def _own_norm(tensor: Tensor, order: float, dtype: torch.dtype | None) -> Tensor:
+    """This rank's part of the norm of a tensor of any number of shards."""
+    held = tensor.locals if isinstance(tensor, ShardedTensor) else (_own(tensor, order),)
+    held = [local for local in held if local.numel() > 0 or tensor.numel() == 0]
+    if not held:
+        return torch.full((), _nothing(order), dtype=dtype or tensor.dtype, device=tensor.device)
+    norms = torch.stack(kernels.foreach_norm(held, order, dtype))
+    # How many elements are not zero adds up; any other norm is the norm of norms.
+    return norms.sum() if order == 0 else torch.linalg.vector_norm(norms, order)
+
+
+def _nothing(order: float) -> float:
+    return 0.0 if order >= 0 else torch.inf
+
+
+def _combine(norms: Tensor, order: float, placement: Holders) -> Tensor:
+    if math.isinf(order):
+        return largest(norms, placement) if order > 0 else -largest(-norms, placement)
+    if order in (0, 1):
+        return add_up(norms, placement)
+    return add_up(norms.pow(order), placement).pow(1 / order)
+
+
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
 
 
 HANDLERS: dict[str, Handler] = {
@@ -182,4 +360,10 @@ HANDLERS: dict[str, Handler] = {
     "allclose.default": _same,
     "equal.default": _same,
     "_amp_foreach_non_finite_check_and_unscale_.default": _unscale,
+    "linalg_vector_norm.default": _norm,
+    "norm.Scalar": _norm,
+    "norm.ScalarOpt_dim": _norm,
+    "norm.ScalarOpt_dim_dtype": _norm,
+    "norm.ScalarOpt_dtype": _norm,
+    "_foreach_norm.Scalar": _foreach_norm,
 }

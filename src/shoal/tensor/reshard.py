@@ -4,28 +4,34 @@
     reshard_(tensor, to)    the same tensor, which from then on is cut differently
 
 `to` is any spec, which names ranks of the tensor's group, or any placement over a group that has
-all ranks of the tensor's, or some of them; every rank of the larger group calls. Beside its old
-local shards a rank has at most `max_extra` times the larger of its old and new ones at any time, of
-which the new ones are a part. Tensors of up to `deliver.ONE_ROUND_BYTES` may take three times that.
+all ranks of the tensor's, or some of them; every rank of the larger group calls:
+
+    reshard ranks [0, 1, 2, 3] to [2, 3]: four ranks take part; two of them end up with nothing
+    reshard ranks [2, 3] to [0, 1, 2, 3]: four ranks take part; two of them begin with nothing
+
+Beside its old local shards a rank has at most `max_extra` times the larger of its old and new ones
+at any time, of which the new ones are a part. Tensors of up to `transfer.ONE_ROUND_BYTES` may take
+three times that.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shoal._torch.sharded import ShardingSpec
 from shoal.errors import UsageError
-from shoal.tensor.across import common_group, seen_from
-from shoal.tensor.creation import blank
-from shoal.tensor.deliver import MAX_EXTRA, deliver, num_rounds
-from shoal.tensor.device import shared_device
+from shoal.layout.parcel import Holding
+from shoal.layout.region import Region
 from shoal.tensor.listed import Listed
-from shoal.tensor.placement import Placement
-from shoal.tensor.sharded import ShardedTensor
+from shoal.tensor.placement import Placement, shared_device
+from shoal.tensor.sharded import ShardedTensor, allocate
+from shoal.tensor.transfer import MAX_EXTRA, num_rounds, transfer
 
 Target: TypeAlias = Placement | ShardingSpec
 
@@ -137,14 +143,14 @@ def _carried(tensor: ShardedTensor, placement: Placement, max_extra: float) -> S
     group = common_group(source, placement)
     device = shared_device(tensor.device, source)
     with torch.no_grad():
-        result = blank(placement, tensor.dtype, device)
+        result = allocate(placement, tensor.dtype, device)
         if group is None:
             return result
-        deliver(
+        transfer(
             tensor.parts(),
             result.parts(),
-            seen_from(group, source),
-            seen_from(group, placement),
+            renumbered(group, source),
+            renumbered(group, placement),
             group,
             device=shared_device(device, source, placement),
             rounds=num_rounds(
@@ -178,3 +184,66 @@ def _placement(tensor: ShardedTensor, to: object) -> Placement:
     if to.shape != shape:
         raise UsageError(f"a tensor of {shape} cannot be resharded to a placement of {to.shape}")
     return to
+
+
+def common_group(source: Placement, target: Placement) -> ProcessGroup | None:
+    """The group over which elements can go from one placement to the other.
+
+    None on a rank that is in neither; where no group has all ranks, it raises.
+    """
+    first, second = _members(source.group), _members(target.group)
+    if first == second or second is None:
+        return source.group if first is not None else None
+    if first is None:
+        return target.group
+    if {*second} <= {*first}:
+        smaller, larger = target, source
+    elif {*first} <= {*second}:
+        smaller, larger = source, target
+    else:
+        raise NotImplementedError(
+            f"a tensor over ranks {first} cannot be resharded to ranks {second}: neither group has "
+            "all ranks of the other; reshard it over a group that has them all first"
+        )
+    if {*first} != {*second} and not smaller.shards_stand_alone:
+        raise NotImplementedError(
+            f"a tensor over ranks {first} cannot be resharded to ranks {second}: the ranks outside "
+            f"of {_members(smaller.group)} have no part in a placement of a layout ({smaller}); "
+            "use a placement of listed shards there, Listed.of_spec on all ranks of both groups"
+        )
+    return larger.group
+
+
+def renumbered(group: ProcessGroup, placement: Placement) -> Holding:
+    """A placement, with ranks as `group` counts them."""
+    members, own = dist.get_process_group_ranks(group), _members(placement.group)
+    if own == members:
+        return placement
+    # By the placement of a rank outside of its group, ranks are those of the world.
+    inner = {rank: rank if own is None else own.index(rank) for rank in own or members}
+    return _Renumbered(placement, [inner.get(rank) for rank in members])
+
+
+class _Renumbered:
+    """A holding whose ranks have other numbers; those without one hold nothing."""
+
+    __slots__ = ("_inner", "_outer", "_placement")
+
+    def __init__(self, placement: Placement, inner: Sequence[int | None]) -> None:
+        self._placement = placement
+        self._inner = inner
+        self._outer = {number: rank for rank, number in enumerate(inner) if number is not None}
+
+    def regions_of(self, rank: int) -> Sequence[Region]:
+        """See `Holding.regions_of`."""
+        number = self._inner[rank]
+        return () if number is None else self._placement.regions_of(number)
+
+    def holders(self, region: Region) -> Sequence[int]:
+        """See `Holding.holders`."""
+        return sorted(self._outer[number] for number in self._placement.holders(region))
+
+
+def _members(group: object) -> list[int] | None:
+    """The members' global ranks; None where this rank is not one of them."""
+    return dist.get_process_group_ranks(group) if isinstance(group, ProcessGroup) else None

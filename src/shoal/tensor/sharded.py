@@ -23,10 +23,9 @@ from shoal._torch import checkpoints, operators, optimizers, sharded, subclasses
 from shoal._torch.sharded import LocalShard, ShardedTensorMetadata, ShardingSpec
 from shoal.errors import UsageError
 from shoal.layout.region import Region
-from shoal.tensor.base import Kind, ShardedTensorBase
-from shoal.tensor.device import preferred_device
-from shoal.tensor.fit import check_locals, described
-from shoal.tensor.placement import Placement
+from shoal.tensor.base import Kind, ShardedTensorBase, check_locals, described
+from shoal.tensor.older_api import older_api
+from shoal.tensor.placement import Placement, preferred_device
 
 Op: TypeAlias = operators.OpOverload
 Handler: TypeAlias = Callable[[Op, tuple[Any, ...], dict[str, Any]], Any]
@@ -85,9 +84,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Allocate this rank's shards; every rank of the group calls it, and none communicates."""
-        from shoal.tensor.creation import allocate
-
-        return allocate(
+        return older_api().allocate(
             sharding_spec,
             size,
             dtype=dtype,
@@ -152,7 +149,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
 
     def fetch(self, region: Region | tuple[slice, ...] | None) -> Tensor | None:
         """Get any rectangle of the whole, each rank another one or none: collective, no RPC."""
-        from shoal.tensor.fetch import fetch
+        from shoal.tensor.gather import fetch
 
         return fetch(self, region)
 
@@ -172,13 +169,11 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
 
     def remote_shards(self) -> dict[int, list[Any]]:
         """RRefs to the other ranks' shards, by RPC rank."""
-        from shoal.tensor.remote import remote_shards
-
-        return remote_shards(self)
+        return older_api().remote_shards(self)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Move or cast as a tensor does; `process_group` moves it to another group as well."""
-        from shoal.tensor.moving import to
+        from shoal.tensor.conversion import to
 
         return to(self, *args, **kwargs)
 
@@ -188,7 +183,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         process_group: ProcessGroup | None = None,
     ) -> ShardedTensor:
         """Move all ranks' shards to host memory; itself if they are there."""
-        from shoal.tensor.moving import to_cpu
+        from shoal.tensor.conversion import to_cpu
 
         return to_cpu(self, memory_format, process_group)
 
@@ -200,7 +195,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         process_group: ProcessGroup | None = None,
     ) -> ShardedTensor:
         """Move each rank's shards to its current CUDA device; always another tensor."""
-        from shoal.tensor.moving import to_cuda
+        from shoal.tensor.conversion import to_cuda
 
         return to_cuda(self, device, non_blocking, memory_format, process_group)
 
@@ -250,13 +245,13 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         cls, dtensor: DTensor, process_group: ProcessGroup | None = None
     ) -> ShardedTensor:
         """The same local tensor as a ShardedTensor; nobody communicates."""
-        from shoal.tensor.dtensor import from_dtensor
+        from shoal.tensor.conversion import from_dtensor
 
         return from_dtensor(dtensor, process_group)
 
     def to_dtensor(self, device_mesh: DeviceMesh, placements: Sequence[Any]) -> DTensor:
         """Cut the tensor as a DTensor's placements say: collective, unless it is cut so."""
-        from shoal.tensor.dtensor import to_dtensor
+        from shoal.tensor.conversion import to_dtensor
 
         return to_dtensor(self, device_mesh, placements)
 
@@ -269,9 +264,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Put all ranks' shards together; one exchange finds out whether they fit: collective."""
-        from shoal.tensor.assembly import assemble
-
-        return assemble(local_shards, global_size, process_group, init_rrefs)
+        return older_api().assemble(local_shards, global_size, process_group, init_rrefs)
 
     @classmethod
     def _init_from_local_tensor(
@@ -283,9 +276,9 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Take a tensor for this rank's shard of a spec; no rank looks at the others'."""
-        from shoal.tensor.assembly import assemble_by_spec
-
-        return assemble_by_spec(local_tensor, sharding_spec, global_size, process_group, init_rrefs)
+        return older_api().assemble_by_spec(
+            local_tensor, sharding_spec, global_size, process_group, init_rrefs
+        )
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(  # pyright: ignore
@@ -297,9 +290,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """Put shards together as metadata say that each rank has; no rank looks at the others'."""
-        from shoal.tensor.assembly import assemble_by_metadata
-
-        return assemble_by_metadata(
+        return older_api().assemble_by_metadata(
             local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
         )
 
@@ -373,9 +364,26 @@ def like_each(example: ShardedTensor, locals_: Sequence[Tensor]) -> ShardedTenso
     return tensor
 
 
-def relaid(tensor: ShardedTensor, placement: Placement) -> ShardedTensor:
-    """The same local tensors by another placement, which gives this rank the same shapes."""
-    return ShardedTensor.of(tensor.locals, placement, requires_grad=tensor.requires_grad)
+def allocate(
+    placement: Placement,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+    *,
+    requires_grad: bool = False,
+) -> ShardedTensor:
+    """Allocate the local tensors of a placement; `device` serves one that does not say where."""
+    devices = placement.local_devices or (device,) * len(placement.local_shapes)
+    locals_ = [
+        torch.empty(
+            shape,
+            dtype=dtype,
+            device=where,
+            pin_memory=placement.is_pinned,
+            requires_grad=requires_grad and placement.shards_stand_alone,
+        )
+        for shape, where in zip(placement.local_shapes, devices, strict=True)
+    ]
+    return ShardedTensor.of(locals_, placement, requires_grad=requires_grad)
 
 
 def _made(kind: Kind, placement: Placement, requires_grad: bool) -> ShardedTensor:
@@ -411,8 +419,8 @@ def _kind_of(local: Tensor) -> Kind:
 @functools.cache
 def _introduce() -> None:
     """Make torch's optimizers and state dicts know the class, once there is a tensor of it."""
-    from shoal.tensor.state_dicts import filled, gathered
-    from shoal.tensor.steps import grouped
+    from shoal.tensor.optimizer_lists import grouped
+    from shoal.tensor.torch_checkpoints import filled, gathered
 
     # Without it, optimizers and clipping would take tensors one by one on CUDA.
     optimizers.offer_foreach(ShardedTensor)
@@ -423,6 +431,7 @@ def _introduce() -> None:
 @functools.cache
 def _introduce_weights() -> None:
     """Make functions that take weights know the class, once there is a tensor that may be one."""
-    from shoal.tensor.custom_ops import listen
+    from shoal.tensor.torch_function import listen
 
+    older_api()  # which has the layers
     listen()

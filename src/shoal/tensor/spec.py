@@ -25,7 +25,7 @@ class ChunkShardingSpec(sharded.ChunkShardingSpec):
         self, tensor: Tensor, src_rank: int = 0, process_group: ProcessGroup | None = None
     ) -> ShardedTensor:
         """Deal out the tensor that rank `src_rank` of the group has: collective."""
-        from shoal.tensor.scatter import scatter
+        from shoal.tensor.gather import scatter
 
         return scatter(tensor, self, src_rank, process_group)
 

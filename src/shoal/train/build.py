@@ -16,6 +16,7 @@ from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 
+from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
 from shoal.report.number_format import count, size
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
@@ -26,7 +27,6 @@ from shoal.train.job import TrainJob, count_parameters
 from shoal.train.model import Transformer, TransformerBlock
 from shoal.train.optimizer import LossScale, configure_optimizer, make_optimizer
 from shoal.train.world import World
-from shoal.wrapper.fully_sharded import FullyShardedDataParallel
 
 _INNER = {"graph": "direct", "inductor": "inductor"}
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}

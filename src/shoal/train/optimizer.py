@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from shoal.doors.fsdp1.gradients import Clipping
+from shoal.doors.fsdp1.parameter_names import entries_of
 from shoal.optim import AdamW
 from shoal.train.config import OptimConfig
-from shoal.wrapper.clip import Clipping
-from shoal.wrapper.optim_keys import entries_of
 
 _FIRST_SCALE = 2.0**16
 _LARGEST_SCALE = 2.0**24

@@ -14,9 +14,9 @@ from shoal.layout import Even, Flat, Whole
 from shoal.sharded_tensor import ones, zeros
 from shoal.sharding_spec import ChunkShardingSpec
 from shoal.tensor import Listed, Packed
-from shoal.tensor.creation import blank
 from shoal.tensor.placement import Placement
 from shoal.tensor.reshard import reshard
+from shoal.tensor.sharded import allocate
 
 
 def placements(group: dist.ProcessGroup) -> list[Placement]:
@@ -35,7 +35,7 @@ def test_what_communicates_takes_the_way_over_the_gpu() -> None:
     group = dist.new_group(backend="nccl")
     whole = torch.arange(48.0).view(6, 8)
     for placement in placements(group):
-        tensor = blank(placement, torch.float32, torch.device("cpu"))
+        tensor = allocate(placement, torch.float32, torch.device("cpu"))
         tensor.copy_(whole)
         assert tensor.device.type == "cpu"
         assert torch.equal(tensor.full_tensor(), whole)

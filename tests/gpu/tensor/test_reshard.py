@@ -9,7 +9,7 @@ import torch
 
 from harness import nccl_ranks
 from pure.layout.strategies import DTYPES, spec
-from pure.tensor.test_fetch import fetch_own
+from pure.tensor.test_gather import fetch_own
 from pure.tensor.test_reshard import CORNERS, there_and_back
 from pure.tensor.tilings import Chunks, placed, sharded
 from shoal.layout import Block, Even, Flat, Region, Rows, Whole

@@ -15,12 +15,13 @@ from torch import nn
 
 from pure.layout.strategies import profile
 from shoal.comm.local import run_local
+from shoal.doors.sharded_tensor.creation import ones, rand, zeros
 from shoal.errors import UsageError
 from shoal.layout import Region
 from shoal.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from shoal.tensor import Listed, ShardedTensor
-from shoal.tensor.creation import blank, ones, rand, zeros
 from shoal.tensor.listed import listed as listed_placement
+from shoal.tensor.sharded import allocate
 
 
 @st.composite
@@ -200,7 +201,7 @@ def test_a_tensor_takes_the_place_of_another_in_place() -> None:
         assert group is not None
         tensor = rand(ChunkShardingSpec(0, ["rank:0/cpu"]), 4, 3)
         spec = ChunkShardingSpec(1, ["rank:0/cpu"] * 3)
-        other = blank(Listed.of_spec(spec, (4, 3), group), torch.float32)
+        other = allocate(Listed.of_spec(spec, (4, 3), group), torch.float32)
         other.copy_(torch.ones(4, 3))
         tensor.adopt(other)
         assert len(tensor.local_shards()) == 3

@@ -24,11 +24,10 @@ from shoal._torch.sharded import LocalShard
 from shoal.comm.local import run_local
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, ParamSpec, Region, Rows, Whole
-from shoal.tensor.creation import blank
 from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
 from shoal.tensor.reshard import reshard, reshard_
-from shoal.tensor.sharded import ShardedTensor
+from shoal.tensor.sharded import ShardedTensor, allocate
 from shoal.tensor.spec import ChunkShardingSpec
 
 
@@ -273,11 +272,11 @@ def mistakes() -> None:
         beside = Listed.of_spec(ChunkShardingSpec(0, ["rank:1/cpu"]), (6, 8), neighbours)
         part = Listed.of_spec(ChunkShardingSpec(0, ["rank:0/cpu"]), (6, 8), group)
         with pytest.raises(NotImplementedError, match="neither group has all ranks"):
-            reshard(blank(part, torch.float32), beside)
+            reshard(allocate(part, torch.float32), beside)
     if dist.get_rank() == 2:
         part = Listed.of_spec(ChunkShardingSpec(0, ["rank:0/cpu"]), (6, 8), group)
         with pytest.raises(UsageError, match="this rank is not in it: pass a Placement"):
-            reshard(blank(part, torch.float32), ChunkShardingSpec(0, ["rank:0/cpu"]))
+            reshard(allocate(part, torch.float32), ChunkShardingSpec(0, ["rank:0/cpu"]))
 
 
 def test_mistakes_are_named_before_anything_moves() -> None:

@@ -23,10 +23,10 @@ from pure.layout.strategies import (
 from pure.layout.strategies import random_tensors as random_bits
 from shoal.comm.local import run_local
 from shoal.comm.transport import Transport
+from shoal.doors.sharded_tensor.creation import empty
 from shoal.errors import MeshError, UsageError
 from shoal.layout import Even, Flat, Layout, Packing, Region, Rows, Whole
 from shoal.tensor import Packed, ShardedTensor
-from shoal.tensor.creation import empty
 from shoal.tensor.sharded import like
 
 

@@ -13,11 +13,10 @@ from torch import Tensor
 from pure.layout.strategies import layouts_for, spec
 from shoal._torch.sharded import EnumerableShardingSpec, ShardMetadata
 from shoal.layout import Layout, Region
-from shoal.tensor.creation import blank
 from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
 from shoal.tensor.placement import Placement
-from shoal.tensor.sharded import ShardedTensor
+from shoal.tensor.sharded import ShardedTensor, allocate
 from shoal.tensor.spec import ChunkShardingSpec
 
 
@@ -102,7 +101,7 @@ def placed(kind: Kind, shape: tuple[int, ...], device: str = "cpu") -> Placement
 def sharded(whole: Tensor, kind: Kind) -> ShardedTensor:
     """This rank's shards of a tensor that every rank has."""
     placement = placed(kind, tuple(whole.shape), str(whole.device))
-    tensor = blank(placement, whole.dtype, whole.device)
+    tensor = allocate(placement, whole.dtype, whole.device)
     for region, part in tensor.parts():
         part.copy_(whole[region.slices])
     return tensor

@@ -331,10 +331,10 @@ SCENES: dict[str, Callable[[], Names]] = {
     "passes.md 1": beginning,
     "report.md 0": reporting,
     "runtime.md 0": exporting,
+    "sharded_tensor.md 0": sharded_layers,
     "tensor.md 0": placing,
-    "tensor.md 1": sharded_layers,
-    "tensor.md 2": resharding,
-    "tensor.md 3": converting,
+    "tensor.md 1": resharding,
+    "tensor.md 2": converting,
     "testing.md 0": nothing,
     "train.md 0": nothing,
 }

@@ -38,7 +38,7 @@ def test_steps(program: Program) -> None:
 
 
 @budget(20)
-@given(programs(2, door="wrapper"))
+@given(programs(2, api="wrapper"))
 def test_steps_of_the_wrapper(program: Program) -> None:
     check(program)
 
@@ -105,7 +105,7 @@ def test_many_steps(program: Program) -> None:
 @pytest.mark.soak
 @pytest.mark.timeout(3600)
 @budget(400)
-@given(programs(2, door="wrapper"))
+@given(programs(2, api="wrapper"))
 def test_many_steps_of_the_wrapper(program: Program) -> None:
     check(program)
 

@@ -19,11 +19,11 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec as TheirSpe
 
 from harness import on_ranks, ranks
 from pure.layout.strategies import DTYPES, any_shapes, profile, spec
-from pure.tensor.test_fetch import fetch_own, regions
+from pure.tensor.test_gather import fetch_own, regions
 from pure.tensor.test_reshard import CORNERS, cross, there_and_back
 from pure.tensor.tilings import Chunks, Kind, kinds, placed, sharded
 from shoal.layout import Block, Even, Flat, ParamSpec, Region, Rows, Whole
-from shoal.tensor import deliver
+from shoal.tensor import transfer
 from shoal.tensor.reshard import reshard
 from shoal.tensor.spec import ChunkShardingSpec
 
@@ -103,7 +103,7 @@ LAYOUTS = [Even(0), Even(1), Even(2), Flat(), Rows(), Block(1000), Whole()]
 def test_the_peak_stays_under_the_cap(max_extra: float, world_size: int) -> None:
     """Counts what a rank allocates, the new shard included."""
     whole = torch.arange(90 * 70 * 64, dtype=torch.float32).view(90, 70, 64)
-    assert whole.nbytes > deliver.ONE_ROUND_BYTES
+    assert whole.nbytes > transfer.ONE_ROUND_BYTES
     for first, second in itertools.permutations(LAYOUTS, 2):
         source = sharded(whole, first)
         target = placed(second, tuple(whole.shape))

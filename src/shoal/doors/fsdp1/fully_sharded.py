@@ -1,0 +1,346 @@
+"""`FullyShardedDataParallel`: a module around a module, whose parameters are one unit."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, MixedPrecision, ShardingStrategy
+
+from shoal._torch import autograd, checkpoints, wrapping
+from shoal.doors.fsdp1.comm_hook import CommHooks
+from shoal.doors.fsdp1.gradients import Clipping
+from shoal.doors.fsdp1.optim_state_dict import OptimStates
+from shoal.doors.fsdp1.parameter_names import NamedMember, entries_of, named_members
+from shoal.doors.fsdp1.parameters import FlatMembers, PlainForm, flatten
+from shoal.doors.fsdp1.precision import FULL_PRECISION_IN_EVAL, Buffers, keep_low_grads, policy_of
+from shoal.doors.fsdp1.preparation import (
+    check_unreplicated,
+    device_of,
+    ignored_of,
+    own_modules,
+    prepared,
+)
+from shoal.doors.fsdp1.root import begin, ready
+from shoal.doors.fsdp1.state_dict import StateDicts
+from shoal.doors.fsdp1.strategy import Groups, Placing, place
+from shoal.doors.fsdp1.tensor_parallel import spec_of
+from shoal.doors.fsdp1.unit import WrappedUnit
+from shoal.doors.fsdp1.wrapper import wrappers_below
+from shoal.errors import UsageError
+from shoal.layout import Flat, ParamSpec
+from shoal.runtime.collect import Found
+from shoal.runtime.form import bytes_of
+from shoal.runtime.module_state import ModuleState, state_of
+from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, UnitOptions
+from shoal.runtime.shards import ParameterSource
+from shoal.sharding_wrapper import WRAPPED
+
+
+class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
+    """Shards the parameters of a module that no wrapper inside has sharded.
+
+    The arguments are those of torch's class, and mean the same. `limit_all_gathers` and
+    `forward_prefetch` are accepted: the engine gathers one unit ahead and no more.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: Groups = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
+        auto_wrap_policy: Callable[..., Any] | None = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
+        ignored_modules: Iterable[nn.Module] | None = None,
+        param_init_fn: Callable[[nn.Module], None] | None = None,
+        device_id: int | torch.device | None = None,
+        sync_module_states: bool = False,
+        forward_prefetch: bool = False,
+        limit_all_gathers: bool = True,
+        use_orig_params: bool = False,
+        ignored_states: Iterable[nn.Parameter] | Iterable[nn.Module] | None = None,
+        device_mesh: DeviceMesh | None = None,
+    ) -> None:
+        super().__init__()
+        _check_kind("sharding_strategy", sharding_strategy, ShardingStrategy)
+        _check_kind("cpu_offload", cpu_offload, CPUOffload)
+        _check_kind("backward_prefetch", backward_prefetch, BackwardPrefetch)
+        _check_kind("mixed_precision", mixed_precision, MixedPrecision)
+        _check_kind("device_mesh", device_mesh, DeviceMesh)
+        checkpoints.serve_wrapper(FullyShardedDataParallel)
+        _warn_of_containers(module)
+        check_unreplicated(module)
+        ignored = ignored_of(module, ignored_modules, ignored_states)
+        self._ignored_modules, self._ignored_params = ignored
+        device = device_of(module, self._ignored_params, device_id)
+        wraps = auto_wrap_policy is not None
+        placing = place(sharding_strategy, process_group, device_mesh, device, wraps_itself=wraps)
+        if auto_wrap_policy is not None:
+            options = {
+                "process_group": None if device_mesh is not None else placing.groups,
+                "sharding_strategy": sharding_strategy,
+                "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
+                "mixed_precision": mixed_precision,
+                "param_init_fn": param_init_fn,
+                "device_id": device_id,
+                "sync_module_states": sync_module_states,
+                "forward_prefetch": forward_prefetch,
+                "limit_all_gathers": limit_all_gathers,
+                "use_orig_params": use_orig_params,
+                "ignored_states": self._ignored_params,
+                "device_mesh": device_mesh,
+            }
+            self._wrap_inside(module, auto_wrap_policy, options)
+        self.mixed_precision = mixed_precision or MixedPrecision()
+        self.cpu_offload = cpu_offload or CPUOffload()
+        self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
+        self.limit_all_gathers = limit_all_gathers
+        self._use_orig_params, self._device_mesh = use_orig_params, device_mesh
+        self._take_place(placing, device)
+        self._begin(module)
+        found = prepared(
+            module,
+            *ignored,
+            device,
+            moves=device_id is not None,
+            param_init_fn=param_init_fn,
+            synchronised_over=placing.every_group if sync_module_states else (),
+        )
+        self._make_unit(module, found, placing)
+        setattr(self, WRAPPED, module)
+
+    def _take_place(self, placing: Placing, device: torch.device) -> None:
+        """Remember which ranks share the parameters, and where they are computed with."""
+        self.sharding_strategy = placing.strategy
+        self.compute_device = device
+        self.process_group = placing.shard_group
+        self._inter_node_pg = placing.replicate_group
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+
+    def _begin(self, module: nn.Module) -> None:
+        """Set what changes later to what it is before the first forward."""
+        self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL, "") == "1"
+        self._flat_members: FlatMembers | None = None
+        casts = (child for child in own_modules(module) if child not in self._ignored_modules)
+        self._buffers_cast = Buffers(casts, self.mixed_precision.buffer_dtype)
+        self._have_run = False
+
+    def _wrap_inside(
+        self, module: nn.Module, policy: Callable[..., Any], options: dict[str, Any]
+    ) -> None:
+        for name, child in module.named_modules():
+            if state_of(child) is not None:
+                raise ValueError(
+                    "FSDP auto wrapping requires modules to not already have FSDP applied but "
+                    f"found {name} in\n{module}"
+                )
+        ignored = self._ignored_modules, self._ignored_params
+        wrapping.auto_wrap(module, policy, *ignored, options, FullyShardedDataParallel)
+
+    def _make_unit(self, module: nn.Module, found: Sequence[Found], placing: Placing) -> None:
+        _check(found, self._device_mesh)
+        offload = _offload_of(self.cpu_offload, self.compute_device)
+        policy = policy_of(self.mixed_precision)
+        units = []
+        if found:
+            sources = self._sources(module, found, placing)
+            unit = WrappedUnit(
+                type(module).__name__,
+                sources,
+                Flat(spreads=True),
+                placing.mesh_info,
+                self.compute_device,
+                policy,
+                offload,
+            )
+            prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
+            unit.options = UnitOptions(
+                halves_division=True,
+                prefetches_late=prefetches_late,
+                backward_prefetch=() if self.backward_prefetch is None else None,
+            )
+            keep_low_grads(unit, self.mixed_precision)
+            units.append(unit)
+        state = ModuleState(
+            [self], units, policy, placing.reshard_after_forward, self.compute_device
+        )
+        state.casts_as_root = self.mixed_precision.cast_root_forward_inputs
+        self._unit = units[0] if units else None
+
+    def _sources(
+        self, module: nn.Module, found: Sequence[Found], placing: Placing
+    ) -> list[ParameterSource]:
+        is_whole = placing.strategy is ShardingStrategy.NO_SHARD
+        if not self._use_orig_params:
+            flat, self._flat_members = flatten(found, _innermost(module))
+            found = [flat]
+        return [
+            ParameterSource(
+                spec=ParamSpec.of(item.name, local),
+                parameter=item.parameter,
+                homes=item.homes,
+                form=PlainForm(
+                    shape=local.shape if is_whole else None,
+                    before=spec_of(item.parameter),
+                    is_flat=not self._use_orig_params,
+                ),
+            )
+            for item in found
+            for local in (bytes_of(item.parameter),)
+        ]
+
+    @property
+    def module(self) -> nn.Module:
+        """The wrapped module, without what recomputes or offloads its activations."""
+        return _innermost(self._modules[WRAPPED])
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """What optimizers hold of this wrapper: the flat parameter, or the original ones."""
+        return [] if self._unit is None else list(self._unit.sharded_parameters())
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            wrapped = self._modules.get(WRAPPED)
+            if wrapped is None:  # not yet
+                raise
+            return getattr(wrapped, name)
+
+    def __getitem__(self, key: int) -> Any:
+        return self._modules[WRAPPED][key]  # pyright: ignore
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped module with full parameters."""
+        wrapped = self._modules[WRAPPED]
+        assert wrapped is not None
+        if self._is_summoned:
+            self._give_up_load()
+            if self._is_summoned:  # by the user: there is nothing to gather
+                return wrapped(*args, **kwargs)
+        state = begin(self)
+        args, kwargs, runs = state.enter(self, args, kwargs)
+        try:
+            if not self._have_run:
+                self._have_run = True
+                if not self._is_in_full_precision:
+                    self._buffers_cast.cast()
+            if self._flat_members is not None and self._unit is not None:
+                self._flat_members.show(self._unit.full.parameters[0], self._unit.num_backwards)
+            output = wrapped(*args, **kwargs)
+            if self._unit is not None:
+                output = self._unit.apart(output)
+        except BaseException:
+            state.abort()
+            raise
+        output = state.leave(self, runs, output)
+        if state.is_root and state.context is not None and not autograd.inside_backward():
+            for unit in state.context.units:
+                if isinstance(unit, WrappedUnit):
+                    unit.show_shards()
+        return output
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients that optimizers see, also where a step that raised left full ones."""
+        super().zero_grad(set_to_none)
+        for one in wrappers_below(self):
+            if one._unit is not None:
+                one._unit.zero_grad(set_to_none=set_to_none)
+
+    @staticmethod
+    def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:
+        """The wrappers in a module, itself included; those that no other is around, if asked."""
+        found = [m for m in module.modules() if isinstance(m, FullyShardedDataParallel)]
+        if not root_only:
+            return found
+        inside = {below for one in found for below in one.modules() if below is not one}
+        return [one for one in found if one not in inside]
+
+    @staticmethod
+    def _wrapped_parameters(model: nn.Module) -> Sequence[NamedMember]:
+        """See `ShardingWrapper`."""
+        return [*named_members(model)]
+
+    @staticmethod
+    def _parameter_names(model: nn.Module) -> dict[torch.Tensor, tuple[str, ...]]:
+        """See `ShardingWrapper`."""
+        return {parameter: entry.names for parameter, entry in entries_of(model).items()}
+
+    def check_is_root(self) -> bool:
+        """Whether no other wrapper is around this one; the first that is asked or runs is it."""
+        return ready(self).is_root
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Keep gradients to themselves until a backward outside of the block."""
+        if not ready(self).is_root:
+            raise RuntimeError(
+                "`no_sync()` on inner FSDP instances is not supported. Please call `no_sync()` on "
+                "root FSDP module."
+            )
+        units = [one._unit for one in self.fsdp_modules(self) if one._unit is not None]
+        before = [unit.options for unit in units]
+        for unit in units:
+            unit.options = replace(unit.options, reduces=False)
+        try:
+            yield
+        finally:
+            for unit, options in zip(units, before, strict=True):
+                unit.options = replace(unit.options, reduces=options.reduces)
+
+
+def _innermost(module: nn.Module | None) -> nn.Module:
+    """The module itself, or the one whose activations it recomputes or offloads."""
+    if isinstance(module, wrapping.ActivationWrapper):
+        module = getattr(module, wrapping.CHECKPOINT_PREFIX.rstrip("."))
+    assert isinstance(module, nn.Module)
+    return module
+
+
+def _offload_of(offload: CPUOffload, device: torch.device) -> OffloadPolicy:
+    if not offload.offload_params:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=device.type == "cuda")
+
+
+def _warn_of_containers(module: nn.Module) -> None:
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+        warnings.warn(
+            "FSDP will not all-gather parameters for containers that do not implement forward: "
+            f"{module}",
+            stacklevel=3,
+        )
+
+
+def _check(found: Sequence[Found], mesh: DeviceMesh | None) -> None:
+    for item in found:
+        if spec_of(item.parameter) is not None and mesh is None:
+            raise UsageError(
+                f"parameter {item.name!r} is a DTensor, so the wrapper must know its own axis of "
+                "the same mesh: pass device_mesh=mesh[...] instead of a process group"
+            )
+        if item.parameter.dim() == 0:
+            raise ValueError(
+                f"FSDP doesn't support scalar parameters. Change {item.name} to a 1D tensor with "
+                "numel equal to 1."
+            )
+
+
+def _check_kind(name: str, given: object, kind: type) -> None:
+    """Refuse what is not of a class, such as `fully_shard`'s policies, before anything changes."""
+    if given is not None and not isinstance(given, kind):
+        raise TypeError(
+            f"{name} of FullyShardedDataParallel must be a {kind.__name__}, got {given!r} of type "
+            f"{type(given).__name__}"
+        )

@@ -1,0 +1,175 @@
+"""Names of parameters as the user's model has them, and the keys that optimizers have for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from shoal.doors.fsdp1.parameters import before_of
+from shoal.doors.fsdp1.state_dict_values import empty_rows
+from shoal.doors.fsdp1.tensor_parallel import Spec
+from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
+from shoal.errors import UsageError
+from shoal.runtime.shards import Home
+from shoal.sharding_wrapper import clean
+
+Key = int | str
+"""What stands for a parameter in an optimizer's state dict: its place, or its name."""
+OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
+"""What an optimizer was made of."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedMember:
+    """One of the user's parameters that a wrapper shards."""
+
+    names: tuple[str, ...]
+    """Its clean names from the module that was asked, the first one first; a shared parameter has
+    several."""
+    wrapper: Wrapper
+    index: int
+    """In `wrapper._flat_members.members` if there is one flat parameter, else in
+    `wrapper._unit.shards.members`."""
+    shape: torch.Size
+    """Of what the ranks of its wrapper have together."""
+    before: Spec
+    """How the parameter is distributed over other ranks."""
+
+    @property
+    def name(self) -> str:
+        """The name that stands for it."""
+        return self.names[0]
+
+    def empty_rows(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
+        """See `WrappedParameter.empty_rows`."""
+        unit = self.wrapper._unit
+        if unit is None or unit.transport is None:
+            return None
+        return empty_rows(unit, name, self.shape, dtype)
+
+
+def named_members(module: nn.Module) -> Iterator[NamedMember]:
+    """The parameters that wrappers below a module shard, the module itself included."""
+    prefixes: dict[nn.Module, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        prefixes.setdefault(child, []).append(f"{name}." if name else "")
+    for wrapper in prefixes:
+        if isinstance(wrapper, Wrapper):
+            for index, (homes, shape, before) in enumerate(_members_of(wrapper)):
+                names = [clean(p + home.name) for home in homes for p in prefixes[home.module]]
+                yield NamedMember(
+                    names=tuple(dict.fromkeys(names)),
+                    wrapper=wrapper,
+                    index=index,
+                    shape=shape,
+                    before=before,
+                )
+
+
+def _members_of(wrapper: Wrapper) -> list[tuple[tuple[Home, ...], torch.Size, Spec]]:
+    """Where each of a wrapper's parameters belongs, and how it looks there."""
+    if wrapper._unit is None:
+        return []
+    if wrapper._flat_members is not None:
+        return [(m.homes, m.shape, m.before) for m in wrapper._flat_members.members]
+    members = wrapper._unit.shards.members
+    return [(m.homes, torch.Size(m.spec.shape), before_of(m.form)) for m in members]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A parameter that an optimizer can hold."""
+
+    parameter: nn.Parameter
+    names: tuple[str, ...]
+    """Of the user's parameters that it stands for: one, or all of a flat parameter."""
+    path: str
+    """Where it is registered, with what wrappers add."""
+    members: tuple[NamedMember, ...] = ()
+    """The user's parameters, if a wrapper shards them."""
+
+    @property
+    def wrapper(self) -> Wrapper | None:
+        """Who shards it."""
+        return self.members[0].wrapper if self.members else None
+
+    @property
+    def num_dims(self) -> int:
+        """How many dims it has as a whole; a flat parameter has one."""
+        return len(self.members[0].shape) if len(self.members) == 1 else self.parameter.dim()
+
+    @property
+    def index(self) -> int:
+        """Which member of the wrapper's unit it is."""
+        member = self.members[0]
+        return member.index if member.wrapper._flat_members is None else 0
+
+
+def entries_of(model: nn.Module) -> dict[nn.Parameter, Entry]:
+    """The parameters of a model, each once, in the order of the model."""
+    for one in wrappers_below(model):
+        if one._unit is not None:
+            one._unit.reshard()  # so that modules have what optimizers hold
+    members: dict[nn.Parameter, list[NamedMember]] = {}
+    for member in named_members(model):
+        unit = member.wrapper._unit
+        assert unit is not None
+        place = 0 if member.wrapper._flat_members is not None else member.index
+        members.setdefault(unit.shards.members[place].sharded, []).append(member)
+    found: dict[nn.Parameter, Entry] = {}
+    for path, parameter in model.named_parameters():
+        own = tuple(members.get(parameter, ()))
+        names = tuple(member.name for member in own) or (clean(path),)
+        found[parameter] = Entry(parameter=parameter, names=names, path=path, members=own)
+    return found
+
+
+def keys_of(
+    entries: Mapping[nn.Parameter, Entry],
+    model: nn.Module,
+    optim: Optimizer | None,
+    optim_input: OptimInput,
+    *,
+    is_named: bool,
+) -> dict[Key, Entry]:
+    """What an optimizer calls each parameter; one that is not given was made of the model's."""
+    if optim is None or optim_input is not None:
+        held = _listed(model, optim_input)
+    else:
+        held = [p for group in optim.param_groups for p in group["params"]]
+    strangers = sum(parameter not in entries for parameter in held)
+    if strangers:
+        raise UsageError(
+            f"the optimizer holds {strangers} parameters that are not in the model; build it from "
+            "model.parameters() after wrapping the model"
+        )
+    named = (entries[parameter] for parameter in held)
+    return {entry.path if is_named else i: entry for i, entry in enumerate(named)}
+
+
+def is_of_named_optimizer(state: Mapping[Any, object]) -> bool:
+    """Whether an optimizer's state has names for keys."""
+    return isinstance(next(iter(state), None), str)
+
+
+def _listed(model: nn.Module, optim_input: OptimInput) -> list[nn.Parameter]:
+    if optim_input is None:
+        return list(model.parameters())
+    try:
+        items: list[Any] = list(optim_input)
+    except TypeError as error:
+        raise TypeError(
+            f"Optimizer input should be an iterable of Tensors or dicts, but got {optim_input}"
+        ) from error
+    if not items:
+        raise ValueError("Optimizer input should not be empty")
+    if all(isinstance(item, torch.Tensor) for item in items):
+        return items
+    if not all(isinstance(item, dict) for item in items):
+        raise TypeError("Optimizer input should be an iterable of Tensors or dicts")
+    return [parameter for group in items for parameter in group["params"]]

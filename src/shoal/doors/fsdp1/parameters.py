@@ -1,0 +1,234 @@
+"""How a wrapper holds parameters: the user's own objects, or one flat parameter in place of many.
+
+With `use_orig_params=True` each parameter stays the user's plain tensor, whose bytes come and go.
+With `use_orig_params=False` optimizers see one flat parameter. The modules' own names then hold
+views of the full flat parameter, through which autograd carries their gradients to it. All forwards
+before a backward have the same views: what several uses of a parameter contribute is then added in
+the order of the unsharded model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import eq
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from shoal._torch import wrapping
+from shoal.doors.fsdp1.tensor_parallel import Spec, spec_of, view, whole
+from shoal.runtime.collect import Found
+from shoal.runtime.form import Form, bytes_of, local_grad
+from shoal.runtime.full import FreedParameter
+from shoal.runtime.shards import Home
+
+FLAT_PARAM = "_flat_param"
+
+
+def _identity(tensor: torch.Tensor) -> object:
+    """Where a tensor lies; without elements that is nowhere, but it can be moved and cast."""
+    return tensor.data_ptr() or (tensor.device, tensor.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainForm(Form):
+    """A parameter that is one rank's elements in one dim, or all of them in its own shape."""
+
+    identity: ClassVar[Callable[[torch.Tensor], object]] = _identity
+    is_same: ClassVar[Callable[[object, object], bool]] = eq
+
+    shape: torch.Size | None
+    """The shape of the parameter where every rank has all of it."""
+    before: Spec = None
+    """How the full parameter is distributed over other axes."""
+    is_flat: bool = False
+    """Whether it is the flat parameter of a unit, of which every rank has a gradient and optimizer
+    state, even if without elements."""
+
+    def adopt(self, original: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+        """See `Form.adopt`: the object stays, so that whoever holds it holds the shard."""
+        if self.before is not None:  # a DTensor stays one
+            return nn.Parameter(self.shard(local), requires_grad=original.requires_grad)
+        original.data = self.shard(local)
+        return original
+
+    def full(self, data: torch.Tensor) -> torch.Tensor:
+        """See `Form.full`."""
+        return whole(data, self.before)
+
+    def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
+        """See `Form.grad_data`."""
+        return grad if self.before is None else local_grad(grad, self.before)
+
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        """See `Form.shard`."""
+        return local if self.shape is None else local.view(self.shape)
+
+    def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
+        """See `Form.grad`; a rank without elements has none, unless the parameter is flat."""
+        return self.shard(local) if self.is_flat or local.numel() > 0 else None
+
+    def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `Form.local_of`."""
+        return tensor
+
+    def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """See `Form.rehome`."""
+        tensor.data = self.shard(local)
+
+    def follow(self, tensor: torch.Tensor) -> Form:
+        """See `Form.follow`."""
+        return self
+
+
+def before_of(form: Form) -> Spec:
+    """How a parameter of a wrapper is distributed over other axes."""
+    assert isinstance(form, PlainForm)
+    return form.before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlatMember:
+    """A parameter that is a range of a flat one."""
+
+    name: str
+    """Below the wrapped module."""
+    shape: torch.Size
+    """Of what this rank has, where the parameter is distributed."""
+    homes: tuple[Home, ...]
+    before: Spec
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return self.shape.numel()
+
+
+def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembers]:
+    """Put parameters after one another in one, which is the module's; theirs are taken off."""
+    dtypes = {item.parameter.dtype for item in found}
+    if len(dtypes) > 1:
+        raise ValueError(
+            f"Must flatten tensors with uniform dtype but got {sorted(map(str, dtypes))}: wrap "
+            "modules of one dtype each, or pass use_orig_params=True"
+        )
+    trained = {item.parameter.requires_grad for item in found}
+    if len(trained) > 1:
+        raise ValueError(
+            "Must flatten tensors with uniform `requires_grad` when `use_orig_params=False`: "
+            f"{[i.name for i in found if not i.parameter.requires_grad]} are frozen; wrap them "
+            "apart, or pass use_orig_params=True"
+        )
+    # In the order of `module.parameters()`, in which torch's lie too.
+    order = {parameter: index for index, parameter in enumerate(module.parameters())}
+    found = sorted(found, key=lambda item: order[item.parameter])
+    with torch.no_grad():
+        data = torch.cat([bytes_of(item.parameter.detach()).reshape(-1) for item in found])
+    flat = nn.Parameter(data, requires_grad=trained.pop())
+    # torch's `FlatParameter` asks for this attribute when `isinstance` is asked.
+    flat._is_flat_param = True  # pyright: ignore[reportAttributeAccessIssue]
+    members = tuple(
+        FlatMember(
+            name=item.name,
+            shape=bytes_of(item.parameter).shape,
+            homes=item.homes,
+            before=spec_of(item.parameter),
+        )
+        for item in found
+    )
+    # torch's checkpoints ask this of it.
+    flat._fqns = [m.name.replace(wrapping.CHECKPOINT_PREFIX, "") for m in members]  # pyright: ignore
+    for item in found:
+        blank = _blank(item)
+        for home in item.homes:
+            del home.module._parameters[home.name]
+            vars(home.module)[home.name] = blank
+    module.register_parameter(FLAT_PARAM, flat)
+    home = Home(module=module, name=FLAT_PARAM)
+    return Found(name=FLAT_PARAM, parameter=flat, homes=(home,)), FlatMembers(members, home)
+
+
+def _blank(item: Found) -> torch.Tensor:
+    """What says how a parameter looks until a forward shows it; reading it is an error."""
+    data = torch.empty_like(bytes_of(item.parameter), requires_grad=False)
+    data.untyped_storage().resize_(0)
+    blank = nn.Parameter(data, requires_grad=item.parameter.requires_grad)
+    vars(blank)["_shoal_name"] = f"parameter {item.name!r}"
+    blank.__class__ = FreedParameter
+    return blank
+
+
+class FlatMembers:
+    """The parameters of one flat parameter, as views of it."""
+
+    def __init__(self, members: Sequence[FlatMember], home: Home) -> None:
+        self.members = tuple(members)
+        self._home = home
+        self._sizes = [member.numel for member in self.members]
+        self._shown: torch.Tensor | None = None
+        """What the modules have views of."""
+        self._modes: tuple[int | bool, ...] = ()
+        """When they were made: in which step, with what autograd records."""
+
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The elements of each, in its shape."""
+        pieces = flat.split(self._sizes)
+        return [p.view(m.shape) for p, m in zip(pieces, self.members, strict=True)]
+
+    def ranges(self, start: int, numel: int) -> Iterator[tuple[FlatMember, slice]]:
+        """Which elements of a piece, that begins at `start` of the flat parameter, are whose."""
+        end = 0
+        for member in self.members:
+            begin, end = end, end + member.numel
+            first, last = max(begin - start, 0), min(end - start, numel)
+            yield member, slice(first, max(first, last))
+
+    def show(self, flat: torch.Tensor, step: int) -> None:
+        """Let the modules compute with views of a full flat parameter; new ones in a new step."""
+        modes = (
+            step,
+            flat.requires_grad,
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+        if self._shown is flat and self._modes == modes:
+            return
+        self._shown, self._modes = flat, modes
+        for member, local in zip(self.members, self.views(flat), strict=True):
+            shown = view(local, member.before)
+            for home in member.homes:
+                # Past `nn.Module.__setattr__`, which costs more than all the rest.
+                vars(home.module)[home.name] = shown
+
+    @contextmanager
+    def as_parameters(self, flat: nn.Parameter) -> Iterator[None]:
+        """Let the modules have parameters again, views of the flat one, which is whole and hidden.
+
+        What is written to them, or put in their places, reaches the flat parameter.
+        """
+        parameters = self._home.module._parameters
+        del parameters[self._home.name]
+        views = self.views(flat.data)
+        homes = [home for member in self.members for home in member.homes]
+        # A backward that is still to come may recompute with the views that forward was shown.
+        shown = [vars(home.module).pop(home.name, None) for home in homes]
+        for member, local in zip(self.members, views, strict=True):
+            data = whole(local, member.before)
+            parameter = nn.Parameter(data, requires_grad=flat.requires_grad)
+            for home in member.homes:
+                home.module._parameters[home.name] = parameter
+        try:
+            yield
+        finally:
+            for member, local in zip(self.members, views, strict=True):
+                found = [home.module._parameters.pop(home.name, None) for home in member.homes]
+                data = None if found[0] is None else bytes_of(found[0].data)
+                if data is not None and data.data_ptr() != local.data_ptr():
+                    local.copy_(data)
+            for home, before in zip(homes, shown, strict=True):
+                if before is not None:
+                    vars(home.module)[home.name] = before
+            parameters[self._home.name] = flat
