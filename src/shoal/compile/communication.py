@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch.fx import Graph
 
-from shoal.compile.agreement import collectives_of, tell_groups
 from shoal.compile.aot.lowered import Lowered
+from shoal.compile.compare_ranks import collectives_of, tell_groups
+from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import say
-from shoal.compile.observe.topics import Topic
-from shoal.compile.options import Options
+from shoal.compile.options import BackendOptions
 from shoal.compile.passes.bucket import FIRST_BUCKET_BYTES, MB
 from shoal.compile.passes.collectives import CommKind
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
@@ -19,8 +19,8 @@ from shoal.compile.passes.cost import Costs
 from shoal.compile.passes.in_place import average_in_place
 from shoal.compile.passes.pipeline import Pipeline
 from shoal.compile.passes.standard import sharded
-from shoal.compile.passes.tidy import drop_idle_views
-from shoal.compile.passes.timeline import timeline
+from shoal.compile.passes.traffic import timeline
+from shoal.compile.passes.view_cleanup import drop_idle_views
 from shoal.errors import UsageError
 
 UNITS_AHEAD = 2
@@ -29,7 +29,7 @@ SAME_SIZE = (CommKind.ALL_REDUCE, CommKind.BROADCAST)
 """What takes as much memory before as after: to wait for it early would free nothing."""
 
 
-def schedule_collectives(lowered: Lowered, options: Options) -> None:
+def schedule_collectives(lowered: Lowered, options: BackendOptions) -> None:
     """Put the collectives of both graphs where they overlap with what computes.
 
     Passes of the user's see graphs without collectives too.
@@ -53,7 +53,7 @@ def schedule_collectives(lowered: Lowered, options: Options) -> None:
         raise
 
 
-def _schedule(graph: Graph, blocks: Sequence[CommBlock], options: Options) -> None:
+def _schedule(graph: Graph, blocks: Sequence[CommBlock], options: BackendOptions) -> None:
     bucket_bytes = max(1, int(options.bucket_mb * MB))
     passes = sharded(
         bucket_bytes=bucket_bytes,

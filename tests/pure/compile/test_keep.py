@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from shoal.compile.keep import choose_kept, keep_gathered
+from shoal.compile.keep_gathered import choose_kept, keep_gathered
 from shoal.errors import UsageError
 
 

@@ -12,11 +12,11 @@ from torch.fx import GraphModule, Node
 
 from shoal._torch import aot_settings, autograd, functionals, operators, subclasses, traces
 from shoal._torch import fakes as torch_fakes
-from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_watched
+from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_recorded
 from shoal.compile.aot.arrange import Arrangement, Constant
-from shoal.compile.aot.draws import Draws
-from shoal.compile.aot.random_ops import drop_unread
+from shoal.compile.aot.random_state import Draws, drop_unread
 from shoal.compile.aot.rebind import rebind_sizes
+from shoal.compile.aot.recorder import Effects
 from shoal.compile.aot.signature import Output, OutputKind, Signature
 from shoal.compile.aot.subclasses import (
     Wrapped,
@@ -26,7 +26,6 @@ from shoal.compile.aot.subclasses import (
     rebuild,
     wrappings_of,
 )
-from shoal.compile.aot.watch import Effects
 from shoal.errors import InvariantError
 
 Decompositions = Mapping[Any, Callable[..., Any]]
@@ -100,11 +99,11 @@ class _Trace:
             inputs = rebuild(primals, self._fakes, functionals.functional)
             entering = self._entering(inputs)
             with traces.remember_lines():
-                watched = run_watched(
+                recorded = run_recorded(
                     self._function, self.arrangement, inputs, entering, self._draws
                 )
-            self._check_same(watched.classified.signature)
-            returned = returned_tensors(signature, watched, entering)
+            self._check_same(recorded.classified.signature)
+            returned = returned_tensors(signature, recorded, entering)
             values = _values(returned)
             new = _values([entering[i] for i in signature.graph_mutations], symbols=False)
             held = _values(inputs)
@@ -122,7 +121,7 @@ class _Trace:
                 )
             self.backward_writes = _changed(held + before, late := _values(inputs) + after)
             changed = [late[i] for i in self.backward_writes]
-        return [*values, *watched.classified.symbols, *new, *grads, *changed]
+        return [*values, *recorded.classified.symbols, *new, *grads, *changed]
 
     def _entering(self, inputs: Sequence[Any]) -> list[Any]:
         entering: list[Any] = []

@@ -18,7 +18,7 @@ from shoal._torch import dynamo, fakes, storage
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.aot.signature import OutputKind
 from shoal.compile.aot.subclasses import places
-from shoal.compile.partition.ops import Kind, kind, op_name
+from shoal.compile.node_kinds import Kind, kind, op_name
 
 
 def where_shared_alike(

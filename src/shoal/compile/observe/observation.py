@@ -14,10 +14,10 @@ from torch.fx import GraphModule
 
 from shoal.compile import environment
 from shoal.compile.aot.lowered import Lowered
+from shoal.compile.node_kinds import communicates, is_wait
 from shoal.compile.observe import logs
+from shoal.compile.observe.logs import Topic, topics_of
 from shoal.compile.observe.record import CacheUse, CompileRecord
-from shoal.compile.observe.topics import Topic, topics_of
-from shoal.compile.partition.ops import communicates, is_wait
 
 MOST_RECORDS = 1000
 """Older ones are forgotten."""

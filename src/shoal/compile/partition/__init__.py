@@ -4,13 +4,13 @@ In: one graph of a function's outputs and gradients, each node tagged with the p
 Out: a forward graph, a backward graph, and the values that the first keeps for the second.
 """
 
-from shoal.compile.partition.doors import (
+from shoal.compile.partition.joint import Joint, read_joint
+from shoal.compile.partition.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
     split_as_traced,
     split_by_min_cut,
 )
-from shoal.compile.partition.joint import Joint, read_joint
 from shoal.compile.partition.split import Split, split
 
 __all__ = [

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, fx
 
 from shoal._torch import operators, storage
+from shoal.compile.node_kinds import Kind, flat, is_tensor, kind, mutated_inputs, op_name, value
 from shoal.compile.partition.joint import CheckpointPolicy, output_of, phase
-from shoal.compile.partition.ops import Kind, flat, is_tensor, kind, mutated_inputs, op_name, value
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var"})
 BATCH_NORMS = frozenset(

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from shoal.compile.partition.ops import is_tensor, op_name, value
+from shoal.compile.node_kinds import is_tensor, op_name, value
+from shoal.compile.passes.bucket_all_reduce import FOREACH, scaling
 from shoal.compile.passes.collectives import variant
 from shoal.compile.passes.comm_block import get_all_comm_blocks
-from shoal.compile.passes.scaling import FOREACH, scaling
 
 aten = torch.ops.aten
 ALL_REDUCE = "_c10d_functional::all_reduce"

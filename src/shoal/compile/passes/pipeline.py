@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from shoal.compile.passes.contract import Pass, check_passes
-from shoal.compile.passes.metadata import Watched
+from shoal.compile.passes.metadata import CheckedGraph
 from shoal.compile.passes.traffic import Traffic, count_traffic
 from shoal.errors import InvariantError, UsageError
 
@@ -76,7 +76,7 @@ class Pipeline:
 
     def run(self, graph: fx.Graph) -> Report:
         """Change a graph in place; say what became of its communication."""
-        watched = Watched(graph) if self.verify else None
+        checked = CheckedGraph(graph) if self.verify else None
         ends = _ends(graph)
         steps = []
         before = count_traffic(graph)
@@ -84,7 +84,7 @@ class Pipeline:
             start = time.perf_counter()
             one.run(graph)
             seconds = time.perf_counter() - start
-            _check_left(one, graph, ends, watched)
+            _check_left(one, graph, ends, checked)
             after = count_traffic(graph)
             steps.append(Step(name=one.name, before=before, after=after, seconds=seconds))
             before = after
@@ -143,12 +143,14 @@ def _ends(graph: fx.Graph) -> tuple[int, int]:
     return len(graph.find_nodes(op="placeholder")), num_outputs
 
 
-def _check_left(one: Pass, graph: fx.Graph, ends: tuple[int, int], watched: Watched | None) -> None:
+def _check_left(
+    one: Pass, graph: fx.Graph, ends: tuple[int, int], checked: CheckedGraph | None
+) -> None:
     """Raise, with the name of the pass, if it left a graph that is not whole."""
     try:
         graph.lint()
-        if watched is not None:
-            watched.check()
+        if checked is not None:
+            checked.check()
     except RuntimeError as error:
         raise InvariantError(f"pass {one.name} broke the graph: {error}") from error
     if _ends(graph) != ends:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from functools import partial
 
 from shoal.compile.passes.bucket import FIRST_BUCKET_BYTES, Limits
-from shoal.compile.passes.bucket_all_gather import bucket_all_gathers
 from shoal.compile.passes.bucket_all_reduce import bucket_all_reduces
-from shoal.compile.passes.bucket_reduce_scatter import bucket_reduce_scatters
+from shoal.compile.passes.bucket_shards import bucket_all_gathers, bucket_reduce_scatters
 from shoal.compile.passes.contract import ORDER, Fact, Pass
 from shoal.compile.passes.cost import Costs
 from shoal.compile.passes.ddp_fusion import (

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx
 
 from shoal._torch import operators
-from shoal.compile.partition.ops import value
+from shoal.compile.node_kinds import value
 from shoal.compile.passes.dependencies import Dependencies
 from shoal.compile.passes.metadata import compute_metadata
 

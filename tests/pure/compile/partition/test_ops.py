@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from compile_compare import compare, leaf
-from shoal.compile.partition.ops import Kind, kind
+from shoal.compile.node_kinds import Kind, kind
 
 aten = torch.ops.aten
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comm_graphs import capture, check_same, ops
-from shoal.compile.passes.old_values import keep_old_values
+from shoal.compile.passes.inductor_rewrites import keep_old_values
 
 
 def swap(x: Tensor, y: Tensor) -> None:

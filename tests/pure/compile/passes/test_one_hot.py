@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from comm_graphs import capture, check_same
-from shoal.compile.passes.one_hot import compare_instead_of_scatter
+from shoal.compile.passes.inductor_rewrites import compare_instead_of_scatter
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from comm_graphs import capture, check_same, ops
-from shoal.compile.passes.parts import call_parts
+from shoal.compile.passes.decompose import call_parts
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])

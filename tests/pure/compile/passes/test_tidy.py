@@ -9,7 +9,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from comm_graphs import capture, check_same
-from shoal.compile.passes.tidy import drop_idle_views
+from shoal.compile.passes.view_cleanup import drop_idle_views
 
 aten = torch.ops.aten
 

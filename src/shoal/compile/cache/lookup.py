@@ -8,53 +8,53 @@ from typing import Any
 from torch.fx import GraphModule
 
 from shoal.compile import environment
+from shoal.compile.aot.compiler import AotCompiler
 from shoal.compile.aot.lowered import Lowered
-from shoal.compile.aot.pipeline import Pipeline
 from shoal.compile.cache.entry import entry_from_json, entry_to_json
 from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.compile.cache.key import key_of
 from shoal.compile.cache.store import Store
+from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import current, say, stage
 from shoal.compile.observe.record import CacheUse
-from shoal.compile.observe.topics import Topic
-from shoal.compile.options import Options
+from shoal.compile.options import BackendOptions
 
 
 def lower_cached(
-    pipeline: Pipeline,
-    options: Options,
+    compiler: AotCompiler,
+    options: BackendOptions,
     module: GraphModule,
     function: Callable[..., Any],
     args: Sequence[Any],
     fixed: Collection[int],
 ) -> Lowered:
-    """What `pipeline.lower` gives for `function`, which is that of Dynamo's graph `module`."""
+    """What `compiler.lower` gives for `function`, which is that of Dynamo's graph `module`."""
     store = Store(folder=environment.cache_folder())
     try:
         with stage("key"):
             key = key_of(module, args, fixed, options)
     except NotExactError as error:
         _tell(CacheUse.REFUSED, f"not cached: {error}")
-        return pipeline.lower(function, args, fixed)
+        return compiler.lower(function, args, fixed)
     with stage("read"):
-        found = _read(store, key, pipeline, options, args)
+        found = _read(store, key, compiler, options, args)
     if found is not None:
         _tell(CacheUse.HIT, f"found {key[:16]} in {store.folder}")
         return found
-    lowered = pipeline.lower(function, args, fixed)
+    lowered = compiler.lower(function, args, fixed)
     with stage("write"):
         _write(store, key, lowered)
     return lowered
 
 
 def _read(
-    store: Store, key: str, pipeline: Pipeline, options: Options, args: Sequence[Any]
+    store: Store, key: str, compiler: AotCompiler, options: BackendOptions, args: Sequence[Any]
 ) -> Lowered | None:
     try:
         content = store.read(key)
         if content is None:
             return None
-        mode = pipeline.mode_for(args)
+        mode = compiler.mode_for(args)
         # Without them it is read faster; passes over collectives get them where there are any.
         with_values = options.inner == "inductor" or options.passes is not None
         return entry_from_json(content, args, mode, with_values=with_values)

@@ -15,29 +15,24 @@ from shoal._torch import aot_settings, compilers, dynamo, settings, traces
 from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.analyse import Analysis, Function, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange, lying_apart
-from shoal.compile.aot.bindings import writes_uncounted
+from shoal.compile.aot.backward_facts import dependence_of, donated_by, not_apart
+from shoal.compile.aot.call_code import emit
 from shoal.compile.aot.capture import Captured, Decompositions, capture
-from shoal.compile.aot.dependence import dependence_of
-from shoal.compile.aot.donation import donated_by
-from shoal.compile.aot.emit import emit
+from shoal.compile.aot.frame_stack import with_frame_stack
 from shoal.compile.aot.function import Graphs, make_function
-from shoal.compile.aot.gradients import not_apart
-from shoal.compile.aot.graph_code import Boxed
-from shoal.compile.aot.inner import Inner, Role, Task
+from shoal.compile.aot.graph_code import Boxed, writes_uncounted
+from shoal.compile.aot.inner import Inner, Role, Task, functions
 from shoal.compile.aot.lowered import Lowered, count_saved, outputs_of
-from shoal.compile.aot.naming import functions
-from shoal.compile.aot.room import with_room
 from shoal.compile.aot.sharing import where_shared_alike
 from shoal.compile.aot.subclasses import places
+from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import current, observing, resumed, say, stage, tell_lowered
 from shoal.compile.observe.text import graph_text, saved_text, signature_text
-from shoal.compile.observe.topics import Topic
-from shoal.compile.partition.phases import infer_phases
-from shoal.compile.partition.prepare import copy_graph
+from shoal.compile.partition.prepare import copy_graph, infer_phases
+from shoal.compile.passes.decompose import call_parts
 from shoal.compile.passes.operator_writes import write_by_operators
-from shoal.compile.passes.parts import call_parts
-from shoal.compile.passes.tidy import drop_idle_views
 from shoal.compile.passes.updates import update_in_place
+from shoal.compile.passes.view_cleanup import drop_idle_views
 from shoal.errors import InvariantError
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
@@ -45,7 +40,7 @@ Rewrite = Callable[[Graph], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
+class AotCompiler:
     """What a function is compiled with."""
 
     inner: Inner
@@ -173,7 +168,7 @@ class Pipeline:
         say(Topic.SIGNATURE, lambda: signature_text(signature, arrangement))
         say(Topic.GRAPHS, lambda: graph_text("forward", lowered.forward))
         number = next(functions)
-        inner = with_room(self.inner)
+        inner = with_frame_stack(self.inner)
         around = partial(
             emit, signature, arrangement, checks=self.checks, autocast=settings.is_autocast()
         )

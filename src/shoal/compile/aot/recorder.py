@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from shoal._torch import functionals, operators, subclasses, trees
-from shoal.compile.aot.draws import Draws
+from shoal.compile.aot.random_state import Draws
 
 _LIFTING = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)
 """What brings a constant into a trace: each call makes a new tensor of it."""
@@ -120,7 +120,7 @@ class Effects(subclasses.TorchDispatchMode):
         return result
 
 
-class Watch(Effects):
+class Recorder(Effects):
     """Remembers every view of the tensors that pass through it, and every write to them."""
 
     def __init__(self, draws: Draws) -> None:

@@ -9,12 +9,14 @@ from torch import fx
 
 from shoal._torch import aot_settings
 from shoal.compile.partition.bans import find_firm_bans
-from shoal.compile.partition.budget import keep_within
 from shoal.compile.partition.joint import Joint, Side
-from shoal.compile.partition.keep import is_keepable
-from shoal.compile.partition.last_views import as_last_views
-from shoal.compile.partition.outputs import without_outputs
 from shoal.compile.partition.prepare import prepare
+from shoal.compile.partition.saved_values import (
+    as_last_views,
+    is_keepable,
+    keep_within,
+    without_outputs,
+)
 from shoal.compile.partition.split import Split, split
 
 

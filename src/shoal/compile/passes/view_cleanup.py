@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal.compile.partition.ops import Kind, flat, kind, op_name, value
+from shoal.compile.node_kinds import Kind, flat, kind, op_name, value
 from shoal.compile.passes.metadata import compute_metadata
 
 aten = torch.ops.aten

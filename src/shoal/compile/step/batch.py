@@ -17,7 +17,7 @@ _CONSTANTS = (
 )
 
 
-class Data:
+class Batch:
     """The inputs and targets of one step, as a list."""
 
     __slots__ = ("described", "storages", "structure", "values")

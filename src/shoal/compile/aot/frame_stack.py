@@ -26,7 +26,7 @@ _FRAMES_ABOVE = 2048
 """Variables of the functions that the graph's function calls, and that these call."""
 
 
-def with_room(inner: Inner) -> Inner:
+def with_frame_stack(inner: Inner) -> Inner:
     """An inner compiler whose functions find room for frames, if their graphs are large."""
     if sys.implementation.name != "cpython":
         return inner
@@ -37,12 +37,12 @@ def with_room(inner: Inner) -> Inner:
         if num_values < _LARGE:
             return run
         function = run.function() if isinstance(run, DirectGraph) else run
-        return called_with_room(function, num_values)
+        return called_on_own_stack(function, num_values)
 
     return compiled
 
 
-def called_with_room(run: Boxed, num_values: int) -> Boxed:
+def called_on_own_stack(run: Boxed, num_values: int) -> Boxed:
     """`run`, with room for its frame of so many variables, and for those above."""
 
     def call(inputs: list[Any]) -> list[Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from shoal.compile.aot.room import called_with_room
+from shoal.compile.aot.frame_stack import called_on_own_stack
 
 NUM_CALLS = 100
 
@@ -49,5 +49,7 @@ def test_no_new_memory_at_each_call() -> None:
     unlucky = [size for size in sizes if faults_of(functions[size]) >= NUM_CALLS]
     if not unlucky:
         pytest.skip("this interpreter has no frame sizes that cost memory at each call")
-    with_room = {size: faults_of(called_with_room(functions[size], size)) for size in sizes}
-    assert max(with_room.values()) < NUM_CALLS // 4, (unlucky, with_room)
+    with_frame_stack = {
+        size: faults_of(called_on_own_stack(functions[size], size)) for size in sizes
+    }
+    assert max(with_frame_stack.values()) < NUM_CALLS // 4, (unlucky, with_frame_stack)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from shoal._torch import distributed_tensor, storage, traces
 from shoal.compile.lowering.graph_unit import GraphUnit, graph_unit_of
-from shoal.compile.step.data import Data
+from shoal.compile.step.batch import Batch
 from shoal.compile.step.refusals import changes_python
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
@@ -34,11 +34,11 @@ Loose = Sequence[tuple[str, Any, Any, Tensor]]
 """Tensors that are neither parameters nor buffers: path, holder, key in it, the tensor."""
 
 
-class Parts:
+class StepTensors:
     """What a step reads and writes, as a list of tensors that are the inputs of its graph."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loose: Loose, data: Data
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loose: Loose, data: Batch
     ) -> None:
         self._model = model
         self.optimizer = optimizer
@@ -132,7 +132,7 @@ class Parts:
             and not any(unit.shards.have_moved for unit in self.units)
         )
 
-    def lie_apart_from(self, data: Data) -> bool:
+    def lie_apart_from(self, data: Batch) -> bool:
         """Whether no tensor of the data shares memory with one of these."""
         return self._storages.isdisjoint(data.storages)
 
@@ -261,7 +261,7 @@ def lowered(unit: Unit) -> GraphUnit:
     return found
 
 
-def _can_be_input(tensor: Tensor, data: Data) -> bool:
+def _can_be_input(tensor: Tensor, data: Batch) -> bool:
     """Whether a tensor that is no parameter may be an input of a graph.
 
     Not if a gradient would have to go on from it, nor if it is data: the next step has others.

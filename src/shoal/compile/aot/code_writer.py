@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import say
-from shoal.compile.observe.topics import Topic
 
 _FOLDER = str(Path(__file__).parent)
 
 
-class Source:
+class CodeWriter:
     """Lines of one or more functions, and the names that they use."""
 
     def __init__(self, title: str) -> None:
