@@ -45,7 +45,7 @@ class Given:
     """Arguments of one call, and tensors that the caller watches without passing them."""
 
     args: tuple[Any, ...]
-    checked: Mapping[str, Any] = field(default_factory=dict)
+    watched: Mapping[str, Any] = field(default_factory=dict)
 
 
 def compiled(

@@ -20,7 +20,10 @@ from shoal.compile.graph_compilers import (
     print_compile,
     ts_compile,
 )
-from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
+from shoal.compile.partition.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
 
 get_graph_being_compiled = get_aot_graph_name
 """The older name of `get_aot_graph_name`."""

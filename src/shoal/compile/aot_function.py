@@ -22,7 +22,10 @@ from shoal.compile.graph_compilers import (
     make_boxed_func,
     ts_compile,
 )
-from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
+from shoal.compile.partition.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
 
 
 def _compiler(

@@ -22,8 +22,11 @@ from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import count_calls, observing, say
 from shoal.compile.observe.text import graph_text
 from shoal.compile.options import BackendOptions
-from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
-from shoal.compile.passes.inductor_rewrites import compare_instead_of_scatter, keep_old_values
+from shoal.compile.partition.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
+from shoal.compile.passes.pipeline import Target
 
 _MODES: dict[str | None, dict[str, Any]] = {
     None: {},
@@ -115,9 +118,7 @@ def compiler_of(options: BackendOptions) -> AotCompiler:
         if options.partition == "min_cut"
         else default_partition,
         decompositions=compilers.inductor_decompositions() if is_inductor else None,
-        rewrites=(compare_instead_of_scatter, keep_old_values) if is_inductor else (),
-        tidies=not is_inductor,
-        donates=is_inductor,
+        target=Target(options.inner),
     )
 
 

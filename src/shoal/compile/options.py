@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from shoal.compile.observe.logs import topics_of
-from shoal.compile.passes.pipeline import Pipeline
+from shoal.compile.passes.contract import Pipeline
 from shoal.errors import UsageError
 
 InnerName = Literal["direct", "inductor"]

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import GraphModule, Node
 
 from shoal._torch import aot_settings, compilers, dynamo, settings, traces
 from shoal._torch import fakes as torch_fakes
@@ -26,17 +26,23 @@ from shoal.compile.aot.lowered import Lowered, count_saved, outputs_of
 from shoal.compile.aot.sharing import where_shared_alike
 from shoal.compile.aot.subclasses import places
 from shoal.compile.observe.logs import Topic
-from shoal.compile.observe.observation import current, observing, resumed, say, stage, tell_lowered
+from shoal.compile.observe.observation import (
+    current,
+    observing,
+    resumed,
+    run_passes,
+    say,
+    stage,
+    tell_lowered,
+)
 from shoal.compile.observe.text import graph_text, saved_text, signature_text
 from shoal.compile.partition.prepare import copy_graph, infer_phases
-from shoal.compile.passes.decompose import call_parts
+from shoal.compile.passes import pipeline
 from shoal.compile.passes.operator_writes import write_by_operators
-from shoal.compile.passes.updates import update_in_place
-from shoal.compile.passes.view_cleanup import drop_idle_views
+from shoal.compile.passes.pipeline import Target
 from shoal.errors import InvariantError
 
 Partition = Callable[..., tuple[GraphModule, GraphModule]]
-Rewrite = Callable[[Graph], object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,12 +55,8 @@ class AotCompiler:
     dynamic: bool = False
     checks: bool = False
     """Whether a call checks its arguments, because nobody in front of it does."""
-    rewrites: tuple[Rewrite, ...] = ()
-    """What is done to a captured graph before it is cut."""
-    tidies: bool = False
-    """Whether views that show nothing new go: of use where operators run one by one."""
-    donates: bool = False
-    """Whether the inner compiler can write over what was saved for backward."""
+    target: Target = Target.GIVEN
+    """What `inner` is, for passes: these rewrite graphs for it."""
 
     def compile(
         self, function: Function, args: Sequence[Any], fixed: Collection[int] = ()
@@ -112,9 +114,9 @@ class AotCompiler:
                 analysis, fakes = self._analyse(function, arrangement, args, mode)
         with stage("capture"):
             captured = capture(function, arrangement, fakes, analysis, mode, self.decompositions)
-            for rewrite in self.rewrites:
-                rewrite(captured.module.graph)
-            captured = _rewritten_by_user(captured, trains=analysis.signature.trains)
+            trains = analysis.signature.trains
+            run_passes("joint", pipeline.joint(self.target, trains=trains), captured.module)
+            captured = _rewritten_by_user(captured, trains=trains)
         say(Topic.GRAPHS, lambda: graph_text("captured", captured.module))
         stay = tuple(
             at
@@ -129,20 +131,15 @@ class AotCompiler:
         )
         forward, backward = captured.module, None
         num_saved = saved_bytes = 0
-        if analysis.signature.trains:
+        if trains:
             with stage("partition"):
                 forward, backward = self._cut(captured)
             saved = outputs_of(forward)[captured.num_forward_outputs :]
             num_saved, saved_bytes = count_saved(saved)
         inner = places(captured.wrappings.inputs)
-        # Inductor calls operators on inputs by itself, where that keeps old values.
-        by_operators = write_by_operators(
-            copy_graph(forward.graph) if self.donates else forward.graph
-        )
-        forward.recompile()
+        by_operators = self._run_passes(forward, backward)
         signature = analysis.signature.counted_by_operators(by_operators, inner)
-        if self.tidies:
-            _tidy(forward, backward)
+        if self.target is Target.DIRECT:
             signature = signature.counted(writes_uncounted(forward.graph), inner)
         return Lowered(
             signature=signature,
@@ -189,7 +186,7 @@ class AotCompiler:
         say(Topic.PARTITION, lambda: saved_text(lowered))
         with stage("compile"), compilers.reported_strides() as strides:
             run = inner(task)
-        donated = donated_by(lowered, backward) if self.donates else ()
+        donated = donated_by(lowered, backward) if self.target is Target.INDUCTOR else ()
         graphs = Graphs(
             forward=run,
             backward=_Later(inner, lowered, backward, strides, donated=donated, number=number),
@@ -225,6 +222,16 @@ class AotCompiler:
         takes = inspect.signature(self.partition).parameters
         return {"mutated_inputs": written} if written and "mutated_inputs" in takes else {}
 
+    def _run_passes(self, forward: GraphModule, backward: GraphModule | None) -> Any:
+        """Run the passes over both graphs; the inputs that custom operators alone write to."""
+        report = run_passes("forward", pipeline.forward(self.target), forward)
+        if backward is not None:
+            run_passes("backward", pipeline.backward(self.target), backward)
+        if self.target is Target.INDUCTOR:
+            # It finds these writes by itself, and wants its graph as it is.
+            return write_by_operators(copy_graph(forward.graph))
+        return report.result_of("write_by_operators")
+
     def _cut(self, captured: Captured) -> tuple[GraphModule, GraphModule]:
         return self.partition(
             captured.module,
@@ -234,24 +241,13 @@ class AotCompiler:
         )
 
 
-def _tidy(forward: GraphModule, backward: GraphModule | None) -> None:
-    drop_idle_views(forward.graph)
-    update_in_place(forward.graph)
-    call_parts(forward.graph)
-    forward.recompile()
-    if backward is not None:
-        # Gradients are autograd's, which does not ask of what they are views.
-        drop_idle_views(backward.graph, also_returned=True)
-        call_parts(backward.graph)
-        backward.recompile()
-
-
 def _rewritten_by_user(captured: Captured, *, trains: bool) -> Captured:
     """What the pass over joint graphs makes of one that the user has set, if any."""
     rewrite = aot_settings.joint_pass()
     if rewrite is None or not trains:
         return captured
     module = rewrite(captured.module, captured.joint_inputs)
+    module.graph.lint()
     infer_phases(module.graph)
     return replace(captured, module=module)
 

@@ -192,7 +192,12 @@ def _bindings() -> dict[Any, Callable[..., Any]]:
 
 
 BINDINGS = _bindings()
-"""By operator the function that calls it."""
+"""By operator the Python function that torch generates for it (`torch.mm` for `aten.mm.default`).
+
+Both reach the same kernel. The function parses its arguments in less time than the operator does,
+which looks at a schema: 0.4 to 1 µs a call. Listed are overloads of which it is known that the
+function chooses them for their arguments.
+"""
 
 
 def bound(op: operators.OpOverload) -> Callable[..., Any]:

@@ -126,8 +126,8 @@ def _trace_set(generator: torch.Generator, state: Tensor) -> None:
     )
 
 
-def drop_unread(graph: torch.fx.Graph) -> None:
-    """Remove the states that were read in case somebody would go back to them."""
+def drop_unread_states(graph: torch.fx.Graph) -> None:
+    """Erase nodes that read a generator's state in case the function would go back to it."""
     define()
     for node in graph.find_nodes(
         op="call_function", target=torch.ops.shoal_random.state.default, sort=False

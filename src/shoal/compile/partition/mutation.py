@@ -7,7 +7,7 @@ such an input, or a view of it, forward copies the old value first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 
 import torch
@@ -48,8 +48,22 @@ def reads_any(node: fx.Node, memory: AbstractSet[int]) -> bool:
     return not memory.isdisjoint(storages(node.all_input_nodes))
 
 
-def protect_old_values(graph: fx.Graph, num_fwd_outputs: int, written: AbstractSet[int]) -> None:
+def written_before_backward(graph: fx.Graph, mutated_inputs: Collection[int]) -> set[int]:
+    """The memory that forward writes to, and that of inputs which the caller writes to after it.
+
+    `mutated_inputs` are places of such inputs, besides those whose nodes say so:
+    `node.meta["written"]`.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    outside = {i for i, node in enumerate(inputs) if node.meta.get("written")} | {*mutated_inputs}
+    return written_in(graph, "forward") | storages(inputs[i] for i in outside)
+
+
+def protect_old_values(
+    graph: fx.Graph, num_fwd_outputs: int, mutated_inputs: Collection[int] = ()
+) -> None:
     """Let backward read copies of what is written over before it runs."""
+    written = written_before_backward(graph, mutated_inputs)
     if not written:
         return
     for node in list(graph.nodes):

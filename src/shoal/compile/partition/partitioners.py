@@ -1,4 +1,4 @@
-"""The partitioners, as functorch calls them."""
+"""The partitioners: by minimum cut or as traced, and under functorch's names."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 from torch import fx
 
 from shoal._torch import aot_settings
+from shoal.compile.observe.observation import tell_passes
 from shoal.compile.partition.bans import find_firm_bans
-from shoal.compile.partition.joint import Joint, Side
-from shoal.compile.partition.prepare import prepare
+from shoal.compile.partition.joint import Joint, Side, read_joint
+from shoal.compile.partition.mutation import storages, written_before_backward, written_in
+from shoal.compile.partition.prepare import copy_graph
 from shoal.compile.partition.saved_values import (
     as_last_views,
     is_keepable,
@@ -18,6 +20,7 @@ from shoal.compile.partition.saved_values import (
     without_outputs,
 )
 from shoal.compile.partition.split import Split, split
+from shoal.compile.passes import pipeline
 
 
 def split_as_traced(
@@ -27,7 +30,7 @@ def split_as_traced(
 
     `mutated_inputs` are the places of inputs that are written to outside, after forward.
     """
-    joint = prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=False)
+    joint = _prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=False)
     return split(joint, _read_across(joint))
 
 
@@ -44,7 +47,7 @@ def split_by_min_cut(
     A budget below 1 does more work again to keep less. `static_inputs` are the places of inputs
     that are free to keep, `mutated_inputs` of those that are written to outside, after forward.
     """
-    joint = prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=True)
+    joint = _prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=True)
     static = {node for i, node in enumerate(joint.forward_inputs) if i in set(static_inputs)}
     kept = without_outputs(joint, keep_within(joint, memory_budget, static=static))
     return split(joint, as_last_views(joint, kept))
@@ -91,6 +94,31 @@ def min_cut_rematerialization_partition(
         mutated_inputs=mutated_inputs,
     )
     return parts.forward, parts.backward
+
+
+def _prepare(
+    module: fx.GraphModule,
+    num_fwd_outputs: int,
+    *,
+    mutated_inputs: Collection[int] = (),
+    dedupe: bool,
+) -> Joint:
+    """Copy a joint graph, run the passes before the cut over the copy, and read it."""
+    graph = copy_graph(module.graph)
+    passes = pipeline.before_cut(
+        num_fwd_outputs=num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=dedupe
+    )
+    tell_passes("before_cut", passes.run(graph))
+    inputs = graph.find_nodes(op="placeholder")
+    return read_joint(
+        module,
+        num_fwd_outputs,
+        graph=graph,
+        written=frozenset(
+            written_before_backward(graph, mutated_inputs) | written_in(graph, "backward")
+        ),
+        handed_out=frozenset(storages(node for node in inputs if node.meta.get("handed_out"))),
+    )
 
 
 def _read_across(joint: Joint) -> list[fx.Node]:

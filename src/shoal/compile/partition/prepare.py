@@ -1,8 +1,7 @@
-"""A joint graph made ready to be cut: a copy, with phases and checkpoint tags completed."""
+"""Passes that make a joint graph ready to be cut: phases, checkpoint tags, equal work once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from torch import fx
@@ -11,39 +10,11 @@ from shoal.compile.node_kinds import Kind, is_wait, kind
 from shoal.compile.partition.joint import (
     PINNED,
     CheckpointPolicy,
-    Joint,
     output_of,
     phase,
-    read_joint,
     wants_recompute,
 )
-from shoal.compile.partition.mutation import protect_old_values, storages, written_in
-
-
-def prepare(
-    module: fx.GraphModule,
-    num_fwd_outputs: int,
-    *,
-    mutated_inputs: Collection[int] = (),
-    dedupe: bool,
-) -> Joint:
-    """Copy a joint graph, complete its tags and phases, keep old values apart, and read it.
-
-    `mutated_inputs` are the places of inputs that the caller writes to after forward, besides those
-    whose nodes say so: `node.meta["written"]`.
-    """
-    graph = copy_graph(module.graph)
-    complete_phases(graph)
-    complete_tags(graph)
-    inputs = graph.find_nodes(op="placeholder")
-    outside = {i for i, node in enumerate(inputs) if node.meta.get("written")} | {*mutated_inputs}
-    before_backward = written_in(graph, "forward") | storages(inputs[i] for i in outside)
-    protect_old_values(graph, num_fwd_outputs, before_backward)
-    if dedupe:
-        drop_repeated(graph)
-    written = frozenset(before_backward | written_in(graph, "backward"))
-    shown = frozenset(storages(node for node in inputs if node.meta.get("handed_out")))
-    return read_joint(module, num_fwd_outputs, graph=graph, written=written, handed_out=shown)
+from shoal.compile.partition.mutation import storages
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:

@@ -39,13 +39,13 @@ def keep_within(joint: Joint, budget: float, *, static: Collection[fx.Node]) -> 
     if not 0 <= budget <= 1:
         raise ValueError(f"expected a memory budget between 0 and 1, got {budget}")
     bans = find_bans(joint)
-    most = keep(joint, bans, static=static)
+    most = kept_by_min_cut(joint, bans, static=static)
     if budget == 1:
         return most
-    least = keep(joint, _firm(bans, Strength.ALWAYS), static=static)
+    least = kept_by_min_cut(joint, _firm(bans, Strength.ALWAYS), static=static)
     floor, ceiling = _total(least, static), _total(most, static)
     allowed = floor + int(budget * max(ceiling - floor, 0))
-    for kept in (most, keep(joint, _firm(bans, Strength.WORK), static=static)):
+    for kept in (most, kept_by_min_cut(joint, _firm(bans, Strength.WORK), static=static)):
         if _total(kept, static) <= allowed:
             return kept
     return _keep_most_work(joint, bans, allowed, floor, static)
@@ -87,10 +87,12 @@ def _keep_most_work(
     sizes = [kept_bytes(node) for node in loose]
     gains = [work(node) for node in loose]
     capacity = allowed - floor
-    kept = keep(joint, firm, static=static)
+    kept = kept_by_min_cut(joint, firm, static=static)
     for _ in range(MAX_ATTEMPTS):
         chosen = [loose[place] for place in most_worth(sizes, gains, capacity)]
-        kept = keep(joint, {**firm, **{node: bans[node] for node in chosen}}, static=static)
+        kept = kept_by_min_cut(
+            joint, {**firm, **{node: bans[node] for node in chosen}}, static=static
+        )
         over = _total(kept, static) - allowed
         if over <= 0 or capacity <= 0:
             break
@@ -111,7 +113,7 @@ FARTHEST = 100
 """A value this many nodes away from backward weighs twice what it takes: chains stay short."""
 
 
-def keep(
+def kept_by_min_cut(
     joint: Joint, bans: Mapping[fx.Node, Ban], *, static: Collection[fx.Node] = ()
 ) -> list[fx.Node]:
     """The values to keep: as few bytes as can be where the banned nodes are not computed again.
@@ -174,7 +176,16 @@ FEW = 4
 
 
 def without_outputs(joint: Joint, kept: Sequence[fx.Node]) -> list[fx.Node]:
-    """The same values to keep, less those outputs that a few cheap operators make of the others."""
+    """The same values to keep, less those outputs that a few cheap operators make of the others.
+
+    forward   a ──► add ──► tanh ─► …       returns add; backward reads a and tanh
+    kept      a, add                 ──►    kept  a
+    backward  add ──► tanh ─► …             backward  a ──► add ──► tanh ─► …
+
+    Autograd refuses a backward of which anything kept was written to. Eager keeps what backward
+    reads and nothing that is only computed with, so that there a caller may write to such an
+    output.
+    """
     returned = storages(one for one in joint.forward_outputs if isinstance(one, fx.Node))
     left = set(kept)
     for node in kept:
@@ -214,6 +225,13 @@ FUSED = (Kind.CHEAP, Kind.REDUCTION)
 
 def as_last_views(joint: Joint, kept: Sequence[fx.Node]) -> list[fx.Node]:
     """The same values to keep, each as the last view through which all of backward reads it.
+
+    forward   mm ──► view ──► permute ─┐            mm ──► view ──► permute ─┐
+    kept      mm                       │     ──►                   permute   │
+    backward  mm ──► view ──► permute ─┴─► …        permute ─────────────────┴─► …
+
+    A view costs nothing to keep that its base does not cost, and a call to take again; but none
+    where it fuses into the kernel that reads it.
 
     Inputs stay themselves: they live on anyway, and compilers know where they are. So does what
     forward returns, whose writers would not be noticed through another tensor.

@@ -1,9 +1,9 @@
-"""Operators that are two others on a CPU, called as these.
+"""Decompose native_dropout_backward on CPU into two multiplications.
 
     native_dropout_backward(grad, mask, scale)      ──►      mul_(mul(grad, mask), scale)
 
-For graphs whose operators are called one by one: on the way to its parts, such an operator goes
-through more of torch than they do.
+For graphs whose operators are called one by one: the operator itself goes through more of torch
+before it calls the two.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from shoal.compile.passes.metadata import compute_metadata
 aten = torch.ops.aten
 
 
-def call_parts(graph: fx.Graph) -> int:
-    """Replace them; say how many."""
+def decompose_dropout_backward(graph: fx.Graph) -> int:
+    """Replace each `native_dropout_backward` on CPU by `mul` and `mul_`; say how many."""
     found = [
         node
         for node in graph.find_nodes(
@@ -30,8 +30,6 @@ def call_parts(graph: fx.Graph) -> int:
     ]
     for node in found:
         _rewrite(graph, node)
-    if found:
-        graph.lint()
     return len(found)
 
 

@@ -1,4 +1,14 @@
-"""Rewrites of joint graphs that Inductor compiles."""
+"""Rewrite joint graphs that Inductor compiles.
+
+    full(0) ─► scatter(index, -1)     ──►     where(index == 0, 1, 2, …, then -1, else 0)
+    clone(x) ─► copy_(y, ·)           ──►     where(True, x, x) ─► copy_(y, ·)
+
+`compare_instead_of_scatter`: the derivative of a cross entropy begins with a constant of which one
+element per row is set. Written out it is as large as the logits; a comparison fuses into its
+readers. `keep_old_values`: if x is written to afterwards, y must get what x was. Inductor drops
+copies that it takes for idle, and then y gets what x became. It does not drop a choice between a
+tensor and itself.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +25,7 @@ FILLED = (aten.full.default, aten.full_like.default)
 
 
 def compare_instead_of_scatter(graph: fx.Graph) -> int:
-    """Replace scatters of a number into constants; say how many."""
+    """Replace `scatter` of a number into a constant by a comparison; say how many."""
     found = [
         node
         for node in graph.find_nodes(op="call_function", target=aten.scatter.value)
@@ -23,8 +33,6 @@ def compare_instead_of_scatter(graph: fx.Graph) -> int:
     ]
     for node in found:
         _rewrite(graph, node)
-    if found:
-        graph.lint()
     return len(found)
 
 
@@ -84,14 +92,12 @@ COPIES: dict[Any, int] = {aten.clone.default: 0, aten.copy.default: 1}
 
 
 def keep_old_values(graph: fx.Graph) -> int:
-    """Replace copies of inputs that are written to, and that others are written with; how many."""
+    """Replace copies of inputs that are written to, where another input gets them; say how many."""
     writes = graph.find_nodes(op="call_function", target=aten.copy_.default)
     written = {node.args[0] for node in writes}
     found = {copy for node in writes if (copy := _copy_of_any(node, written)) is not None}
     for node in found:
         _choose(graph, node)
-    if found:
-        graph.lint()
     return len(found)
 
 

@@ -9,10 +9,12 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from joint_graphs import Traced, run_split, trace_joint
 from shoal.compile.node_kinds import Kind, kind
-from shoal.compile.partition import read_joint, saved_values, split_as_traced, split_by_min_cut
+from shoal.compile.partition import saved_values
 from shoal.compile.partition.bans import Strength, find_bans
 from shoal.compile.partition.cost import kept_bytes, work
 from shoal.compile.partition.fusion import LONGEST_CHAIN
+from shoal.compile.partition.joint import read_joint
+from shoal.compile.partition.partitioners import split_as_traced, split_by_min_cut
 from shoal.compile.partition.saved_values import is_keepable
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from comm_graphs import capture, check_same, ops
-from shoal.compile.passes.updates import update_in_place
+from shoal.compile.passes.in_place import update_in_place
 
 aten = torch.ops.aten
 X, Y = torch.randn(3, 3), torch.randn(3, 3)
