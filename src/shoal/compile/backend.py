@@ -1,4 +1,4 @@
-"""`torch.compile(backend="shoal")`: what Dynamo calls with a graph of its own."""
+"""`torch.compile(backend="shoal")`: compile a graph that Dynamo captured."""
 
 from __future__ import annotations
 

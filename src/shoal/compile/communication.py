@@ -1,4 +1,4 @@
-"""When the collectives of a lowered function run: merged, started early, waited for late."""
+"""Bucket the collectives of a lowered function, start them early and wait for them late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which units stay gathered between forward and backward: as many as a budget of memory allows."""
+"""Choose the units that stay gathered between forward and backward, within a memory budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `torch.compile(backend="shoal", options={…})` understands."""
+"""The options of `torch.compile(backend="shoal", options={…})`, checked."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """What autograd and compilers need to know of a backward graph, found by reading it.
 
 `dependence_of`   which incoming gradients (tangents) each outgoing gradient depends on
-`not_apart`       which outgoing gradients lie in the memory of an earlier one
+`overlapping_gradients`       which outgoing gradients lie in the memory of an earlier one
 `donated_by`      which saved tensors the graph may write over
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from shoal._torch import storage, subclasses, symbols
-from shoal.compile.aot.arrange import meet
+from shoal.compile.aot.arrange import may_overlap
 from shoal.compile.aot.lowered import Lowered, outputs_of
 from shoal.compile.aot.subclasses import Wrappings, places
 
@@ -49,7 +49,7 @@ def dependence_of(
     )
 
 
-def not_apart(graph: Graph) -> tuple[int, ...]:
+def overlapping_gradients(graph: Graph) -> tuple[int, ...]:
     """Which of the gradients that a backward graph returns have elements of an earlier one."""
     found: list[int] = []
     kept: dict[int, list[Node]] = {}
@@ -68,7 +68,7 @@ def not_apart(graph: Graph) -> tuple[int, ...]:
 
 def _meet(one: Tensor, two: Tensor) -> bool:
     """Whether they have elements in common, or may have: sizes that are open are not asked for."""
-    return bool(symbols.symbols_in(one) or symbols.symbols_in(two)) or meet(one, two)
+    return bool(symbols.symbols_in(one) or symbols.symbols_in(two)) or may_overlap(one, two)
 
 
 def donated_by(lowered: Lowered, backward: GraphModule) -> tuple[int, ...]:

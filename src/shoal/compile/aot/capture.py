@@ -1,4 +1,4 @@
-"""The graph of a function: forward and backward in one trace, every node tagged while tracing."""
+"""Capture forward and backward of a function in one joint graph, each node with its phase."""
 
 from __future__ import annotations
 

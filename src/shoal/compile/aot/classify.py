@@ -1,4 +1,4 @@
-"""What inputs and outputs are, from a run that was recorded."""
+"""Classify the inputs and outputs of a function from one recorded run: views, writes, constants."""
 
 from __future__ import annotations
 

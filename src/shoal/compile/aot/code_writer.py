@@ -1,4 +1,4 @@
-"""Python source that is written at compile time, with the objects it speaks of."""
+"""Write Python source at compile time, with the objects that it refers to."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ from torch.fx import GraphModule, Node
 from shoal._torch import aot_settings, compilers, dynamo, settings, traces
 from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.analyse import Analysis, Function, analyse
-from shoal.compile.aot.arrange import Arrangement, arrange, lying_apart
-from shoal.compile.aot.backward_facts import dependence_of, donated_by, not_apart
+from shoal.compile.aot.arrange import Arrangement, arrange, disjoint_inputs
+from shoal.compile.aot.backward_facts import dependence_of, donated_by, overlapping_gradients
 from shoal.compile.aot.call_code import emit
 from shoal.compile.aot.capture import Captured, Decompositions, capture
 from shoal.compile.aot.frame_stack import with_frame_stack
@@ -106,7 +106,7 @@ class AotCompiler:
             written = {i for i, one in enumerate(inputs) if one.mutation.data}
             apart = set[int]()
             if written and not any(one.mutation.by_autograd for one in inputs):
-                apart = lying_apart(arrangement.inputs(args), fakes)
+                apart = disjoint_inputs(arrangement.inputs(args), fakes)
             merged = arrangement.with_memory(args, written, apart=apart)
             if merged is not None:
                 merged.settle(arrangement, fakes)
@@ -152,7 +152,7 @@ class AotCompiler:
             fixed=stay,
             num_visible=captured.num_forward_outputs,
             num_saved=num_saved,
-            copied=() if backward is None else not_apart(backward.graph),
+            copied=() if backward is None else overlapping_gradients(backward.graph),
             saved_bytes=saved_bytes,
         )
 
@@ -189,7 +189,9 @@ class AotCompiler:
         donated = donated_by(lowered, backward) if self.target is Target.INDUCTOR else ()
         graphs = Graphs(
             forward=run,
-            backward=_Later(inner, lowered, backward, strides, donated=donated, number=number),
+            backward=_LazyBackward(
+                inner, lowered, backward, strides, donated=donated, number=number
+            ),
             donates=bool(donated),
             num_saved=lowered.num_saved,
             num_symbols=len(lowered.saved) - lowered.num_saved,
@@ -252,7 +254,7 @@ def _rewritten_by_user(captured: Captured, *, trains: bool) -> Captured:
     return replace(captured, module=module)
 
 
-class _Later:
+class _LazyBackward:
     """Compiles a backward graph when it is needed, in the context of its forward."""
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Room for the frames of what a large graph's function calls.
+"""Call the functions of large graphs on a piece of frame stack of their own.
 
 CPython puts the frames of Python functions one after the other into a piece of memory, 16 KiB in
 most cases. Where the next does not fit, it gets a new piece from the operating system, which goes
@@ -27,7 +27,7 @@ _FRAMES_ABOVE = 2048
 
 
 def with_frame_stack(inner: Inner) -> Inner:
-    """An inner compiler whose functions find room for frames, if their graphs are large."""
+    """An inner compiler whose functions, if their graphs are large, get their own frame stack."""
     if sys.implementation.name != "cpython":
         return inner
 
@@ -43,7 +43,7 @@ def with_frame_stack(inner: Inner) -> Inner:
 
 
 def called_on_own_stack(run: Boxed, num_values: int) -> Boxed:
-    """`run`, with room for its frame of so many variables, and for those above."""
+    """`run`, called on a new piece of stack for its frame of `num_values` variables and more."""
 
     def call(inputs: list[Any]) -> list[Any]:
         return run(inputs)

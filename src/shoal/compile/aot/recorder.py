@@ -1,4 +1,4 @@
-"""A mode that watches operators by their schemas: which views are taken, what is written."""
+"""A dispatch mode that records which views a function takes and which tensors it writes to."""
 
 from __future__ import annotations
 

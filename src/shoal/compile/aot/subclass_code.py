@@ -1,4 +1,4 @@
-"""Lines of generated functions that take wrappers apart, or make them of what a graph returned."""
+"""Generate lines that take tensor subclasses apart, or rebuild them from a graph's results."""
 
 from __future__ import annotations
 

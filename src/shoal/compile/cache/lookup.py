@@ -1,4 +1,4 @@
-"""Tracing by way of the cache: found there, or done and kept there."""
+"""Look a compilation up in the cache, or trace it and store the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Old values of inputs that forward writes to, kept apart for backward.
+"""Copy the old values of inputs that forward writes to, where backward reads them.
 
 In a functional graph an input means the value it came in with. Forward's last nodes, or whoever
 calls it, write the new value over it, so backward would read that instead. Where backward reads

@@ -23,7 +23,7 @@ from shoal.compile.node_kinds import is_tensor, value
 from shoal.compile.passes.bucket import Bucket, Limits, Member
 from shoal.compile.passes.collectives import CommKind, collective, group_size, variant
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
-from shoal.compile.passes.fuse import arrival, departure, fuse, together_or
+from shoal.compile.passes.fuse import arrival, as_launch_or_row, departure, fuse
 from shoal.compile.passes.rewrite import call_again, call_function, share, sizes, split, times
 
 aten = torch.ops.aten
@@ -34,7 +34,7 @@ def bucket_all_gathers(
 ) -> list[Bucket]:
     """Make one all-gather of those with equal keys; `together`, by one launch without copies."""
     name = "all_gather_into_tensor_coalesced"
-    rewrite = together_or(name, rewrite_all_gathers, together=together)
+    rewrite = as_launch_or_row(name, rewrite_all_gathers, together=together)
     return fuse(graph, match_by_rank(graph, CommKind.ALL_GATHER), limits, rewrite)
 
 
@@ -88,7 +88,7 @@ def bucket_reduce_scatters(
 ) -> list[Bucket]:
     """Make one reduce-scatter of those with equal keys; `together`, by one launch."""
     name = "reduce_scatter_tensor_coalesced"
-    rewrite = together_or(name, rewrite_reduce_scatters, together=together)
+    rewrite = as_launch_or_row(name, rewrite_reduce_scatters, together=together)
     return fuse(graph, match_by_rank(graph, CommKind.REDUCE_SCATTER), limits, rewrite)
 
 

@@ -74,7 +74,7 @@ def _replace(graph: fx.Graph, bucket: Bucket, results: Sequence[fx.Node]) -> Non
             graph.erase_node(node)
 
 
-def together_or(name: str, in_one_row: Rewrite, *, together: bool | None) -> Rewrite:
+def as_launch_or_row(name: str, in_one_row: Rewrite, *, together: bool | None) -> Rewrite:
     """How a bucket becomes one: by the coalesced operator of a name, or in another way.
 
     By the device if that is not said.

@@ -83,13 +83,13 @@ def update_in_place(graph: fx.Graph) -> int:
     twins = {source: twin for source in by_source if (twin := _twin_of(source)) is not None}
     if not twins:
         return 0
-    sight = _Sight(graph)
+    readers = _Readers(graph)
     found = [
         source
         for source, twin in twins.items()
         if {one.number for one in by_source[source]} == twin.written.keys()
         and all(
-            source.args[twin.written[one.number]] is one.written and sight.allows(one)
+            source.args[twin.written[one.number]] is one.written and readers.allows(one)
             for one in by_source[source]
         )
     ]
@@ -111,8 +111,8 @@ def _twin_of(node: fx.Node) -> Twin | None:
     return None if found is None else Twin(found, {None: 0})
 
 
-class _Sight:
-    """Who would see that an input changes early, or that a value lies in an input."""
+class _Readers:
+    """The nodes that would see an input change early, or a value lie in an input."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._dependencies = Dependencies(graph)
@@ -122,7 +122,7 @@ class _Sight:
                 self._readers[piece].append(node)
 
     def allows(self, update: Update) -> bool:
-        """Whether nobody would."""
+        """Whether no reader would, so that the input may be written at once."""
         source, known = update.source, self._dependencies
         memory, output = known.memory(update.written), known.nodes[-1]
         others = known.memory(*(one for one in source.all_input_nodes if one is not update.written))

@@ -1,4 +1,4 @@
-"""The metadata of a graph (`node.meta["val"]`), computed again and compared with what it says."""
+"""Compute the metadata of nodes (`node.meta["val"]`), and compare it after passes."""
 
 from __future__ import annotations
 

@@ -290,6 +290,11 @@ def start_places(
 ) -> dict[fx.Node, int]:
     """For each all-gather's node the place in a graph before which it should not start.
 
+    need        ─────────── A ──── B ─────────────   places of the first nodes that need a result
+    link           [ a  ][ b ]                       one after another, each done when it is needed
+    start       ───▲─────▲────────────────────────   no earlier: what is gathered takes memory
+
+    Computed from the back: a gather ends before it is needed, and before the next one must start.
     `needs` has the place where the first result of a collective's node is needed.
     """
     clock = [

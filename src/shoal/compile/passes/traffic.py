@@ -67,7 +67,13 @@ class Timeline:
 
 
 def timeline(graph: fx.Graph, costs: Costs) -> Timeline:
-    """Walk over a graph as a rank would run it."""
+    """Walk over a graph as a rank would run it: one clock for what computes, one for the link.
+
+    compute  ── mm ── mm ── wait ───── mm ──      busy, then exposed until the link is done
+    link        └── gather ─────┘
+
+    Collectives take the link one after another, in the order of their starts.
+    """
     clock = free_at = exposed = link = 0.0
     due: dict[fx.Node, float] = {}
     for node in graph.nodes:

@@ -1,6 +1,6 @@
-"""Views that show nothing new, taken out: each costs a call where operators run one by one.
+"""Drop views that show what their source shows: each costs a call where operators run one by one.
 
-weight ─► t ─► t ─► mm      the second looks at the weight just as it is: mm reads the weight
+weight ─► t ─► t ─► mm      ──►      weight ─► mm
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ MAY_COPY = frozenset({"aten::reshape", "aten::flatten", "aten::contiguous", "ate
 
 
 def drop_idle_views(graph: fx.Graph, *, also_returned: bool = False) -> int:
-    """Read what idle views look at in their place; say how many went.
+    """Read the source of an idle view in its place; say how many nodes went.
 
-    What a graph returns stays as it is, unless `also_returned`: whoever gets it may tell a view
-    from its base.
+    A view that the graph returns stays, unless `also_returned`: the caller may tell a view from its
+    base.
     """
     before = len(graph.nodes)
     for node in list(graph.nodes):
         _drop_dims_in_sum(node)
     returned = set() if also_returned else set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
-        source = None if node in returned else _same_sight(node)
+        source = None if node in returned else _same_elements(node)
         if source is not None:
             node.replace_all_uses_with(source)
     for node in reversed(list(graph.nodes)):
@@ -61,15 +61,15 @@ def _drop_dims_in_sum(node: fx.Node) -> None:
         user.replace_all_uses_with(node)
 
 
-def _same_sight(node: fx.Node) -> fx.Node | None:
+def _same_elements(node: fx.Node) -> fx.Node | None:
     """The nearest node before a chain of views that shows memory in the same way."""
-    sight = _sight(node)
+    elements = _elements(node)
     # That operator asks for more than places in memory: whether there is a gradient.
     asked = any(user.target is aten.as_strided_scatter.default for user in node.users)
-    if sight is None or asked:
+    if elements is None or asked:
         return None
     for source in _sources(node):
-        if _sight(source) == sight:
+        if _elements(source) == elements:
             return source
     return None
 
@@ -93,7 +93,7 @@ def _is_pure_view(node: fx.Node) -> bool:
     )
 
 
-def _sight(node: fx.Node) -> tuple[Any, ...] | None:
+def _elements(node: fx.Node) -> tuple[Any, ...] | None:
     """Which elements of memory a node's tensor shows, and as what; None where that is not fixed."""
     held = value(node)
     if not isinstance(held, Tensor) or type(held).__name__ != "FakeTensor":
