@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.bench.host import describe_host
-from shoal.compile.aot.room import called_with_room
+from shoal.compile.aot.frame_stack import called_on_own_stack
 
 BACKENDS = ("eager", "aot_eager", "shoal")
 CALLS = 20
@@ -142,7 +142,7 @@ def _by_turns(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, 
         for _ in range(3):
             call()
     # None of them is to be unlucky with where its frames come to lie.
-    timed = called_with_room(lambda calls: [_time(call) for call in calls], num_values=4096)
+    timed = called_on_own_stack(lambda calls: [_time(call) for call in calls], num_values=4096)
     for _ in range(rounds):
         for name, took in zip(calls, timed(list(calls.values())), strict=True):
             best[name] = min(best[name], took)

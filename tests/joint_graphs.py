@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from shoal.compile.partition import Split
+from shoal.compile.partition.split import Split
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,15 +1,16 @@
 """Ahead-of-time compilation under functorch's names: change `functorch.compile` to `shoal.aot`."""
 
-from shoal.compile.aot.naming import get_aot_compilation_context, get_aot_graph_name
+from shoal.compile.aot.inner import get_aot_compilation_context, get_aot_graph_name
 from shoal.compile.aot_function import (
     aot_function,
     aot_module,
     aot_module_simplified,
     compiled_function,
     compiled_module,
+    memory_efficient_fusion,
+    nnc_jit,
 )
 from shoal.compile.export import aot_export_joint_simple
-from shoal.compile.fusion import memory_efficient_fusion, nnc_jit
 from shoal.compile.graph_compilers import (
     debug_compile,
     default_decompositions,
@@ -19,7 +20,10 @@ from shoal.compile.graph_compilers import (
     print_compile,
     ts_compile,
 )
-from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
+from shoal.compile.partition.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
 
 get_graph_being_compiled = get_aot_graph_name
 """The older name of `get_aot_graph_name`."""

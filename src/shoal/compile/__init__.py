@@ -1,4 +1,7 @@
-"""The compiler: what is captured ahead of time, and how it runs.
+"""The compiler behind `torch.compile(backend="shoal")`, `shoal.aot` and `shoal.compile_step`.
+
+In: a graph of Dynamo's, or a function, with its arguments. Out: a generated function that runs a
+forward graph and a backward graph, and leaves arguments, outputs and gradients as eager would.
 
 An installed shoal tells torch of its backend `"shoal"` by an entry point. In a source folder there
 is none, so importing this package registers the name.

@@ -12,15 +12,23 @@ from torch.fx import GraphModule
 
 from shoal._torch import compilers, dynamo, functionals, settings, storage, traces, trees
 from shoal.compile.aot.capture import Decompositions
+from shoal.compile.aot.compiler import AotCompiler, Partition
 from shoal.compile.aot.inner import Given, Role
-from shoal.compile.aot.pipeline import Partition, Pipeline
 from shoal.compile.aot.subclasses import flat as inner_tensors
 from shoal.compile.aot.subclasses import kind_of
-from shoal.compile.graph_compilers import Compiler, make_boxed_func
-from shoal.compile.partition import default_partition
+from shoal.compile.graph_compilers import (
+    Compiler,
+    default_decompositions,
+    make_boxed_func,
+    ts_compile,
+)
+from shoal.compile.partition.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
 
 
-def _pipeline(
+def _compiler(
     fw_compiler: Compiler,
     bw_compiler: Compiler | None,
     inference_compiler: Compiler | None,
@@ -29,8 +37,8 @@ def _pipeline(
     *,
     dynamic: bool,
     checks: bool = False,
-) -> Pipeline:
-    return Pipeline(
+) -> AotCompiler:
+    return AotCompiler(
         inner=Given(
             {
                 Role.FORWARD: fw_compiler,
@@ -67,7 +75,7 @@ def aot_function(
     `keep_inference_input_mutations` and `disable_functionalization` change nothing; nor do
     `num_params_buffers` and `enable_log`. Where another trace passes through, it sees `fn`.
     """
-    pipeline = _pipeline(
+    compiler = _compiler(
         fw_compiler, bw_compiler, inference_compiler, partition_fn, decompositions, dynamic=dynamic
     )
     known: dict[Any, Callable[..., Any]] = {}
@@ -79,7 +87,7 @@ def aot_function(
         key = (spec, torch.is_grad_enabled(), _autocast(flat), *_key_of(flat, dynamic))
         entry = known.get(key)
         if entry is None:
-            entry = known[key] = _compile(fn, flat, spec, pipeline)
+            entry = known[key] = _compile(fn, flat, spec, compiler)
         return entry(flat)
 
     return call
@@ -133,7 +141,7 @@ def _crowded(flat: list[Any]) -> frozenset[int]:
 
 
 def _compile(
-    fn: Callable[..., Any], flat: list[Any], spec: Any, pipeline: Pipeline
+    fn: Callable[..., Any], flat: list[Any], spec: Any, compiler: AotCompiler
 ) -> Callable[[list[Any]], Any]:
     out_spec: list[Any] = []
 
@@ -143,7 +151,7 @@ def _compile(
         out_spec[:] = [result_spec]
         return result
 
-    compiled = pipeline.compile(flat_fn, flat)
+    compiled = compiler.compile(flat_fn, flat)
 
     def run(values: list[Any]) -> Any:
         return trees.tree_unflatten(list(compiled(*values)), out_spec[0])
@@ -204,7 +212,7 @@ def aot_module_simplified(
         raise NotImplementedError("aot_module_simplified(ignore_shape_env=True) is not supported")
     if pre_grad_passes is not None and isinstance(mod, GraphModule):
         mod = pre_grad_passes(mod, args)
-    pipeline = _pipeline(
+    compiler = _compiler(
         fw_compiler,
         bw_compiler,
         inference_compiler,
@@ -230,7 +238,7 @@ def aot_module_simplified(
             )
         return list(result)
 
-    compiled = pipeline.compile(flat_fn, [*tensors, *args])
+    compiled = compiler.compile(flat_fn, [*tensors, *args])
 
     def forward(*runtime_args: Any) -> Any:
         return compiled(*tensors, *runtime_args)
@@ -247,3 +255,23 @@ compiled_function = aot_function
 
 compiled_module = aot_module
 """The older name of `aot_module`."""
+
+
+def nnc_jit(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, traced when it is called, its graphs given to TorchScript."""
+    return aot_function(f, ts_compile)
+
+
+def memory_efficient_fusion(fn: Callable[..., Any] | nn.Module, **kwargs: Any) -> Any:
+    """A function or a module compiled so that it keeps little for its backward, and fuses.
+
+    It is cut by `min_cut_rematerialization_partition`; `kwargs` are those of `aot_function`.
+    """
+    chosen: dict[str, Any] = {
+        "fw_compiler": ts_compile,
+        "bw_compiler": ts_compile,
+        "partition_fn": min_cut_rematerialization_partition,
+        "decompositions": default_decompositions,
+        **kwargs,
+    }
+    return aot_module(fn, **chosen) if isinstance(fn, nn.Module) else aot_function(fn, **chosen)

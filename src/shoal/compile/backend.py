@@ -1,4 +1,4 @@
-"""`torch.compile(backend="shoal")`: what Dynamo calls with a graph of its own."""
+"""`torch.compile(backend="shoal")`: compile a graph that Dynamo captured."""
 
 from __future__ import annotations
 
@@ -10,21 +10,23 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from shoal._torch import autograd, compilers, dynamo, traces
-from shoal.compile.agreement import check_ranks_agree
+from shoal.compile.aot.compiler import AotCompiler
 from shoal.compile.aot.inner import Inductor, directly
-from shoal.compile.aot.pipeline import Pipeline
 from shoal.compile.aot.sharing import guard_sharing, where_shared_alike
-from shoal.compile.cache.door import lower_cached
+from shoal.compile.cache.lookup import lower_cached
 from shoal.compile.communication import schedule_collectives
+from shoal.compile.compare_ranks import check_ranks_agree
 from shoal.compile.lowering.graph_unit import graph_unit_at
 from shoal.compile.observe.dynamo import news
+from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import count_calls, observing, say
 from shoal.compile.observe.text import graph_text
-from shoal.compile.observe.topics import Topic
-from shoal.compile.options import Options
-from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
-from shoal.compile.passes.old_values import keep_old_values
-from shoal.compile.passes.one_hot import compare_instead_of_scatter
+from shoal.compile.options import BackendOptions
+from shoal.compile.partition.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
+from shoal.compile.passes.pipeline import Target
 
 _MODES: dict[str | None, dict[str, Any]] = {
     None: {},
@@ -59,23 +61,23 @@ def shoal(
             "(torch._dynamo.config.compiled_autograd = False). shoal compiles the backwards of its "
             "own graphs with them."
         )
-    chosen = Options.of({**_MODES[check_mode(mode)], **(options or {})})
+    chosen = BackendOptions.of({**_MODES[check_mode(mode)], **(options or {})})
     function, lifted = lift_attributes(module)
     fixed = [*range(len(lifted)), *(len(lifted) + i for i in dynamo.fixed_inputs(module))]
     args = [*lifted, *example_inputs]
-    pipeline = pipeline_of(chosen)
+    compiler = compiler_of(chosen)
     # Tracing differentiates, which is nobody's backward.
     with autograd.without_compiled_autograd(), observing(chosen.logs) as observation:
         observation.tell(where=dynamo.first_line(module), num_nodes_before=count_calls(module))
         say(Topic.BREAKS, news.text)
         say(Topic.GRAPHS, lambda: graph_text("from Dynamo", module))
         if chosen.cache:
-            lowered = lower_cached(pipeline, chosen, module, function, args, fixed)
+            lowered = lower_cached(compiler, chosen, module, function, args, fixed)
         else:
-            lowered = pipeline.lower(function, args, fixed)
+            lowered = compiler.lower(function, args, fixed)
         schedule_collectives(lowered, chosen)
         check_ranks_agree(lowered)
-        compiled = pipeline.build(lowered)
+        compiled = compiler.build(lowered)
         compiled = where_shared_alike(compiled, function, lowered, args, fixed)
         sources = [*(None for _ in lifted), *dynamo.sources_of(module)]
         guard_sharing(lowered, args, sources, fixed)
@@ -107,18 +109,16 @@ def with_shards_of_now(run: Callable[..., Any], args: Sequence[Any]) -> Callable
     return call
 
 
-def pipeline_of(options: Options) -> Pipeline:
+def compiler_of(options: BackendOptions) -> AotCompiler:
     """The stages that options ask for."""
     is_inductor = options.inner == "inductor"
-    return Pipeline(
+    return AotCompiler(
         inner=Inductor(cudagraphs=options.cudagraphs) if is_inductor else directly,
         partition=partial(min_cut_rematerialization_partition, memory_budget=options.memory_budget)
         if options.partition == "min_cut"
         else default_partition,
         decompositions=compilers.inductor_decompositions() if is_inductor else None,
-        rewrites=(compare_instead_of_scatter, keep_old_values) if is_inductor else (),
-        tidies=not is_inductor,
-        donates=is_inductor,
+        target=Target(options.inner),
     )
 
 

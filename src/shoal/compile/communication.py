@@ -1,26 +1,24 @@
-"""When the collectives of a lowered function run: merged, started early, waited for late."""
+"""Bucket the collectives of a lowered function, start them early and wait for them late."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
 import torch.distributed as dist
-from torch.fx import Graph
+from torch.fx import GraphModule
 
-from shoal.compile.agreement import collectives_of, tell_groups
 from shoal.compile.aot.lowered import Lowered
-from shoal.compile.observe.observation import say
-from shoal.compile.observe.topics import Topic
-from shoal.compile.options import Options
+from shoal.compile.compare_ranks import collectives_of, tell_groups
+from shoal.compile.observe.logs import Topic
+from shoal.compile.observe.observation import run_passes, say
+from shoal.compile.options import BackendOptions
 from shoal.compile.passes.bucket import FIRST_BUCKET_BYTES, MB
 from shoal.compile.passes.collectives import CommKind
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
+from shoal.compile.passes.contract import Pipeline, Report
 from shoal.compile.passes.cost import Costs
-from shoal.compile.passes.in_place import average_in_place
-from shoal.compile.passes.pipeline import Pipeline
-from shoal.compile.passes.standard import sharded
-from shoal.compile.passes.tidy import drop_idle_views
-from shoal.compile.passes.timeline import timeline
+from shoal.compile.passes.pipeline import Target, after_collectives, sharded
+from shoal.compile.passes.traffic import timeline
 from shoal.errors import UsageError
 
 UNITS_AHEAD = 2
@@ -29,7 +27,7 @@ SAME_SIZE = (CommKind.ALL_REDUCE, CommKind.BROADCAST)
 """What takes as much memory before as after: to wait for it early would free nothing."""
 
 
-def schedule_collectives(lowered: Lowered, options: Options) -> None:
+def schedule_collectives(lowered: Lowered, options: BackendOptions) -> None:
     """Put the collectives of both graphs where they overlap with what computes.
 
     Passes of the user's see graphs without collectives too.
@@ -40,20 +38,26 @@ def schedule_collectives(lowered: Lowered, options: Options) -> None:
         return
     groups = collectives_of(lowered)
     try:
-        for module, found in zip(modules, blocks, strict=True):
+        for phase, module, found in zip(("forward", "backward"), modules, blocks, strict=False):
             if found or options.passes is not None:
-                _schedule(module.graph, found, options)
-            drop_idle_views(module.graph)
-            if options.inner == "direct":
-                average_in_place(module.graph)
-            module.recompile()
+                passes = _passes(found, options)
+                report = run_passes(f"collectives, {phase}", passes, module)
+                _log(report, module)
+            run_passes(
+                f"after_collectives, {phase}", after_collectives(Target(options.inner)), module
+            )
     except Exception as error:
         rank = dist.get_rank() if groups else 0
         tell_groups(groups, f"rank {rank} raised in its passes: {type(error).__name__}: {error}")
         raise
 
 
-def _schedule(graph: Graph, blocks: Sequence[CommBlock], options: Options) -> None:
+def _log(report: Report, module: GraphModule) -> None:
+    say(Topic.COLLECTIVES, lambda: f"{report}\n{timeline(module.graph, Costs())}")
+
+
+def _passes(blocks: Sequence[CommBlock], options: BackendOptions) -> Pipeline:
+    """The passes over the collectives of one graph, edited by the user's option if that is set."""
     bucket_bytes = max(1, int(options.bucket_mb * MB))
     passes = sharded(
         bucket_bytes=bucket_bytes,
@@ -61,10 +65,7 @@ def _schedule(graph: Graph, blocks: Sequence[CommBlock], options: Options) -> No
         max_in_flight_bytes=_bound(blocks, bucket_bytes, options.in_flight_mb),
         costs=Costs() if options.prefetch == "just_in_time" else None,
     )
-    if options.passes is not None:
-        passes = _edited(passes, options.passes)
-    report = passes.run(graph)
-    say(Topic.COLLECTIVES, lambda: f"{report}\n{timeline(graph, Costs())}")
+    return passes if options.passes is None else _edited(passes, options.passes)
 
 
 def _edited(passes: Pipeline, edit: Callable[[Pipeline], object]) -> Pipeline:

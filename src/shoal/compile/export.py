@@ -16,6 +16,8 @@ from shoal.compile.aot.analyse import Analysis, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange, sharing_memory
 from shoal.compile.aot.capture import Decompositions, capture
 from shoal.compile.aot.signature import OutputKind
+from shoal.compile.passes import pipeline
+from shoal.compile.passes.pipeline import Target
 
 _NAME = "aot_export_joint_simple"
 _ALIASES = frozenset(OutputKind) - {OutputKind.FRESH, OutputKind.CONSTANT}
@@ -52,6 +54,7 @@ def aot_export_joint_simple(
         _check(analysis, args)
         captured = capture(flat_func, arrangement, fakes, analysis, mode, decompositions)
     module = captured.module
+    pipeline.joint(Target.GIVEN, trains=analysis.signature.trains).run(module.graph)
     output = module.graph.find_nodes(op="output")[0]
     output.args = (tuple(output.args[0]),)
     module.recompile()

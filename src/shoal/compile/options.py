@@ -1,4 +1,4 @@
-"""What `torch.compile(backend="shoal", options={…})` understands."""
+"""The options of `torch.compile(backend="shoal", options={…})`, checked."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
-from shoal.compile.observe.topics import topics_of
-from shoal.compile.passes.pipeline import Pipeline
+from shoal.compile.observe.logs import topics_of
+from shoal.compile.passes.contract import Pipeline
 from shoal.errors import UsageError
 
 InnerName = Literal["direct", "inductor"]
@@ -16,7 +16,7 @@ PrefetchName = Literal["early", "just_in_time"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class BackendOptions:
     """Options of the backend, with their defaults."""
 
     inner: InnerName = "direct"
@@ -75,7 +75,7 @@ class Options:
             )
 
     @classmethod
-    def of(cls, options: Mapping[str, Any] | None) -> Options:
+    def of(cls, options: Mapping[str, Any] | None) -> BackendOptions:
         """From the dictionary that `torch.compile` takes."""
         known = {field.name for field in fields(cls)}
         unknown = sorted(set(options or {}) - known)

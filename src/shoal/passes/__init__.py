@@ -1,26 +1,23 @@
 """Graph passes over collectives: `shoal.passes.ddp_fusion` has torch's names."""
 
-from shoal.compile.keep import keep_gathered
+from shoal.compile.keep_gathered import keep_gathered
 from shoal.compile.passes.bucket import Limits
-from shoal.compile.passes.bucket_all_gather import bucket_all_gathers
 from shoal.compile.passes.bucket_all_reduce import bucket_all_reduces
-from shoal.compile.passes.bucket_reduce_scatter import bucket_reduce_scatters
+from shoal.compile.passes.bucket_shards import bucket_all_gathers, bucket_reduce_scatters
 from shoal.compile.passes.comm_block import (
     CommBlock,
     CommKey,
     get_all_comm_blocks,
     get_comm_block,
 )
-from shoal.compile.passes.contract import Fact, Pass
+from shoal.compile.passes.contract import Fact, Pass, Pipeline, Report
 from shoal.compile.passes.cost import Costs, Machine
 from shoal.compile.passes.in_place import average_in_place
 from shoal.compile.passes.metadata import check_graph
-from shoal.compile.passes.pipeline import Pipeline, Report
+from shoal.compile.passes.pipeline import replicated, sharded
 from shoal.compile.passes.schedule import delay_waits, overlap
-from shoal.compile.passes.standard import replicated, sharded
-from shoal.compile.passes.tidy import drop_idle_views
-from shoal.compile.passes.timeline import Timeline, timeline
-from shoal.compile.passes.traffic import Traffic, count_traffic
+from shoal.compile.passes.traffic import Timeline, Traffic, count_traffic, timeline
+from shoal.compile.passes.view_cleanup import drop_idle_views
 
 __all__ = [
     "CommBlock",

@@ -9,7 +9,7 @@ import torch
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shoal.compile.aot.bindings import BINDINGS, UNCOUNTED, bound
+from shoal.compile.aot.graph_code import BINDINGS, UNCOUNTED, bound
 
 X, Y, W, V = torch.randn(4, 8), torch.randn(4, 8), torch.randn(8, 8), torch.randn(8)
 DEEP = torch.randn(2, 4, 8)

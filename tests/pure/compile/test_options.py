@@ -11,7 +11,7 @@ from torch import fx
 
 from shoal.compile.observe import forget, records
 from shoal.compile.observe.record import CacheUse
-from shoal.compile.options import Options
+from shoal.compile.options import BackendOptions
 from shoal.errors import UsageError
 from shoal.passes import Pass, Pipeline
 
@@ -21,10 +21,14 @@ def as_they_are(passes: Pipeline) -> Pipeline:
 
 
 def test_options_are_values():
-    one = Options(bucket_mb=3, passes=as_they_are)
-    assert one == Options.of({"bucket_mb": 3, "passes": as_they_are}) != Options(bucket_mb=3)
+    one = BackendOptions(bucket_mb=3, passes=as_they_are)
+    assert (
+        one
+        == BackendOptions.of({"bucket_mb": 3, "passes": as_they_are})
+        != BackendOptions(bucket_mb=3)
+    )
     assert pickle.loads(pickle.dumps(one)) == one
-    assert len({one, Options(bucket_mb=3, passes=as_they_are)}) == 1
+    assert len({one, BackendOptions(bucket_mb=3, passes=as_they_are)}) == 1
 
 
 @pytest.mark.parametrize(
@@ -38,7 +42,7 @@ def test_options_are_values():
 )
 def test_wrong_options_are_refused(given: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        Options.of(given)
+        BackendOptions.of(given)
 
 
 def test_passes_run_on_graphs_of_the_cache_too():

@@ -12,11 +12,11 @@ from torch import Tensor
 from shoal._torch import autograd, functionals, subclasses
 from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.arrange import Arrangement
-from shoal.compile.aot.classify import Before, Classified, Run
-from shoal.compile.aot.draws import Draws
+from shoal.compile.aot.classify import Before, Classified, RecordedRun
+from shoal.compile.aot.random_state import Draws
+from shoal.compile.aot.recorder import Recorder
 from shoal.compile.aot.signature import Signature
 from shoal.compile.aot.subclasses import Wrapped, wrappings_of
-from shoal.compile.aot.watch import Watch
 
 Function = Callable[..., Sequence[Any]]
 """Takes its arguments one by one, returns a flat list."""
@@ -36,42 +36,42 @@ class Analysis:
 
 
 @dataclass(frozen=True, slots=True)
-class Watched:
+class Recorded:
     """A run, and what it says."""
 
     outputs: Sequence[Any]
     classified: Classified
 
 
-def run_watched(
+def run_recorded(
     function: Function,
     arrangement: Arrangement,
     inputs: Sequence[Any],
     entering: Sequence[Any],
     draws: Draws,
-) -> Watched:
+) -> Recorded:
     """Run a function on functional tensors; it enters with those in `entering`.
 
     These are the inputs themselves, or stand for them where autograd would not allow the inputs to
     be written to.
     """
     with_grad = torch.is_grad_enabled()
-    watch = Watch(draws)
+    recorder = Recorder(draws)
     arguments = arrangement.arguments(entering)
-    watch.declare(arguments)
+    recorder.declare(arguments)
     before = [Before.of(value) for value in inputs]
     arguments_before = [Before.of(value) for value in arguments]
     draws.begin()
-    with watch:
+    with recorder:
         outputs = function(*arguments)
     draws.end()
     after = torch.is_grad_enabled()
     torch.set_grad_enabled(with_grad)
-    run = Run(arrangement, watch, entering, before, arguments, arguments_before, outputs)
+    run = RecordedRun(arrangement, recorder, entering, before, arguments, arguments_before, outputs)
     classified = run.classify(
         with_grad=with_grad, grad_mode_after=after if after != with_grad else None
     )
-    return Watched(outputs, classified)
+    return Recorded(outputs, classified)
 
 
 def functional_inputs(fakes: Sequence[Any]) -> list[Any]:
@@ -79,12 +79,12 @@ def functional_inputs(fakes: Sequence[Any]) -> list[Any]:
     return [functionals.functional(one) if isinstance(one, Tensor) else one for one in fakes]
 
 
-def returned_tensors(signature: Signature, watched: Watched, entered: Sequence[Any]) -> list[Any]:
+def returned_tensors(signature: Signature, recorded: Recorded, entered: Sequence[Any]) -> list[Any]:
     """What the graph returns, but for symbols."""
     return [
         *(entered[i] for i in signature.returned_mutations),
-        *(watched.outputs[k] for k in signature.fresh),
-        *watched.classified.bases,
+        *(recorded.outputs[k] for k in signature.fresh),
+        *recorded.classified.bases,
     ]
 
 
@@ -105,11 +105,11 @@ def analyse(
             autograd.without_outer_hooks(),
         ):
             inputs = functional_inputs(fakes)
-            watched = run_watched(function, arrangement, inputs, inputs, draws)
-            signature = watched.classified.signature
+            recorded = run_recorded(function, arrangement, inputs, inputs, draws)
+            signature = recorded.classified.signature
             values = [
                 functionals.value_of(one) if isinstance(one, Tensor) else one
-                for one in returned_tensors(signature, watched, inputs)
+                for one in returned_tensors(signature, recorded, inputs)
             ]
         with torch_fakes.below_python(mode):
             values = [one.detach() if isinstance(one, Tensor) else one for one in values]

@@ -192,7 +192,7 @@ def sharing_memory(inputs: Sequence[Any]) -> list[list[int]]:
     return list(by_storage.values())
 
 
-def lying_apart(inputs: Sequence[Any], fakes: Sequence[Any]) -> set[int]:
+def disjoint_inputs(inputs: Sequence[Any], fakes: Sequence[Any]) -> set[int]:
     """Inputs that share a storage, though no element of it, with others.
 
     Only where sizes are known: a graph for any size is called with some that overlap. Nor where
@@ -206,7 +206,7 @@ def lying_apart(inputs: Sequence[Any], fakes: Sequence[Any]) -> set[int]:
             meeting = {
                 at
                 for pair in combinations(group, 2)
-                if meet(*(inputs[i] for i in pair))
+                if may_overlap(*(inputs[i] for i in pair))
                 for at in pair
             }
             apart.update(set(group) - meeting)
@@ -231,7 +231,11 @@ def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
     for several in parts.values():
         for (at, one), (other, two) in combinations(several, 2):
             wrapper = next((i for i in (at, other) if subclasses.wraps_others(inputs[i])), None)
-            if wrapper is not None and not written.isdisjoint((at, other)) and meet(one, two):
+            if (
+                wrapper is not None
+                and not written.isdisjoint((at, other))
+                and may_overlap(one, two)
+            ):
                 raise NotImplementedError(
                     "Encountered aliased inputs that are mutated in the graph, but one of them is "
                     "a tensor subclass. This is not supported today: its inner tensors share "
@@ -244,7 +248,7 @@ _FEW = 1 << 16
 """So many elements are looked at one by one."""
 
 
-def meet(one: Tensor, two: Tensor) -> bool:
+def may_overlap(one: Tensor, two: Tensor) -> bool:
     """Whether tensors of one memory have elements in common, or may have: if they are large.
 
     Torch has such a function, which takes some that do for tensors that do not.

@@ -1,4 +1,4 @@
-"""The graph of a function: forward and backward in one trace, every node tagged while tracing."""
+"""Capture forward and backward of a function in one joint graph, each node with its phase."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal._torch import aot_settings, autograd, functionals, operators, subclasses, traces
+from shoal._torch import aot_settings, autograd, functionals, subclasses, traces
 from shoal._torch import fakes as torch_fakes
-from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_watched
+from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_recorded
 from shoal.compile.aot.arrange import Arrangement, Constant
-from shoal.compile.aot.draws import Draws
-from shoal.compile.aot.random_ops import drop_unread
-from shoal.compile.aot.rebind import rebind_sizes
+from shoal.compile.aot.random_state import Draws
+from shoal.compile.aot.recorder import Effects
 from shoal.compile.aot.signature import Output, OutputKind, Signature
 from shoal.compile.aot.subclasses import (
     Wrapped,
@@ -26,17 +25,13 @@ from shoal.compile.aot.subclasses import (
     rebuild,
     wrappings_of,
 )
-from shoal.compile.aot.watch import Effects
 from shoal.errors import InvariantError
 
 Decompositions = Mapping[Any, Callable[..., Any]]
 
 FORWARD, BACKWARD = "forward", "backward"
 
-_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
-
-_SCATTER = torch.ops.aten.as_strided_scatter.default
-_BY_PLACE = (torch.ops.aten.as_strided.default, _SCATTER)
+_BY_PLACE = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
 """What counts elements from where the memory begins."""
 
 
@@ -100,11 +95,11 @@ class _Trace:
             inputs = rebuild(primals, self._fakes, functionals.functional)
             entering = self._entering(inputs)
             with traces.remember_lines():
-                watched = run_watched(
+                recorded = run_recorded(
                     self._function, self.arrangement, inputs, entering, self._draws
                 )
-            self._check_same(watched.classified.signature)
-            returned = returned_tensors(signature, watched, entering)
+            self._check_same(recorded.classified.signature)
+            returned = returned_tensors(signature, recorded, entering)
             values = _values(returned)
             new = _values([entering[i] for i in signature.graph_mutations], symbols=False)
             held = _values(inputs)
@@ -122,7 +117,7 @@ class _Trace:
                 )
             self.backward_writes = _changed(held + before, late := _values(inputs) + after)
             changed = [late[i] for i in self.backward_writes]
-        return [*values, *watched.classified.symbols, *new, *grads, *changed]
+        return [*values, *recorded.classified.symbols, *new, *grads, *changed]
 
     def _entering(self, inputs: Sequence[Any]) -> list[Any]:
         entering: list[Any] = []
@@ -269,9 +264,9 @@ def capture(
 
 
 def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings: Wrappings) -> int:
-    """Tag nodes, put writes to inputs in their place, drop what only tracing needed.
+    """Say of each node in which phase it ran, and put writes to inputs in their place.
 
-    Returns how many of the graph's results are forward's.
+    Passes clean up the rest. Returns how many of the graph's results are forward's.
     """
     graph = module.graph
     nodes = list(graph.nodes)
@@ -282,8 +277,6 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
     for node in (*placeholders[num_inputs:], *(n for n in nodes if "phase" not in n.meta)):
         node.meta["phase"] = BACKWARD
     _check_constants(module)
-    rebind_sizes(graph, placeholders[num_inputs:], FORWARD)
-    nodes = list(graph.nodes)
     primals = placeholders[:num_inputs]
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     num_forward = sum(map(len, places(wrappings.returned))) + signature.num_symbols
@@ -309,16 +302,10 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
     for i, value in zip(trace.backward_writes, changed, strict=True):
         _write(module, placeholders[i], value, output, BACKWARD)
     output.args = ((*returned, *grads),)
-    _drop_aliases(module)
-    differentiable = (
-        at for i, one in enumerate(signature.inputs) if one.requires_grad for at in inner[i]
-    )
-    _detach_scattered(module, [primals[at] for at in differentiable])
-    _drop_dead(module)
-    if signature.trains:
-        _tag(module)
+    for i, one in enumerate(signature.inputs):
+        for at in inner[i] if one.requires_grad else ():
+            primals[at].meta["requires_grad"] = True
     graph.lint()
-    module.recompile()
     return num_forward
 
 
@@ -361,31 +348,6 @@ def _drop_clones(primals: Sequence[Node], clones: Sequence[int], returned: set[A
                 )
 
 
-def _drop_aliases(module: GraphModule) -> None:
-    """A graph that writes nothing has no use for another name of a tensor, unless it returns it."""
-    returned = set(module.graph.find_nodes(op="output")[0].all_input_nodes)
-    for node in list(module.graph.nodes):
-        if node.target in _ALIASES and node not in returned:
-            node.replace_all_uses_with(node.args[0])
-
-
-def _detach_scattered(module: GraphModule, primals: Sequence[Node]) -> None:
-    """Hide from an operator that what it writes to a copy of requires a gradient.
-
-    It refuses that of tensors which are not contiguous, though nobody differentiates it here.
-    """
-    detach = torch.ops.aten.detach.default
-    for primal in primals:
-        scatters = [u for u in primal.users if u.target is _SCATTER and u.args[0] is primal]
-        if not scatters:
-            continue
-        with module.graph.inserting_after(primal):
-            detached = module.graph.call_function(detach, (primal,))
-        detached.meta.update(val=primal.meta["val"].detach(), phase=FORWARD)
-        for user in scatters:
-            user.replace_input_with(primal, detached)
-
-
 def _write(module: GraphModule, primal: Node, value: Any, before: Node, phase: str) -> None:
     if value is primal:
         return
@@ -397,16 +359,3 @@ def _write(module: GraphModule, primal: Node, value: Any, before: Node, phase: s
     node.meta.update(val=primal.meta.get("val"), phase=phase)
     if isinstance(value, Node) and "stack_trace" in value.meta:
         node.meta["stack_trace"] = value.meta["stack_trace"]
-
-
-def _tag(module: GraphModule) -> None:
-    """Say in torch's way where nodes ran too: passes and partitions of others read that."""
-    for node in module.graph.nodes:
-        if node.op != "output":
-            node.meta.setdefault("partitioner_tag", f"is_{node.meta['phase']}")
-
-
-def _drop_dead(module: GraphModule) -> None:
-    """Remove what nobody reads; what draws random numbers moves the generator, and stays."""
-    drop_unread(module.graph)
-    module.graph.eliminate_dead_code(operators.is_impure)

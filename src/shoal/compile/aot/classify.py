@@ -1,4 +1,4 @@
-"""What inputs and outputs are, from a run that was watched."""
+"""Classify the inputs and outputs of a function from one recorded run: views, writes, constants."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from shoal._torch import autograd, dynamo, subclasses
 from shoal._torch import symbols as torch_symbols
 from shoal.compile.aot.arrange import Arrangement, Constant, Within
+from shoal.compile.aot.recorder import Recorder, Taken
 from shoal.compile.aot.signature import (
     Base,
     Input,
@@ -23,7 +24,6 @@ from shoal.compile.aot.signature import (
     Symbol,
 )
 from shoal.compile.aot.subclasses import flat
-from shoal.compile.aot.watch import Taken, Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Classified:
     symbols: list[Any]
 
 
-class Run:
-    """One watched run of a function: its inputs, its arguments, what it returned."""
+class RecordedRun:
+    """One recorded run of a function: its inputs, its arguments, what it returned."""
 
     def __init__(
         self,
         arrangement: Arrangement,
-        watch: Watch,
+        recorder: Recorder,
         inputs: Sequence[Any],
         before: Sequence[Before | None],
         arguments: Sequence[Any],
@@ -68,7 +68,7 @@ class Run:
         outputs: Sequence[Any],
     ) -> None:
         self._arrangement = arrangement
-        self._watch = watch
+        self._recorder = recorder
         self._inputs = inputs
         self._before = before
         self._arguments = arguments
@@ -122,8 +122,8 @@ class Run:
 
     def _mutations(self) -> list[Mutation]:
         written: dict[int, bool] = {}
-        for write in self._watch.writes:
-            root, steps = self._watch.chain(write.tensor)
+        for write in self._recorder.writes:
+            root, steps = self._recorder.chain(write.tensor)
             argument = self._argument_of.get(id(root))
             if argument is not None:
                 is_hidden = self._is_detached(argument) or any(step.is_hidden for step in steps)
@@ -149,7 +149,7 @@ class Run:
         members = self._arrangement.members(at)
         value = self._inputs[at]
         writes = [member for member in members if member in written]
-        gave = any(id(self._arguments[member]) in self._watch.given for member in members)
+        gave = any(id(self._arguments[member]) in self._recorder.given for member in members)
         versions = [
             autograd.version_of(self._arguments[m]) - b.version - self._num_reshapes(m)
             for m in members
@@ -185,7 +185,7 @@ class Run:
             by_autograd=bool(writes) and (was_seen or (now_requires and not before.requires_grad)),
             is_set=gave,
             num_versions=max(versions, default=0),
-            is_reshaped=any(id(self._arguments[m]) in self._watch.reshaped for m in members),
+            is_reshaped=any(id(self._arguments[m]) in self._recorder.reshaped for m in members),
             is_made_leaf=is_leaf,
         )
 
@@ -202,12 +202,12 @@ class Run:
         return before is not None and step is not None and step is not before.step
 
     def _num_reshapes(self, argument: int) -> int:
-        return len(self._watch.reshaped.get(id(self._arguments[argument]), []))
+        return len(self._recorder.reshaped.get(id(self._arguments[argument]), []))
 
     def _reshapes(self) -> tuple[Reshape, ...]:
         found: dict[int, Reshape] = {}
         for i, argument in enumerate(self._arguments):
-            taken = self._watch.reshaped.get(id(argument), [])
+            taken = self._recorder.reshaped.get(id(argument), [])
             is_constant = isinstance(self._arrangement.places[i], Constant)
             if taken and not is_constant and id(argument) not in found:
                 found[id(argument)] = Reshape(argument=i, steps=self._steps(taken))
@@ -230,7 +230,7 @@ class Run:
                 outputs[k] = Output(kind=OutputKind.SAME, of=seen[id(out)])
                 continue
             seen[id(out)] = k
-            root, taken = self._watch.replay(out)
+            root, taken = self._recorder.replay(out)
             argument = self._argument_of.get(id(root))
             if self._is_new_leaf(out, root, taken):
                 is_view = self._is_made_view(root, taken)
@@ -255,7 +255,7 @@ class Run:
         """An output that is a view; of another output, where autograd takes that for its base."""
         _refuse_new_history(out, taken)
         places = {id(one): k for k, one in reversed(list(enumerate(self._outputs)))}
-        cut = None if self._watch.reshaped else self._watch.cut_at(out, places)
+        cut = None if self._recorder.reshaped else self._recorder.cut_at(out, places)
         if cut is None:
             return Output(kind=kind, of=of, steps=self._steps(taken))
         base, steps = places[id(cut[0])], self._steps(cut[1])
@@ -300,13 +300,15 @@ class Run:
         """Whether the function let an output require a gradient that no input has to do with."""
         is_cut = any(step.is_detaching for step in taken)
         is_apart = not taken or is_cut or not root.requires_grad
-        is_seen = not self._watch.is_unseen(out)
+        is_seen = not self._recorder.is_unseen(out)
         return is_seen and is_apart and out.requires_grad and out.is_leaf
 
     def _is_made_view(self, root: Tensor, taken: Sequence[Taken]) -> bool:
         """Whether the graph will make a tensor as a view, of whatever."""
-        is_a_view = bool(taken) or id(root) in self._wrapper_of or id(root) in self._watch.reshaped
-        return is_a_view or self._watch.is_written_through_a_view(root)
+        is_a_view = (
+            bool(taken) or id(root) in self._wrapper_of or id(root) in self._recorder.reshaped
+        )
+        return is_a_view or self._recorder.is_written_through_a_view(root)
 
     def _steps(self, taken: Sequence[Taken]) -> tuple[Step, ...]:
         return tuple(

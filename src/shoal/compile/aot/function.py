@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shoal._torch import autograd, dynamo, settings, traces
+from shoal.compile.aot.code_writer import CodeWriter
 from shoal.compile.aot.graph_code import Boxed, DirectGraph, write_run
 from shoal.compile.aot.signature import Signature
-from shoal.compile.aot.source import Source
 from shoal.compile.aot.subclass_code import (
     all_apart,
     all_names,
@@ -124,27 +124,27 @@ def make_function(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
 
 
 def _forward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
-    source = Source("forward")
+    code = CodeWriter("forward")
     inputs = [f"i{at}" for at in range(len(signature.inputs))]
     returned = [f"r{at}" for at in range(signature.num_returned)]
-    source.begin(f"def forward(ctx, {', '.join(inputs)}):")
+    code.begin(f"def forward(ctx, {', '.join(inputs)}):")
     wrapped = graphs.wrappings.returned
     names = all_names(returned, wrapped)
-    results = write_run(source, graphs.forward, all_apart(inputs, graphs.wrappings.inputs))
+    results = write_run(code, graphs.forward, all_apart(inputs, graphs.wrappings.inputs))
     visible, kept = len(names), len(names) + graphs.num_saved
     if names:
-        source.line(f"{''.join(f'{name}, ' for name in names)}= {results.unpacked(0, visible)}")
-    put_together(source, returned, wrapped)
-    _write_sizes(source, returned, signature, graphs)
+        code.line(f"{''.join(f'{name}, ' for name in names)}= {results.unpacked(0, visible)}")
+    put_together(code, returned, wrapped)
+    _write_sizes(code, returned, signature, graphs)
     for at, dims in graphs.free_dims.items():
-        mark = source.name("mark_free_dims", dynamo.mark_free_dims)
-        source.line(f"{mark}({results.one(visible + at)}, {dims!r})")
+        mark = code.name("mark_free_dims", dynamo.mark_free_dims)
+        code.line(f"{mark}({results.one(visible + at)}, {dims!r})")
     if graphs.num_saved:
-        source.line(f"ctx.save_for_backward({results.several(visible, kept)})")
+        code.line(f"ctx.save_for_backward({results.several(visible, kept)})")
     if graphs.donates:
-        source.line(f"ctx.is_shared = {source.name('is_hooked', autograd.has_hooks_on_saved)}()")
+        code.line(f"ctx.is_shared = {code.name('is_hooked', autograd.has_hooks_on_saved)}()")
     if graphs.num_symbols:
-        source.line(f"ctx.symbols = {results.unpacked(kept, kept + graphs.num_symbols)}")
+        code.line(f"ctx.symbols = {results.unpacked(kept, kept + graphs.num_symbols)}")
     views = [signature.outputs[k].is_view for k in signature.fresh]
     views += [base.is_view for base in signature.bases]
     first = len(signature.returned_mutations)
@@ -152,7 +152,7 @@ def _forward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
         if is_view and wrapped[at] is None:
             # An output may be written to: a view made in here would refuse that. What `detach`
             # gives is no view for autograd, and a write to it still counts for what was saved.
-            source.line(f"{returned[at]} = {returned[at]}.detach()")
+            code.line(f"{returned[at]} = {returned[at]}.detach()")
     fixed = [
         name
         for name, is_differentiable, is_tensor in zip(
@@ -161,11 +161,11 @@ def _forward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
         if is_tensor and not is_differentiable
     ]
     if fixed:
-        leave = source.name("leave_undifferentiated", autograd.leave_undifferentiated)
-        source.line(f"{leave}(ctx, {', '.join(fixed)})")
-    source.line(f"return ({''.join(f'{name}, ' for name in returned)})")
-    source.end()
-    return source.compiled("forward")
+        leave = code.name("leave_undifferentiated", autograd.leave_undifferentiated)
+        code.line(f"{leave}(ctx, {', '.join(fixed)})")
+    code.line(f"return ({''.join(f'{name}, ' for name in returned)})")
+    code.end()
+    return code.compiled("forward")
 
 
 def _are_tensors(signature: Signature) -> list[bool]:
@@ -178,45 +178,45 @@ def _are_tensors(signature: Signature) -> list[bool]:
 
 def _backward(signature: Signature, graphs: Graphs) -> Callable[..., Any]:
     """The backward, with its graph compiled."""
-    source = Source("backward")
+    code = CodeWriter("backward")
     names = [f"t{at}" for at in range(signature.num_returned)]
-    source.begin(f"def backward(ctx, {', '.join(names)}):")
+    code.begin(f"def backward(ctx, {', '.join(names)}):")
     # What was not cast in the graph must not be cast because backward is called in there.
-    source.begin(f"if {source.name('is_autocast', settings.is_autocast)}():")
-    no_autocast = source.name("no_autocast", traces.no_autocast)
-    source.line(f"with {no_autocast}(): return backward(ctx, {', '.join(names)})")
-    source.end()
+    code.begin(f"if {code.name('is_autocast', settings.is_autocast)}():")
+    no_autocast = code.name("no_autocast", traces.no_autocast)
+    code.line(f"with {no_autocast}(): return backward(ctx, {', '.join(names)})")
+    code.end()
     wanted = [name for name, has in zip(names, signature.differentiable, strict=False) if has]
-    given = _write_tangents(source, wanted, graphs)
+    given = _write_tangents(code, wanted, graphs)
     taken = [one for one in graphs.tangents if one is not None]
     for name, strides in zip(given, map(_strides_of, taken), strict=True):
         if strides is not None:
-            coerce = source.name("as_laid_out", as_laid_out)
+            coerce = code.name("as_laid_out", as_laid_out)
             test = f"if {name}.stride() != {strides!r}:"
-            source.line(f"{test} {name} = {coerce}({name}, {strides!r})")
+            code.line(f"{test} {name} = {coerce}({name}, {strides!r})")
         else:
-            source.line(f"{name} = {name}.contiguous()")
-    is_on = source.name("is_grad_enabled", torch.is_grad_enabled)
+            code.line(f"{name} = {name}.contiguous()")
+    is_on = code.name("is_grad_enabled", torch.is_grad_enabled)
     if graphs.writes_late:
-        source.line(f"if {is_on}(): {source.name('refuse_writes', _refuse_writes)}()")
-    _write_backward_graph(source, graphs, given)
+        code.line(f"if {is_on}(): {code.name('refuse_writes', _refuse_writes)}()")
+    _write_backward_graph(code, graphs, given)
     if graphs.copied or graphs.watched:
-        source.line("grads = list(grads)")
+        code.line("grads = list(grads)")
     for at in graphs.copied:
-        source.line(f"grads[{at}] = grads[{at}].clone()")
-    _write_gradients(source, graphs.wrappings.gradients)
-    _write_omissions(source, graphs)
-    refuse = source.name("refuse", _refuse_twice)
-    source.line(f"if through is not None: grads = {refuse}(grads, through)")
-    source.line("return tuple(grads)")
-    source.end()
-    return source.compiled("backward")
+        code.line(f"grads[{at}] = grads[{at}].clone()")
+    _write_gradients(code, graphs.wrappings.gradients)
+    _write_omissions(code, graphs)
+    refuse = code.name("refuse", _refuse_twice)
+    code.line(f"if through is not None: grads = {refuse}(grads, through)")
+    code.line("return tuple(grads)")
+    code.end()
+    return code.compiled("backward")
 
 
-def _write_backward_graph(source: Source, graphs: Graphs, tangents: list[str]) -> None:
+def _write_backward_graph(code: CodeWriter, graphs: Graphs, tangents: list[str]) -> None:
     """Run the graph: `grads` is what it returns, `through` is what they depend on, if wanted."""
-    through = source.name("through", _through)
-    is_on = source.name("is_grad_enabled", torch.is_grad_enabled)
+    through = code.name("through", _through)
+    is_on = code.name("is_grad_enabled", torch.is_grad_enabled)
     # The graph frees each after its last use, if nothing else holds it.
     clear = "ctx.maybe_clear_saved_tensors()"
     run = None if graphs.donates else graphs.backward(False)
@@ -224,34 +224,34 @@ def _write_backward_graph(source: Source, graphs: Graphs, tangents: list[str]) -
         symbols = [f"y{at}" for at in range(graphs.num_symbols)]
         saved = [f"s{at}" for at in range(graphs.num_saved)]
         if symbols:
-            source.line(f"{', '.join(symbols)}, = ctx.symbols")
+            code.line(f"{', '.join(symbols)}, = ctx.symbols")
         if saved:
-            source.line(f"{', '.join(saved)}, = ctx.saved_tensors")
+            code.line(f"{', '.join(saved)}, = ctx.saved_tensors")
         inputs = [*symbols, *saved, *tangents]
         given = f"[{', '.join(inputs)}]"
-        source.line(f"through = {through}(ctx, {given}) if {is_on}() else None")
-        source.line(clear)
-        results = run.write(source, inputs)
-        source.line(f"grads = ({''.join(f'{one}, ' for one in results)})")
+        code.line(f"through = {through}(ctx, {given}) if {is_on}() else None")
+        code.line(clear)
+        results = run.write(code, inputs)
+        code.line(f"grads = ({''.join(f'{one}, ' for one in results)})")
         return
     symbols = ["*ctx.symbols"] if graphs.num_symbols else []
     saved = ["*ctx.saved_tensors"] if graphs.num_saved else []
-    source.line(f"inputs = [{', '.join([*symbols, *saved, *tangents])}]")
-    source.line(f"through = {through}(ctx, inputs) if {is_on}() else None")
-    source.line(clear)
+    code.line(f"inputs = [{', '.join([*symbols, *saved, *tangents])}]")
+    code.line(f"through = {through}(ctx, inputs) if {is_on}() else None")
+    code.line(clear)
     if run is not None:
-        source.line(f"grads = {source.name('graph', run)}(inputs)")
+        code.line(f"grads = {code.name('graph', run)}(inputs)")
         return
-    lazy = source.name("graphs", _Lazy(graphs.backward))
-    keeps = source.name("keeps_graph", autograd.keeps_graph)
-    source.line(f"grads = {lazy}[not (ctx.is_shared or {keeps}())](inputs)")
+    lazy = code.name("graphs", _Lazy(graphs.backward))
+    keeps = code.name("keeps_graph", autograd.keeps_graph)
+    code.line(f"grads = {lazy}[not (ctx.is_shared or {keeps}())](inputs)")
 
 
-def _write_sizes(source: Source, names: list[str], signature: Signature, graphs: Graphs) -> None:
+def _write_sizes(code: CodeWriter, names: list[str], signature: Signature, graphs: Graphs) -> None:
     """Keep the sizes of what gradients may not come for, where they differ from call to call."""
     if not graphs.gets_none:
         return
-    source.line("ctx.set_materialize_grads(False)")
+    code.line("ctx.set_materialize_grads(False)")
     if not graphs.has_symbols:
         return
     sizes: list[str] = []
@@ -260,10 +260,10 @@ def _write_sizes(source: Source, names: list[str], signature: Signature, graphs:
         if has_tangent:
             apart = taken_apart(name, wrapping, symbols=False)
             sizes.append(f"({''.join(f'{one}.shape, ' for one in apart)})")
-    source.line(f"ctx.sizes = ({''.join(f'{one}, ' for one in sizes)})")
+    code.line(f"ctx.sizes = ({''.join(f'{one}, ' for one in sizes)})")
 
 
-def _write_tangents(source: Source, names: list[str], graphs: Graphs) -> list[str]:
+def _write_tangents(code: CodeWriter, names: list[str], graphs: Graphs) -> list[str]:
     """Fill in gradients that did not come, take wrappers apart; the names of what the graph takes.
 
     Where `gets_none`, autograd fills in nothing: its zeros would wrap nothing, and would look like
@@ -277,47 +277,47 @@ def _write_tangents(source: Source, names: list[str], graphs: Graphs) -> list[st
         like = graphs.tangents[len(found) : len(found) + len(parts)]
         found += parts
         if number in graphs.watched:
-            source.line(f"n{number} = {name} is None")
-        source.begin(f"if {name} is None:")
-        source.line(f"{', '.join(parts)}, = {_zeros_for(source, number, like, graphs)}")
-        source.end()
+            code.line(f"n{number} = {name} is None")
+        code.begin(f"if {name} is None:")
+        code.line(f"{', '.join(parts)}, = {_zeros_for(code, number, like, graphs)}")
+        code.end()
         if graphs.wrappings.any:
-            source.begin("else:")
-            expected = "None" if wrapping is None else source.name("wrapping", wrapping)
-            source.line(f"{name} = {source.name('as_traced', as_traced)}({name}, {expected})")
+            code.begin("else:")
+            expected = "None" if wrapping is None else code.name("wrapping", wrapping)
+            code.line(f"{name} = {code.name('as_traced', as_traced)}({name}, {expected})")
             if wrapping is not None:
                 apart = taken_apart(name, wrapping, symbols=False)
-                source.line(f"{', '.join(parts)}, = {', '.join(apart)},")
-            source.end()
+                code.line(f"{', '.join(parts)}, = {', '.join(apart)},")
+            code.end()
     return [name for name, one in zip(found, graphs.tangents, strict=True) if one is not None]
 
 
-def _zeros_for(source: Source, number: int, like: Sequence[Tensor | None], graphs: Graphs) -> str:
+def _zeros_for(code: CodeWriter, number: int, like: Sequence[Tensor | None], graphs: Graphs) -> str:
     kinds = tuple(None if one is None else (one.dtype, one.device) for one in like)
     sizes = f"ctx.sizes[{number}]"
     if not graphs.has_symbols:
-        sizes = source.literal(tuple(() if one is None else tuple(one.shape) for one in like))
-    return f"{source.name('zeros', zeros)}({sizes}, {source.name('kinds', kinds)})"
+        sizes = code.literal(tuple(() if one is None else tuple(one.shape) for one in like))
+    return f"{code.name('zeros', zeros)}({sizes}, {code.name('kinds', kinds)})"
 
 
-def _write_omissions(source: Source, graphs: Graphs) -> None:
+def _write_omissions(code: CodeWriter, graphs: Graphs) -> None:
     """Leave out gradients that nothing flowed into, as autograd does."""
     if not graphs.watched:
         return
     for i, numbers in enumerate(graphs.dependence):
         if graphs.is_partial(numbers):
             test = " and ".join(f"n{number}" for number in sorted(numbers))
-            source.line(f"if {test}: grads[{i}] = None")
+            code.line(f"if {test}: grads[{i}] = None")
 
 
-def _write_gradients(source: Source, wrapped: Wrapped) -> None:
+def _write_gradients(code: CodeWriter, wrapped: Wrapped) -> None:
     """Put gradients together that wrap others."""
     if not any(one is not None for one in wrapped):
         return
     names = [f"g{at}" for at in range(len(wrapped))]
-    source.line(f"{', '.join(all_names(names, wrapped))}, = grads")
-    put_together(source, names, wrapped)
-    source.line(f"grads = [{', '.join(names)}]")
+    code.line(f"{', '.join(all_names(names, wrapped))}, = grads")
+    put_together(code, names, wrapped)
+    code.line(f"grads = [{', '.join(names)}]")
 
 
 class _Lazy(dict[bool, Boxed]):

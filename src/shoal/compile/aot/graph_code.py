@@ -10,11 +10,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.fx import GraphModule, Node
+import torch
+from torch.fx import Graph, GraphModule, Node
 
 from shoal._torch import operators, traces
-from shoal.compile.aot.bindings import bound
-from shoal.compile.aot.source import Source
+from shoal.compile.aot.code_writer import CodeWriter
+from shoal.compile.node_kinds import mutated_inputs
 
 Boxed = Callable[[list[Any]], list[Any]]
 
@@ -35,26 +36,26 @@ class DirectGraph:
 
     def function(self) -> Boxed:
         """The function that it is."""
-        source = Source(self._title)
-        source.begin("def run(inputs):")
+        code = CodeWriter(self._title)
+        code.begin("def run(inputs):")
         names = [f"_{node.name}" for node in self._module.graph.find_nodes(op="placeholder")]
         if names:
-            source.line("".join(f"{name}, " for name in names) + "= inputs")
-        source.line("inputs.clear()")
-        results = self.write(source, names)
-        source.line(f"return [{', '.join(results)}]")
-        source.end()
-        return source.compiled("run")
+            code.line("".join(f"{name}, " for name in names) + "= inputs")
+        code.line("inputs.clear()")
+        results = self.write(code, names)
+        code.line(f"return [{', '.join(results)}]")
+        code.end()
+        return code.compiled("run")
 
     def write(
-        self, source: Source, inputs: Sequence[str], *, keeps_inputs: bool = False
+        self, code: CodeWriter, inputs: Sequence[str], *, keeps_inputs: bool = False
     ) -> list[str]:
         """Write its lines for inputs of these names; the texts of its results.
 
         What they name themselves begins with an underscore. Unless `keeps_inputs`, each is deleted
         after its last use.
         """
-        return _Writer(self._module, source, inputs, keeps_inputs).write()
+        return _Writer(self._module, code, inputs, keeps_inputs).write()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,24 +82,24 @@ class Results:
         return "".join(f"{one}, " for one in self.texts[first:last])
 
 
-def write_run(source: Source, run: Boxed, inputs: Sequence[str]) -> Results:
+def write_run(code: CodeWriter, run: Boxed, inputs: Sequence[str]) -> Results:
     """Write the lines that run a graph with inputs that somebody holds meanwhile: expressions."""
     if isinstance(run, DirectGraph):
         names = [one if one.isidentifier() else f"x{at}" for at, one in enumerate(inputs)]
         for name, text in zip(names, inputs, strict=True):
             if name != text:
-                source.line(f"{name} = {text}")
-        return Results(run.write(source, names, keeps_inputs=True))
-    source.line(f"results = {source.name('graph', run)}([{', '.join(inputs)}])")
+                code.line(f"{name} = {text}")
+        return Results(run.write(code, names, keeps_inputs=True))
+    code.line(f"results = {code.name('graph', run)}([{', '.join(inputs)}])")
     return Results(None)
 
 
 class _Writer:
     def __init__(
-        self, module: GraphModule, source: Source, inputs: Sequence[str], keeps_inputs: bool
+        self, module: GraphModule, code: CodeWriter, inputs: Sequence[str], keeps_inputs: bool
     ) -> None:
         self._module = module
-        self._source = source
+        self._code = code
         self._nodes = list(module.graph.nodes)
         self._names = {node: f"_{node.name}" for node in self._nodes}
         self._names.update(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
@@ -123,19 +124,19 @@ class _Writer:
         return [self._value(one) for one in self._nodes[-1].args[0]]  # type: ignore[union-attr]
 
     def _write(self, node: Node) -> None:
-        source = self._source
+        code = self._code
         if node.op == "get_attr":
             value = traces.attribute(self._module, str(node.target))
-            source.line(f"{self._names[node]} = {source.name('attribute', value)}")
+            code.line(f"{self._names[node]} = {code.name('attribute', value)}")
         elif node.op != "placeholder":
-            source.line(f"{self._names[node]} = {self._call(node)}")
+            code.line(f"{self._names[node]} = {self._call(node)}")
         dead = [
             self._names[one]
             for one in self._last_use.get(node, ())
             if one.op != "placeholder" or not self._keeps_inputs
         ]
         if dead:
-            source.line("del " + ", ".join(dead))
+            code.line("del " + ", ".join(dead))
 
     def _call(self, node: Node) -> str:
         if node.op == "call_module":
@@ -151,7 +152,7 @@ class _Writer:
             return f"{args[0]}[{args[1]}]"
         if isinstance(function, operators.OpOverload):
             function = bound(function)
-        return f"{self._source.name('op', function)}({', '.join([*args, *named])})"
+        return f"{self._code.name('op', function)}({', '.join([*args, *named])})"
 
     def _value(self, value: Any) -> str:
         if isinstance(value, Node):
@@ -165,4 +166,50 @@ class _Writer:
         if isinstance(value, dict):
             pairs = ", ".join(f"{k!r}: {self._value(v)}" for k, v in value.items())
             return "{" + pairs + "}"
-        return self._source.literal(value)
+        return self._code.literal(value)
+
+
+_FUNCTIONS = """
+    _native_batch_norm_legit.default _softmax.default add.Tensor addmm.default bmm.default
+    cat.default clone.default detach.default div.Tensor embedding.default flatten.using_ints
+    mean.dim mm.default mul.Tensor native_dropout.default native_layer_norm.default permute.default
+    pow.Tensor_Scalar relu.default reshape.default rsqrt.default select.int split_with_sizes.default
+    sub.Tensor sum.dim_IntList t.default transpose.int unsqueeze.default
+"""
+_METHODS = "add_.Tensor copy_.default div_.Tensor expand.default mul_.Tensor view.default"
+
+UNCOUNTED = frozenset({operators.operator_named("aten._native_batch_norm_legit.default")})
+"""What writes past the version counters of its arguments."""
+
+
+def _bindings() -> dict[Any, Callable[..., Any]]:
+    listed = [(torch, name) for name in _FUNCTIONS.split()]
+    listed += [(torch.Tensor, name) for name in _METHODS.split()]
+    return {
+        operators.operator_named(f"aten.{name}"): getattr(owner, name.partition(".")[0])
+        for owner, name in listed
+    }
+
+
+BINDINGS = _bindings()
+"""By operator the Python function that torch generates for it (`torch.mm` for `aten.mm.default`).
+
+Both reach the same kernel. The function parses its arguments in less time than the operator does,
+which looks at a schema: 0.4 to 1 µs a call. Listed are overloads of which it is known that the
+function chooses them for their arguments.
+"""
+
+
+def bound(op: operators.OpOverload) -> Callable[..., Any]:
+    """What to call for an operator."""
+    return BINDINGS.get(op) or operators.straight(op)
+
+
+def writes_uncounted(graph: Graph) -> set[int]:
+    """The inputs of a graph that are written to past their version counters, and not otherwise."""
+    found: set[int] = set()
+    for at, node in enumerate(graph.find_nodes(op="placeholder")):
+        writers = [user.target for user in node.users if node in mutated_inputs(user)]
+        if writers and all(one in UNCOUNTED for one in writers):
+            found.add(at)
+    return found

@@ -1,4 +1,4 @@
-"""A function as graphs that an inner compiler takes, with all that the code around them needs."""
+"""`Lowered`: the graphs of a function, and the data that the generated code around them needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments that lie in memory otherwise than those that a function was compiled for.
+"""Compare how arguments share memory with how those did that a function was compiled for.
 
 A graph that writes to one argument holds for the memory that others had in common with it, and at
 which offsets. One that counts elements from where memory begins, as `as_strided` does, holds for
@@ -18,7 +18,7 @@ from shoal._torch import dynamo, fakes, storage
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.aot.signature import OutputKind
 from shoal.compile.aot.subclasses import places
-from shoal.compile.partition.ops import Kind, kind, op_name
+from shoal.compile.node_kinds import Kind, kind, op_name
 
 
 def where_shared_alike(

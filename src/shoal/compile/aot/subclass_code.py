@@ -1,4 +1,4 @@
-"""Lines of generated functions that take wrappers apart, or make them of what a graph returned."""
+"""Generate lines that take tensor subclasses apart, or rebuild them from a graph's results."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shoal.compile.aot.source import Source
+from shoal.compile.aot.code_writer import CodeWriter
 from shoal.compile.aot.subclasses import Fixed, Wrapped, Wrapping
 
 
@@ -42,31 +42,31 @@ def all_names(names: Sequence[str], wrapped: Wrapped) -> list[str]:
     return [one for name, how in zip(names, padded, strict=True) for one in names_for(name, how)]
 
 
-def put_together(source: Source, names: Sequence[str], wrapped: Wrapped) -> None:
+def put_together(code: CodeWriter, names: Sequence[str], wrapped: Wrapped) -> None:
     """Write the lines that make wrappers of what a graph returned."""
     for name, wrapping in zip(names, wrapped, strict=False):
         if wrapping is not None:
-            source.line(f"{name} = {_wrapper(source, iter(names_for(name, wrapping)), wrapping)}")
+            code.line(f"{name} = {_wrapper(code, iter(names_for(name, wrapping)), wrapping)}")
 
 
-def _wrapper(source: Source, names: Iterator[str], wrapping: Wrapping) -> str:
+def _wrapper(code: CodeWriter, names: Iterator[str], wrapping: Wrapping) -> str:
     items: list[str] = []
     for attribute, inner in wrapping.inner:
         if isinstance(inner, Fixed):
-            value = source.literal(inner.value)
+            value = code.literal(inner.value)
         else:
-            value = next(names) if inner is None else _wrapper(source, names, inner)
+            value = next(names) if inner is None else _wrapper(code, names, inner)
         items.append(f"{attribute!r}: {value}")
-    make = source.name("unflatten", wrapping.kind.__tensor_unflatten__)
+    make = code.name("unflatten", wrapping.kind.__tensor_unflatten__)
     context = wrapping.context
-    context = "None" if context is None else source.name("context", context)
-    shape = _sizes(source, names, wrapping.shape, torch.Size)
-    strides = _sizes(source, names, wrapping.strides, tuple)
+    context = "None" if context is None else code.name("context", context)
+    shape = _sizes(code, names, wrapping.shape, torch.Size)
+    strides = _sizes(code, names, wrapping.strides, tuple)
     return f"{make}({{{', '.join(items)}}}, {context}, {shape}, {strides})"
 
 
-def _sizes(source: Source, names: Iterator[str], sizes: Sequence[int | None], kind: type) -> str:
+def _sizes(code: CodeWriter, names: Iterator[str], sizes: Sequence[int | None], kind: type) -> str:
     if None not in sizes:
-        return source.name("sizes", kind(sizes))
+        return code.name("sizes", kind(sizes))
     listed = "".join(f"{next(names) if one is None else one}, " for one in sizes)
-    return f"{source.name('size', kind)}(({listed}))"
+    return f"{code.name('size', kind)}(({listed}))"

@@ -1,4 +1,4 @@
-"""What tracing leaves behind, as JSON."""
+"""What tracing leaves behind (`Lowered`), as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal._torch import fakes
+from shoal._torch import fakes, traces
 from shoal.compile.aot.arrange import Arrangement
 from shoal.compile.aot.lowered import Lowered, outputs_of
 from shoal.compile.aot.signature import Signature
@@ -17,9 +17,8 @@ from shoal.compile.cache import values
 from shoal.compile.cache.data import from_json, to_json
 from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.compile.cache.graphs import graph_from_json, graph_to_json
-from shoal.compile.cache.propagate import propagate
 from shoal.compile.cache.values import Json
-from shoal.compile.partition.ops import Kind, kind
+from shoal.compile.node_kinds import Kind, kind
 
 _NUMBERS = ("num_visible", "num_saved", "saved_bytes")
 
@@ -135,3 +134,25 @@ def _check_returned(forward: fx.GraphModule, expected: Json) -> None:
     found = [_tensor_to_json(_value(one)) for one in outputs_of(forward)]
     if found != expected:
         raise DamagedError(f"the graph returns {found}, not {expected} as when it was traced")
+
+
+def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: fakes.FakeTensorMode) -> None:
+    """Give each node the value that it had when it was traced, without its elements."""
+    given = iter(inputs)
+
+    def value(node: fx.Node) -> Any:
+        return node.meta["val"]
+
+    with fakes.below_python(mode), torch.no_grad(), traces.keep_rng():
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                one = next(given)
+                node.meta["val"] = one.detach() if isinstance(one, Tensor) else one
+            elif node.op == "output":
+                node.meta["val"] = fx.map_arg(node.args[0], value)
+            else:
+                args, kwargs = fx.map_arg((node.args, node.kwargs), value)
+                if traces.INPUT_VALUES in node.meta:
+                    node.meta[traces.INPUT_VALUES] = (args, kwargs)
+                # Of a generator's state, operators give the real one.
+                node.meta["val"] = fakes.as_fake(mode, node.target(*args, **kwargs))

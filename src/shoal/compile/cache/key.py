@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from shoal._torch import aot_settings, settings
+from shoal._torch import aot_settings, autograd, settings, storage, symbols
+from shoal.compile.cache import values
 from shoal.compile.cache.errors import NotExactError
 from shoal.compile.cache.graph_key import graph_key
-from shoal.compile.cache.input_key import inputs_key
 from shoal.compile.cache.values import Json
-from shoal.compile.options import Options
+from shoal.compile.options import BackendOptions
 from shoal.version import __version__
 
 NEUTRAL = frozenset({"cache", "logs", "passes"})
@@ -28,7 +28,7 @@ NEUTRAL = frozenset({"cache", "logs", "passes"})
 
 
 def key_of(
-    module: fx.GraphModule, args: Sequence[Any], fixed: Collection[int], options: Options
+    module: fx.GraphModule, args: Sequence[Any], fixed: Collection[int], options: BackendOptions
 ) -> str:
     """The key of a graph of Dynamo's; refused if something cannot be described exactly."""
     intercepts = settings.what_intercepts()
@@ -51,7 +51,7 @@ def key_of(
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def state_key(args: Sequence[Any], options: Options) -> Json:
+def state_key(args: Sequence[Any], options: BackendOptions) -> Json:
     """The state of the process that tracing reads."""
     kinds = {"cpu", *(arg.device.type for arg in args if isinstance(arg, Tensor))}
     grouped = dist.is_available() and dist.is_initialized()
@@ -80,3 +80,53 @@ def versions() -> list[str]:
         raise NotExactError(f"the compiler's own source cannot be read: {error}") from error
     python = f"{sys.implementation.name} {sys.version}"
     return [__version__, digest.hexdigest(), python, *settings.compiler_versions()]
+
+
+def inputs_key(args: Sequence[Any]) -> Json:
+    """Arguments of a graph; which of them are one tensor, and which share memory, included."""
+    first: dict[int, int] = {}
+    memory: dict[int | None, int] = {}
+    bases: dict[int, int] = {}
+    keys: list[Json] = []
+    for i, one in enumerate(args):
+        if not isinstance(one, Tensor):
+            if isinstance(one, symbols.SYMBOLIC):
+                raise NotExactError("it has a size that is not known, whose guards would be lost")
+            keys.append(["value", values.encode(one)])
+            continue
+        _check_plain(one)
+        at = first.setdefault(id(one), i)
+        shared = memory.setdefault(storage.storage_key(one), i)
+        base = bases.setdefault(id(one if one._base is None else one._base), i)
+        keys.append([at, shared, base, *_tensor_key(one)])
+    return keys
+
+
+def _check_plain(tensor: Tensor) -> None:
+    if type(tensor) not in (Tensor, torch.nn.Parameter):
+        raise NotExactError(f"an input is a tensor of class {type(tensor).__name__}")
+    if tensor.layout is not torch.strided or not storage.has_storage(tensor):
+        raise NotExactError(f"an input has the layout {tensor.layout}")
+    sizes = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    if any(isinstance(one, symbols.SYMBOLIC) for one in sizes):
+        raise NotExactError("it has a size that is not known, whose guards would be lost")
+
+
+def _tensor_key(tensor: Tensor) -> list[Json]:
+    key: list[Json] = [
+        str(tensor.dtype),
+        list(tensor.shape),
+        list(tensor.stride()),
+        tensor.storage_offset(),
+        tensor.untyped_storage().nbytes(),
+        settings.device_text(tensor.device),
+        tensor.requires_grad,
+        tensor.is_leaf,
+        type(tensor) is torch.nn.Parameter,
+        settings.dispatch_text(tensor),
+    ]
+    base = tensor._base
+    if base is not None:
+        # Memory that several inputs share is entered by the tensor that they are views of.
+        key += [autograd.view_text(tensor), _tensor_key(base)]
+    return key

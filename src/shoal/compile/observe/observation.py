@@ -14,10 +14,11 @@ from torch.fx import GraphModule
 
 from shoal.compile import environment
 from shoal.compile.aot.lowered import Lowered
+from shoal.compile.node_kinds import communicates, is_wait
 from shoal.compile.observe import logs
+from shoal.compile.observe.logs import Topic, topics_of
 from shoal.compile.observe.record import CacheUse, CompileRecord
-from shoal.compile.observe.topics import Topic, topics_of
-from shoal.compile.partition.ops import communicates, is_wait
+from shoal.compile.passes.contract import Pipeline, Report
 
 MOST_RECORDS = 1000
 """Older ones are forgotten."""
@@ -31,6 +32,7 @@ class Observation:
         self._topics = topics
         self._facts: dict[str, Any] = {}
         self._seconds: dict[str, float] = {}
+        self._passes: dict[str, Report] = {}
 
     def tell(self, **facts: Any) -> None:
         """Keep fields of the record."""
@@ -39,6 +41,10 @@ class Observation:
     def spent(self, stage: str, seconds: float) -> None:
         """Add to a stage's time."""
         self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
+
+    def ran(self, stage: str, report: Report) -> None:
+        """Keep what the passes of a stage did; of a stage that ran again, the last time."""
+        self._passes[stage] = report
 
     def say(self, topic: Topic, text: Callable[[], str]) -> None:
         """Log what `text` gives, which is asked only if somebody wants to know."""
@@ -49,7 +55,9 @@ class Observation:
         """What is known by now; None before the graphs are there."""
         if "num_inputs" not in self._facts:
             return None
-        return CompileRecord(number=self._number, seconds=self._seconds, **self._facts)
+        return CompileRecord(
+            number=self._number, seconds=self._seconds, passes=self._passes, **self._facts
+        )
 
 
 _current: ContextVar[Observation | None] = ContextVar("shoal_observation", default=None)
@@ -100,6 +108,23 @@ def say(topic: Topic, text: Callable[[], str]) -> None:
     observation = _current.get()
     if observation is not None:
         observation.say(topic, text)
+
+
+def run_passes(stage: str, passes: Pipeline, module: GraphModule) -> Report:
+    """Run the passes of a stage over a graph, and keep what each of them did."""
+    report = passes.run(module.graph)
+    if report.steps:
+        module.recompile()
+    tell_passes(stage, report)
+    return report
+
+
+def tell_passes(stage: str, report: Report) -> None:
+    """Keep what the passes of a stage did in the compilation that runs now."""
+    observation = _current.get()
+    if observation is not None and report.steps:
+        observation.ran(stage, report)
+        observation.say(Topic.GRAPHS, lambda: f"passes, {stage}\n{report}")
 
 
 def tell_lowered(lowered: Lowered) -> None:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
 
+from shoal.compile.passes.contract import Report
+
 
 class CacheUse(StrEnum):
     """What the cache did for a compilation."""
@@ -49,9 +51,13 @@ class CompileRecord:
     """Why it cannot be stored."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """By stage, in the order in which they ran; backward's when it has run."""
+    passes: Mapping[str, Report] = field(default_factory=dict)
+    """What each pass did to the graphs, by stage of `passes/pipeline.py`; of a graph that the cache
+    had, from its collectives on."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "seconds", MappingProxyType(dict(self.seconds)))
+        for name in ("seconds", "passes"):
+            object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     @property
     def total_seconds(self) -> float:

@@ -40,6 +40,7 @@ def render(
     lines += _counted(
         "again", ((one.where, f"{one.function}: {_guard(one.reason)}") for one in recompiles)
     )
+    lines += _passes(records)
     lines += [
         f"not cached: graph {record.number}: {record.cache_note}"
         for record in records
@@ -93,6 +94,15 @@ def _counted(title: str, found: Iterable[tuple[str, str]]) -> list[str]:
         f"{title} at {_short(where)}: {reason}" + (f" ({count} times)" if count > 1 else "")
         for (where, reason), count in Counter(found).items()
     ]
+
+
+def _passes(records: Sequence[CompileRecord]) -> list[str]:
+    """One line for each stage of passes: their names, in the order in which they ran."""
+    ran: dict[str, dict[str, None]] = {}
+    for record in records:
+        for stage, report in record.passes.items():
+            ran.setdefault(stage, {}).update(dict.fromkeys(step.name for step in report.steps))
+    return [f"passes, {stage}: {', '.join(names)}" for stage, names in ran.items()]
 
 
 def _guard(reason: str) -> str:

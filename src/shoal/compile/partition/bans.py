@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from torch import fx
 
+from shoal.compile.node_kinds import Kind
 from shoal.compile.partition.cost import kept_bytes
 from shoal.compile.partition.fusion import costly_again
 from shoal.compile.partition.joint import (
@@ -17,7 +18,6 @@ from shoal.compile.partition.joint import (
     wants_recompute,
 )
 from shoal.compile.partition.mutation import reads_any
-from shoal.compile.partition.ops import Kind
 
 SMALL_RESULT = 4
 """A reduction whose result is so many times smaller than what it reads is kept."""

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from shoal._torch import operators, storage, symbols
-from shoal.compile.partition.ops import value
+from shoal.compile.node_kinds import value
 
 SYMBOL_BYTES = 8
 """A Python integer that is kept, as good as free."""

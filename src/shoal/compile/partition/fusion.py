@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
+from shoal.compile.node_kinds import Kind, op_name
 from shoal.compile.partition.joint import Joint, Side
-from shoal.compile.partition.ops import Kind, op_name
 
 FUSIBLE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.REDUCTION, Kind.RANDOM, Kind.SIZE, Kind.CONSTANT})
 

@@ -20,7 +20,7 @@ from typing import Any
 from torch import fx
 from torch.utils import checkpoint
 
-from shoal.compile.partition.ops import Kind, flat, is_tensor, kind
+from shoal.compile.node_kinds import Kind, flat, is_tensor, kind
 from shoal.errors import InvariantError
 
 CheckpointPolicy = checkpoint.CheckpointPolicy

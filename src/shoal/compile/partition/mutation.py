@@ -1,4 +1,4 @@
-"""Old values of inputs that forward writes to, kept apart for backward.
+"""Copy the old values of inputs that forward writes to, where backward reads them.
 
 In a functional graph an input means the value it came in with. Forward's last nodes, or whoever
 calls it, write the new value over it, so backward would read that instead. Where backward reads
@@ -7,15 +7,15 @@ such an input, or a view of it, forward copies the old value first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor, fx
 
 from shoal._torch import operators, storage
+from shoal.compile.node_kinds import Kind, flat, is_tensor, kind, mutated_inputs, op_name, value
 from shoal.compile.partition.joint import CheckpointPolicy, output_of, phase
-from shoal.compile.partition.ops import Kind, flat, is_tensor, kind, mutated_inputs, op_name, value
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var"})
 BATCH_NORMS = frozenset(
@@ -48,8 +48,22 @@ def reads_any(node: fx.Node, memory: AbstractSet[int]) -> bool:
     return not memory.isdisjoint(storages(node.all_input_nodes))
 
 
-def protect_old_values(graph: fx.Graph, num_fwd_outputs: int, written: AbstractSet[int]) -> None:
+def written_before_backward(graph: fx.Graph, mutated_inputs: Collection[int]) -> set[int]:
+    """The memory that forward writes to, and that of inputs which the caller writes to after it.
+
+    `mutated_inputs` are places of such inputs, besides those whose nodes say so:
+    `node.meta["written"]`.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    outside = {i for i, node in enumerate(inputs) if node.meta.get("written")} | {*mutated_inputs}
+    return written_in(graph, "forward") | storages(inputs[i] for i in outside)
+
+
+def protect_old_values(
+    graph: fx.Graph, num_fwd_outputs: int, mutated_inputs: Collection[int] = ()
+) -> None:
     """Let backward read copies of what is written over before it runs."""
+    written = written_before_backward(graph, mutated_inputs)
     if not written:
         return
     for node in list(graph.nodes):

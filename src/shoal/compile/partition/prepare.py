@@ -1,42 +1,20 @@
-"""A joint graph made ready to be cut: a copy, completed."""
+"""Passes that make a joint graph ready to be cut: phases, checkpoint tags, equal work once."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from typing import Any
 
 from torch import fx
 
-from shoal.compile.partition.dedupe import drop_repeated
-from shoal.compile.partition.joint import Joint, read_joint
-from shoal.compile.partition.mutation import protect_old_values, storages, written_in
-from shoal.compile.partition.phases import complete_phases
-from shoal.compile.partition.tags import complete_tags
-
-
-def prepare(
-    module: fx.GraphModule,
-    num_fwd_outputs: int,
-    *,
-    mutated_inputs: Collection[int] = (),
-    dedupe: bool,
-) -> Joint:
-    """Copy a joint graph, complete its tags and phases, keep old values apart, and read it.
-
-    `mutated_inputs` are the places of inputs that the caller writes to after forward, besides those
-    whose nodes say so: `node.meta["written"]`.
-    """
-    graph = copy_graph(module.graph)
-    complete_phases(graph)
-    complete_tags(graph)
-    inputs = graph.find_nodes(op="placeholder")
-    outside = {i for i, node in enumerate(inputs) if node.meta.get("written")} | {*mutated_inputs}
-    before_backward = written_in(graph, "forward") | storages(inputs[i] for i in outside)
-    protect_old_values(graph, num_fwd_outputs, before_backward)
-    if dedupe:
-        drop_repeated(graph)
-    written = frozenset(before_backward | written_in(graph, "backward"))
-    shown = frozenset(storages(node for node in inputs if node.meta.get("handed_out")))
-    return read_joint(module, num_fwd_outputs, graph=graph, written=written, handed_out=shown)
+from shoal.compile.node_kinds import Kind, is_wait, kind
+from shoal.compile.partition.joint import (
+    PINNED,
+    CheckpointPolicy,
+    output_of,
+    phase,
+    wants_recompute,
+)
+from shoal.compile.partition.mutation import storages
 
 
 def copy_graph(graph: fx.Graph) -> fx.Graph:
@@ -46,3 +24,133 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     for node in graph.nodes:
         copies[node] = copied.node_copy(node, copies.__getitem__)
     return copied
+
+
+PHASES = {
+    "is_forward": "forward",
+    "must_be_in_forward": "forward",
+    "is_backward": "backward",
+    "must_be_in_backward": "backward",
+}
+"""By torch's tags, `node.meta["partitioner_tag"]`."""
+
+
+def complete_phases(graph: fx.Graph) -> None:
+    """Give a graph phases if it has none: by torch's tags, or by what its values depend on.
+
+    Dataflow does not tell where a write ran: one without a tag is left without a phase, which is
+    refused by whoever asks for it. What depends on no gradient counts as forward's.
+    """
+    if not any("phase" in node.meta for node in _calls(graph)):
+        infer_phases(graph)
+
+
+def infer_phases(graph: fx.Graph) -> None:
+    """Give phases to those nodes of a graph that have none."""
+    for node in _calls(graph):
+        if "phase" in node.meta:
+            continue
+        found = PHASES.get(node.meta.get("partitioner_tag", ""))
+        if found is None and kind(node) is not Kind.MUTATION:
+            reads_backward = any(phase(one) == "backward" for one in node.all_input_nodes)
+            found = "backward" if reads_backward else "forward"
+        if found is not None:
+            node.meta["phase"] = found
+
+
+def _calls(graph: fx.Graph) -> list[fx.Node]:
+    return [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+
+
+def complete_tags(graph: fx.Graph) -> None:
+    """Give results, pending collectives and the borders of regions the tags that they need."""
+    for node in graph.nodes:
+        if node.op == "call_function" and kind(node) is Kind.ITEM:
+            _inherit(node)
+    for node in graph.nodes:
+        if is_wait(node):
+            _join_collective(node)
+    for node in graph.nodes:
+        if _ends_region(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _inherit(item: fx.Node) -> None:
+    """One of several results is computed again if they are, and kept if it or they should be."""
+    producer = item.args[0]
+    assert isinstance(producer, fx.Node)
+    if item.meta.get("recompute") in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        return
+    for key in ("recompute", "ac_graph_id"):
+        item.meta.pop(key, None)
+        if key in producer.meta:
+            item.meta[key] = producer.meta[key]
+
+
+def _join_collective(wait: fx.Node) -> None:
+    """A collective and its wait are computed again together, or not at all."""
+    together = [wait, wait.all_input_nodes[0]]
+    while kind(together[-1]) is Kind.ITEM:
+        together.append(together[-1].all_input_nodes[0])
+    if kind(together[-1]) is Kind.COLLECTIVE and any(map(wants_recompute, together)):
+        for node in together:
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _ends_region(node: fx.Node) -> bool:
+    """Whether a checkpointed region hands a value to the next, which starts from it."""
+    region = node.meta.get("ac_graph_id")
+    return (
+        region is not None
+        and wants_recompute(node)
+        and any(
+            wants_recompute(user) and user.meta.get("ac_graph_id", region) > region
+            for user in node.users
+        )
+    )
+
+
+UNTOUCHED = PINNED | {Kind.INPUT, Kind.CONSTANT}
+
+
+def drop_repeated(graph: fx.Graph) -> None:
+    """Let readers of equal values read the first of them.
+
+    Forward and backward stay apart: what backward computes again, it was asked to. What is
+    returned stays apart too: two results must not become one tensor.
+    """
+    returned = storages(output_of(graph).all_input_nodes)
+    first: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op != "call_function" or kind(node) in UNTOUCHED or node.is_impure():
+            continue
+        if storages([node]) & returned:
+            continue
+        key = _key(node)
+        if key is None:
+            continue
+        known = first.setdefault(key, node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+            graph.erase_node(node)
+
+
+def _key(node: fx.Node) -> Any:
+    """What makes two nodes equal; None where that cannot be told."""
+    tags = (node.meta.get("recompute"), node.meta.get("ac_graph_id"))
+    key = (phase(node), node.target, tags, _frozen(node.args), _frozen(dict(node.kwargs)))
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _frozen(given: Any) -> Any:
+    if isinstance(given, list | tuple):
+        return (type(given).__name__, *map(_frozen, given))
+    if isinstance(given, dict):
+        return tuple((name, _frozen(one)) for name, one in sorted(given.items()))
+    if isinstance(given, slice):
+        return ("slice", *map(_frozen, (given.start, given.stop, given.step)))
+    return (type(given), repr(given) if isinstance(given, float) else given)

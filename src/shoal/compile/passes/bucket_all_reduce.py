@@ -1,20 +1,19 @@
-"""Several all-reduces made one: as one row of elements, or as a list."""
+"""Bucket all-reduces: as one row of elements, or as a list. A common scaling is done once."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from shoal.compile.partition.ops import Kind, is_tensor, kind
+from shoal.compile.node_kinds import Kind, is_tensor, kind, value
 from shoal.compile.passes.bucket import Bucket, Limits, Member
-from shoal.compile.passes.coalesce import launch_together
 from shoal.compile.passes.collectives import CommKind, collective, variant
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
-from shoal.compile.passes.fuse import arrival, departure, fuse
+from shoal.compile.passes.fuse import arrival, departure, fuse, launch_together
 from shoal.compile.passes.rewrite import call_again, call_function, flatten, sizes, split, unflatten
-from shoal.compile.passes.scaling import Scaling, scaling
 
 aten = torch.ops.aten
 
@@ -97,3 +96,50 @@ def _is_private(node: fx.Node) -> bool:
     """Whether a node's result lies in memory of its own that one node alone reads."""
     own = kind(node) not in (Kind.INPUT, Kind.CONSTANT, Kind.VIEW, Kind.ITEM, Kind.MUTATION)
     return own and len(node.users) == 1
+
+
+FOREACH = {
+    aten.div.Tensor: (aten._foreach_div.Scalar, aten._foreach_div.Tensor),
+    aten.div.Scalar: (aten._foreach_div.Scalar, aten._foreach_div.Tensor),
+    aten.mul.Tensor: (aten._foreach_mul.Scalar, aten._foreach_mul.Tensor),
+    aten.mul.Scalar: (aten._foreach_mul.Scalar, aten._foreach_mul.Tensor),
+}
+"""What does the same to a list, by a number or by a tensor of one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scaling:
+    """What is done to each element."""
+
+    target: Any
+    factor: Any
+    """A number, or the node of a tensor of one."""
+    dtype: torch.dtype
+    """Of what is scaled: integers become floats."""
+
+    def of(self, graph: fx.Graph, node: fx.Node) -> fx.Node:
+        """A new node that scales a tensor."""
+        return call_function(graph, self.target, (node, self.factor))
+
+    def of_each(self, graph: fx.Graph, nodes: list[fx.Node]) -> fx.Node:
+        """A new node that scales several tensors."""
+        by_number, by_tensor = FOREACH[self.target]
+        target = by_tensor if isinstance(self.factor, fx.Node) else by_number
+        return call_function(graph, target, (nodes, self.factor))
+
+
+def scaling(node: fx.Node) -> Scaling | None:
+    """What a node does, if it scales."""
+    if node.target not in FOREACH or len(node.args) != 2 or node.kwargs:
+        return None
+    scaled, factor = node.args
+    if not isinstance(scaled, fx.Node) or not is_tensor(scaled) or not is_tensor(node):
+        return None
+    if isinstance(factor, fx.Node):
+        # Two tensors of one promote to the wider type, a row and a tensor of one to the row's.
+        same = value(scaled).dtype == value(node).dtype
+        if not is_tensor(factor) or value(factor).dim() or not same:
+            return None
+    if value(scaled).shape != value(node).shape:
+        return None
+    return Scaling(target=node.target, factor=factor, dtype=value(scaled).dtype)

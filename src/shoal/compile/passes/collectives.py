@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from shoal._torch import operators
-from shoal.compile.partition.ops import flat, op_name
+from shoal.compile.node_kinds import flat, op_name
 from shoal.errors import UsageError
 
 WAITS = frozenset({"_c10d_functional::wait_tensor", "c10d_functional::wait_tensor"})

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from shoal._torch import symbols
-from shoal.compile.partition.ops import Kind, flat, kind, value
+from shoal.compile.node_kinds import Kind, flat, kind, value
 from shoal.compile.passes.collectives import (
     GROUP,
     REDUCE_OP,

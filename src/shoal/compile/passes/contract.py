@@ -1,18 +1,23 @@
-"""What a pass needs, and what it leaves behind.
+"""The contract of a graph pass, and the runner that holds every pass to it.
 
 A fact is a promise about a graph, by name. A pass may require facts that passes before it provide,
-and may undo facts: new collectives undo the order that an earlier pass made.
+and may undo facts: new collectives undo the order that an earlier pass made. A `Pipeline` checks
+these when it is made. When it runs, it lints the graph after each pass, counts its inputs and
+outputs, and computes again the metadata of the nodes that the pass changed.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from torch import fx
 
-from shoal.errors import UsageError
+from shoal.compile.passes.metadata import CheckedGraph
+from shoal.compile.passes.traffic import Traffic, count_traffic
+from shoal.errors import InvariantError, UsageError
 
 
 class Fact(StrEnum):
@@ -25,6 +30,12 @@ class Fact(StrEnum):
     EARLY_STARTS = "collectives start as soon as they can"
     BOUNDED_BYTES = "the bytes in flight are bounded"
     NOT_IN_ORDER_YET = "no pass has put collectives in order"
+    PHASES = "each node says whether it ran in forward or in backward"
+    FORWARD_SIZES = "forward takes no size from a gradient"
+    NO_ALIASES = "no node reads another name of a tensor"
+    CHECKPOINT_TAGS = "the tags of checkpoints are complete"
+    OLD_VALUES = "backward reads copies of inputs that are written to before it runs"
+    INPUT_COPIES = "inputs are written to by copy_ alone"
 
 
 ORDER = frozenset({Fact.LATE_WAITS, Fact.EARLY_STARTS, Fact.BOUNDED_BYTES})
@@ -88,3 +99,180 @@ def _explain(one: Pass, missing: frozenset[str], passes: Sequence[Pass], place: 
 
 def _listed(facts: Iterable[str]) -> str:
     return ", ".join(repr(str(fact)) for fact in sorted(facts))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """What one pass did."""
+
+    name: str
+    before: Traffic
+    after: Traffic
+    seconds: float
+    num_nodes: tuple[int, int] = (0, 0)
+    """Before the pass, and after it."""
+    result: object = None
+    """What the function of the pass returned."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What the passes of a pipeline did."""
+
+    steps: tuple[Step, ...]
+
+    def result_of(self, name: str) -> object:
+        """What the function of a pass returned; None if no pass of that name ran."""
+        return next((step.result for step in self.steps if step.name == name), None)
+
+    def __str__(self) -> str:
+        """A table of counts, before and after each pass."""
+        head = ("pass", "nodes", "collectives", "MB", "waits", "max MB in flight", "ms")
+        rows = [head] + [
+            (
+                step.name,
+                _change(*step.num_nodes),
+                _change(step.before.num_collectives, step.after.num_collectives),
+                _change(_mb(step.before.num_bytes), _mb(step.after.num_bytes)),
+                _change(step.before.num_waits, step.after.num_waits),
+                _change(_mb(step.before.max_in_flight_bytes), _mb(step.after.max_in_flight_bytes)),
+                f"{step.seconds * 1000:.1f}",
+            )
+            for step in self.steps
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = (
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Passes that run one after the other; editing makes another pipeline, checked again."""
+
+    passes: tuple[Pass, ...]
+    given: frozenset[str] = frozenset()
+    """What holds for the graphs that come in."""
+    verify: bool = True
+    """Whether metadata of what a pass changed is computed again and compared; lint always runs."""
+    counts: bool = True
+    """Whether communication is counted before and after each pass."""
+
+    def __post_init__(self) -> None:
+        names = [one.name for one in self.passes]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise UsageError(f"expected names that differ, got {', '.join(twice)} more than once")
+        check_passes(self.passes, self.given)
+
+    @property
+    def provides(self) -> frozenset[str]:
+        """What holds for the graphs that come out."""
+        return check_passes(self.passes, self.given)
+
+    def run(self, graph: fx.Graph) -> Report:
+        """Change a graph in place; say what became of its communication."""
+        checked = CheckedGraph(graph) if self.verify else None
+        ends = _ends(graph)
+        steps = []
+        before, num_before = self._traffic(graph), len(graph.nodes)
+        for one in self.passes:
+            start = time.perf_counter()
+            result = one.run(graph)
+            seconds = time.perf_counter() - start
+            _check_left(one, graph, ends, checked)
+            after, num_after = self._traffic(graph), len(graph.nodes)
+            steps.append(
+                Step(
+                    name=one.name,
+                    before=before,
+                    after=after,
+                    seconds=seconds,
+                    num_nodes=(num_before, num_after),
+                    result=result,
+                )
+            )
+            before, num_before = after, num_after
+        return Report(steps=tuple(steps))
+
+    def before(self, name: str, *new: Pass) -> Pipeline:
+        """The same with passes put before the one of a name."""
+        place = self._place(name)
+        return self._with((*self.passes[:place], *new, *self.passes[place:]))
+
+    def after(self, name: str, *new: Pass) -> Pipeline:
+        """The same with passes put after the one of a name."""
+        place = self._place(name) + 1
+        return self._with((*self.passes[:place], *new, *self.passes[place:]))
+
+    def without(self, name: str) -> Pipeline:
+        """The same without the pass of a name."""
+        place = self._place(name)
+        return self._with((*self.passes[:place], *self.passes[place + 1 :]))
+
+    def replacing(self, name: str, new: Pass) -> Pipeline:
+        """The same with another pass in the place of the one of a name."""
+        place = self._place(name)
+        return self._with((*self.passes[:place], new, *self.passes[place + 1 :]))
+
+    def __str__(self) -> str:
+        """The passes, with what each requires, provides and undoes."""
+        return "\n".join(
+            f"{number}. {one.name}"
+            + "".join(
+                f"\n   {word}: {'; '.join(sorted(facts))}"
+                for word, facts in (
+                    *(("requires", one.requires), ("provides", one.provides)),
+                    ("undoes", one.undoes),
+                )
+                if facts
+            )
+            for number, one in enumerate(self.passes, start=1)
+        )
+
+    def _traffic(self, graph: fx.Graph) -> Traffic:
+        return count_traffic(graph) if self.counts else Traffic()
+
+    def _place(self, name: str) -> int:
+        names = [one.name for one in self.passes]
+        if name not in names:
+            raise UsageError(f"expected one of the passes {', '.join(names)}, got {name!r}")
+        return names.index(name)
+
+    def _with(self, passes: Iterable[Pass]) -> Pipeline:
+        return replace(self, passes=tuple(passes))
+
+
+def _ends(graph: fx.Graph) -> tuple[int, int]:
+    """How many inputs and outputs a graph has, which whoever calls it counts on."""
+    (output,) = graph.find_nodes(op="output")
+    returned = output.args[0]
+    num_outputs = len(returned) if isinstance(returned, (list, tuple)) else 1
+    return len(graph.find_nodes(op="placeholder")), num_outputs
+
+
+def _check_left(
+    one: Pass, graph: fx.Graph, ends: tuple[int, int], checked: CheckedGraph | None
+) -> None:
+    """Raise, with the name of the pass, if it left a graph that is not whole."""
+    try:
+        graph.lint()
+        if checked is not None:
+            checked.check()
+    except RuntimeError as error:
+        raise InvariantError(f"pass {one.name} broke the graph: {error}") from error
+    if _ends(graph) != ends:
+        raise InvariantError(
+            f"pass {one.name} broke the graph: expected the {ends[0]} inputs and {ends[1]} outputs "
+            f"that it had, got {' and '.join(map(str, _ends(graph)))}"
+        )
+
+
+def _change(before: object, after: object) -> str:
+    return str(before) if before == after else f"{before} → {after}"
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1024**2:.2f}"

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from shoal.compile.node_kinds import Kind, kind
 from shoal.compile.partition.cost import work
-from shoal.compile.partition.ops import Kind, kind
 from shoal.compile.passes.collectives import CommKind, collective
 from shoal.compile.passes.comm_block import comm_bytes, tensor_bytes, tensors_of
 from shoal.errors import UsageError

@@ -16,17 +16,17 @@ import torch
 from torch import Tensor, fx
 
 from shoal._torch import dynamo
-from shoal.compile.partition.ops import op_name, value
+from shoal.compile.node_kinds import op_name, value
 from shoal.compile.passes.bucket import Limits, Member
 from shoal.compile.passes.bucket_all_reduce import (
     match_all_reduces,
     rewrite_as_list,
     rewrite_as_row,
+    scaling,
 )
 from shoal.compile.passes.collectives import CommKind, is_wait
 from shoal.compile.passes.comm_block import is_view
 from shoal.compile.passes.fuse import Rewrite, fuse
-from shoal.compile.passes.scaling import scaling
 from shoal.compile.passes.schedule import delay_waits
 from shoal.errors import UsageError
 

@@ -1,14 +1,19 @@
-"""What the metadata of a graph says, computed again and compared."""
+"""Compute the metadata of nodes (`node.meta["val"]`), and compare it after passes."""
 
 from __future__ import annotations
 
+import operator
+from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
+from torch.fx.node import map_arg
 
-from shoal._torch import traces
-from shoal.compile.passes.reading import Reading
-from shoal.errors import InvariantError
+from shoal._torch import fakes, operators, symbols, traces
+from shoal.compile.node_kinds import flat
+from shoal.compile.passes.collectives import collective
+from shoal.errors import InvariantError, UsageError
 
 
 def compute_metadata(node: fx.Node) -> None:
@@ -37,7 +42,7 @@ def check_graph(graph: fx.Graph, known: dict[fx.Node, str] | None = None) -> Non
     _raise_if([what for node, what in inconsistencies(graph).items() if node not in (known or {})])
 
 
-class Watched:
+class CheckedGraph:
     """A graph that passes change: only what they touched is computed again.
 
     What was wrong before the first of them is no fault of theirs.
@@ -72,3 +77,131 @@ def _raise_if(wrong: list[str]) -> None:
         raise InvariantError(
             f"the metadata of {len(wrong)} nodes is wrong after a pass; first: {wrong[0]}"
         )
+
+
+BY_CONTENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})
+"""The shapes of such results are new symbols each time they are asked for."""
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reading:
+    """A node's operator, its arguments, their values without elements, and its own."""
+
+    node: fx.Node
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    given: dict[fx.Node, Any]
+    said: Any
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Reading:
+        """Look at a node as it is now."""
+        given = {read: read.meta.get("val", _NOTHING) for read in node.all_input_nodes}
+        said = node.meta.get("val", _NOTHING)
+        return cls(node, node.target, node.args, dict(node.kwargs), given, said)
+
+    def is_like(self, other: Reading) -> bool:
+        """Whether another one is of the same arguments and the same values."""
+        return (
+            self.target is other.target
+            and self.said is other.said
+            and self.args == other.args
+            and self.kwargs == other.kwargs
+            and all(other.given.get(read) is held for read, held in self.given.items())
+        )
+
+    def complaint(self) -> str | None:
+        """What is wrong with what the node says it gives; None if nothing is, or nobody can say."""
+        if not self._can_be_computed():
+            return None
+        said, computed = _describe(self.said), _describe(self.result())
+        if len(said) == len(computed) and all(map(_agree, said, computed)):
+            return None
+        return f"{self.node.name} ({self.target}) says {said}, and gives {computed}"
+
+    def result(self) -> Any:
+        """What the node gives, computed without elements."""
+        mode = self._mode()
+        missing = [read.name for read, held in self.given.items() if held is _NOTHING]
+        if missing:
+            raise UsageError(
+                f"expected what {missing[0]} gives in its metadata ('val'), got none: trace the "
+                "graph with make_fx or a compiler"
+            )
+        values = {read: _in_mode(held, mode) for read, held in self.given.items()}
+        args, kwargs = map_arg((self.args, self.kwargs), values.__getitem__)  # pyright: ignore[reportGeneralTypeIssues]
+        if mode is None:
+            return self.target(*args, **kwargs)
+        with fakes.below_python(mode), torch.no_grad():
+            result = self.target(*args, **kwargs)
+            return _as_received(result) if self._gives_new_tensors() else result
+
+    def _mode(self) -> fakes.FakeTensorMode | None:
+        """The mode in which to compute; a new one where values disagree."""
+        tensors = [one for one in flat(list(self.given.values())) if isinstance(one, Tensor)]
+        modes = {getattr(one, "fake_mode", None) for one in tensors}
+        if len(modes) == 1:
+            mode = modes.pop()
+            if mode is not None:
+                return mode
+        return fakes.new_fake_mode(dynamic=False) if tensors else None
+
+    def _can_be_computed(self) -> bool:
+        if self.node.op != "call_function" or self.said is _NOTHING:
+            return False
+        if self.target is operator.getitem:
+            return True
+        if not isinstance(self.target, operators.OpOverload):
+            return False
+        is_known = all(held is not _NOTHING for held in self.given.values())
+        return is_known and BY_CONTENT.isdisjoint(self.target.tags)
+
+    def _gives_new_tensors(self) -> bool:
+        op = collective(self.node)
+        return op is not None and not op.writes
+
+
+def _in_mode(held: Any, mode: fakes.FakeTensorMode | None) -> Any:
+    """A value in a mode: a trace of real tensors makes one mode for each."""
+    if isinstance(held, list | tuple):
+        return type(held)(_in_mode(one, mode) for one in held)
+    if not isinstance(held, Tensor) or getattr(held, "fake_mode", None) is mode:
+        return held
+    assert mode is not None
+    with mode:
+        return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
+
+
+def _as_received(result: Any) -> Any:
+    """What a collective gives is contiguous, though torch says of some that strides are kept."""
+    if isinstance(result, list | tuple):
+        return type(result)(map(_as_received, result))
+    if not isinstance(result, Tensor):
+        return result
+    return torch.empty_like(result, memory_format=torch.contiguous_format)
+
+
+def _describe(held: Any) -> list[Any]:
+    """Type, device, sizes and strides of each tensor; strides only where they mean something."""
+    return [
+        (one.dtype, one.device, tuple(one.shape), _strides(one)) if isinstance(one, Tensor) else one
+        for one in flat(held)
+    ]
+
+
+def _strides(tensor: Tensor) -> tuple[Any, ...]:
+    if any(isinstance(size, int) and size == 0 for size in tensor.shape):
+        return ()
+    pairs = zip(tensor.shape, tensor.stride(), strict=True)
+    return tuple(0 if isinstance(size, int) and size == 1 else step for size, step in pairs)
+
+
+def _agree(said: Any, computed: Any) -> bool:
+    """Whether two descriptions are the same, as far as integers can tell."""
+    if isinstance(said, tuple) and isinstance(computed, tuple):
+        return len(said) == len(computed) and all(map(_agree, said, computed))
+    if isinstance(said, symbols.SYMBOLIC) or isinstance(computed, symbols.SYMBOLIC):
+        return True
+    return said == computed

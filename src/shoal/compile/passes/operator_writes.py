@@ -1,4 +1,4 @@
-"""Custom operators that write to an input: called on the input itself.
+"""Call custom operators that write to an input on the input itself.
 
     functional form of op(x) ─► copy_(x, ·)      ──►      op(x)
 

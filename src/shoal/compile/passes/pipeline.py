@@ -1,166 +1,254 @@
-"""Passes in a row: checked before they run, and counted when they do."""
+"""Every pass that rewrites a graph: one ordered list for each stage.
+
+    trace ─► joint ─► partitioner: before_cut, cut ─┬─► forward  ─┐
+                                                    └─► backward ─┴─► cache ─► collectives ─► inner
+                                                                               compiler
+Each function here gives the `Pipeline` of a stage. `Pipeline.run` lints the graph and checks its
+metadata after each pass. Graphs that the cache had begin at `collectives`, which are made for what
+is known of the run: sizes of buckets, what may be in flight, a user's own passes.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator
+from enum import StrEnum
+from functools import partial
 
-from torch import fx
-
-from shoal.compile.passes.contract import Pass, check_passes
-from shoal.compile.passes.metadata import Watched
-from shoal.compile.passes.traffic import Traffic, count_traffic
-from shoal.errors import InvariantError, UsageError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one pass did."""
-
-    name: str
-    before: Traffic
-    after: Traffic
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """What the passes of a pipeline did."""
-
-    steps: tuple[Step, ...]
-
-    def __str__(self) -> str:
-        """A table of counts, before and after each pass."""
-        head = ("pass", "collectives", "MB", "waits", "max MB in flight", "ms")
-        rows = [head] + [
-            (
-                step.name,
-                _change(step.before.num_collectives, step.after.num_collectives),
-                _change(_mb(step.before.num_bytes), _mb(step.after.num_bytes)),
-                _change(step.before.num_waits, step.after.num_waits),
-                _change(_mb(step.before.max_in_flight_bytes), _mb(step.after.max_in_flight_bytes)),
-                f"{step.seconds * 1000:.1f}",
-            )
-            for step in self.steps
-        ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        )
-        return "\n".join(line.rstrip() for line in lines)
+from shoal.compile.partition.mutation import protect_old_values
+from shoal.compile.partition.prepare import complete_phases, complete_tags, drop_repeated
+from shoal.compile.passes.bucket import FIRST_BUCKET_BYTES, Limits
+from shoal.compile.passes.bucket_all_reduce import bucket_all_reduces
+from shoal.compile.passes.bucket_shards import bucket_all_gathers, bucket_reduce_scatters
+from shoal.compile.passes.contract import ORDER, Fact, Pass, Pipeline
+from shoal.compile.passes.cost import Costs
+from shoal.compile.passes.ddp_fusion import (
+    fuse_ddp_with_coalesced_op,
+    fuse_ddp_with_concat_op,
+    schedule_comm_wait,
+)
+from shoal.compile.passes.decompose import decompose_dropout_backward
+from shoal.compile.passes.in_place import average_in_place, update_in_place
+from shoal.compile.passes.inductor_rewrites import compare_instead_of_scatter, keep_old_values
+from shoal.compile.passes.operator_writes import write_by_operators
+from shoal.compile.passes.schedule import overlap
+from shoal.compile.passes.trace_cleanup import (
+    detach_scattered,
+    drop_aliases,
+    drop_dead_nodes,
+    rebind_sizes,
+    tag_for_torch,
+)
+from shoal.compile.passes.view_cleanup import drop_idle_views
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pipeline:
-    """Passes that run one after the other; editing makes another pipeline, checked again."""
+class Target(StrEnum):
+    """What makes a function of the graphs, which decides what is worth rewriting."""
 
-    passes: tuple[Pass, ...]
-    given: frozenset[str] = frozenset()
-    """What holds for the graphs that come in."""
-    verify: bool = True
-    """Whether metadata of what a pass changed is computed again and compared; lint always runs."""
+    DIRECT = "direct"
+    """Operators are called one by one: each view, copy and operator less saves a call."""
+    INDUCTOR = "inductor"
+    """Operators are fused, and memory is planned."""
+    GIVEN = "given"
+    """A compiler that the caller passed: it gets graphs as they were traced."""
 
-    def __post_init__(self) -> None:
-        names = [one.name for one in self.passes]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise UsageError(f"expected names that differ, got {', '.join(twice)} more than once")
-        check_passes(self.passes, self.given)
 
-    @property
-    def provides(self) -> frozenset[str]:
-        """What holds for the graphs that come out."""
-        return check_passes(self.passes, self.given)
+def joint(target: Target, *, trains: bool) -> Pipeline:
+    """Passes over the captured graph of forward and backward, before a partitioner sees it."""
+    cleanup = (
+        Pass(
+            name="rebind_sizes",
+            run=rebind_sizes,
+            requires=frozenset({Fact.PHASES}),
+            provides=frozenset({Fact.FORWARD_SIZES}),
+        ),
+        Pass(name="drop_aliases", run=drop_aliases, provides=frozenset({Fact.NO_ALIASES})),
+        Pass(
+            name="detach_scattered",
+            run=detach_scattered,
+            # Earlier, its own `detach` would be dropped.
+            requires=frozenset({Fact.NO_ALIASES}),
+        ),
+        Pass(
+            name="drop_dead_nodes",
+            run=drop_dead_nodes,
+            requires=frozenset({Fact.FORWARD_SIZES, Fact.NO_ALIASES}),
+        ),
+    )
+    tags = (Pass(name="tag_for_torch", run=tag_for_torch, requires=frozenset({Fact.PHASES})),)
+    inductor = (
+        Pass(name="compare_instead_of_scatter", run=compare_instead_of_scatter),
+        Pass(
+            name="keep_old_values",
+            run=keep_old_values,
+            requires=frozenset({Fact.INPUT_COPIES}),
+        ),
+    )
+    return Pipeline(
+        passes=(
+            *cleanup,
+            *(tags if trains else ()),
+            *(inductor if target is Target.INDUCTOR else ()),
+        ),
+        given=frozenset({Fact.PHASES, Fact.INPUT_COPIES}),
+        counts=False,
+    )
 
-    def run(self, graph: fx.Graph) -> Report:
-        """Change a graph in place; say what became of its communication."""
-        watched = Watched(graph) if self.verify else None
-        ends = _ends(graph)
-        steps = []
-        before = count_traffic(graph)
-        for one in self.passes:
-            start = time.perf_counter()
-            one.run(graph)
-            seconds = time.perf_counter() - start
-            _check_left(one, graph, ends, watched)
-            after = count_traffic(graph)
-            steps.append(Step(name=one.name, before=before, after=after, seconds=seconds))
-            before = after
-        return Report(steps=tuple(steps))
 
-    def before(self, name: str, *new: Pass) -> Pipeline:
-        """The same with passes put before the one of a name."""
-        place = self._place(name)
-        return self._with((*self.passes[:place], *new, *self.passes[place:]))
+def before_cut(
+    *, num_fwd_outputs: int, mutated_inputs: Collection[int] = (), dedupe: bool = True
+) -> Pipeline:
+    """Passes over a partitioner's copy of a joint graph, which another tracer may have made."""
+    once = Pass(
+        name="drop_repeated",
+        run=drop_repeated,
+        requires=frozenset({Fact.PHASES, Fact.CHECKPOINT_TAGS, Fact.OLD_VALUES}),
+    )
+    return Pipeline(
+        passes=(
+            Pass(name="complete_phases", run=complete_phases, provides=frozenset({Fact.PHASES})),
+            Pass(
+                name="complete_tags",
+                run=complete_tags,
+                provides=frozenset({Fact.CHECKPOINT_TAGS}),
+            ),
+            Pass(
+                name="protect_old_values",
+                run=partial(
+                    protect_old_values,
+                    num_fwd_outputs=num_fwd_outputs,
+                    mutated_inputs=mutated_inputs,
+                ),
+                requires=frozenset({Fact.PHASES}),
+                provides=frozenset({Fact.OLD_VALUES}),
+            ),
+            *((once,) if dedupe else ()),
+        ),
+        counts=False,
+    )
 
-    def after(self, name: str, *new: Pass) -> Pipeline:
-        """The same with passes put after the one of a name."""
-        place = self._place(name) + 1
-        return self._with((*self.passes[:place], *new, *self.passes[place:]))
 
-    def without(self, name: str) -> Pipeline:
-        """The same without the pass of a name."""
-        place = self._place(name)
-        return self._with((*self.passes[:place], *self.passes[place + 1 :]))
+def forward(target: Target) -> Pipeline:
+    """Passes over a forward graph, before it goes to the cache."""
+    by_operators = Pass(
+        name="write_by_operators",
+        run=write_by_operators,
+        requires=frozenset({Fact.INPUT_COPIES}),
+    )
+    direct = (
+        Pass(name="drop_idle_views", run=drop_idle_views),
+        Pass(
+            name="update_in_place",
+            run=update_in_place,
+            undoes=frozenset({Fact.INPUT_COPIES}),
+        ),
+        Pass(name="decompose_dropout_backward", run=decompose_dropout_backward),
+    )
+    return Pipeline(
+        passes=(
+            # Inductor calls operators on inputs by itself, where that keeps old values.
+            *(() if target is Target.INDUCTOR else (by_operators,)),
+            *(direct if target is Target.DIRECT else ()),
+        ),
+        given=frozenset({Fact.INPUT_COPIES}),
+        counts=False,
+    )
 
-    def replacing(self, name: str, new: Pass) -> Pipeline:
-        """The same with another pass in the place of the one of a name."""
-        place = self._place(name)
-        return self._with((*self.passes[:place], new, *self.passes[place + 1 :]))
 
-    def __str__(self) -> str:
-        """The passes, with what each requires, provides and undoes."""
-        return "\n".join(
-            f"{number}. {one.name}"
-            + "".join(
-                f"\n   {word}: {'; '.join(sorted(facts))}"
-                for word, facts in (
-                    *(("requires", one.requires), ("provides", one.provides)),
-                    ("undoes", one.undoes),
+def backward(target: Target) -> Pipeline:
+    """Passes over a backward graph, before it goes to the cache."""
+    direct = (
+        Pass(
+            name="drop_idle_views",
+            # Gradients are autograd's, which does not ask of what they are views.
+            run=partial(drop_idle_views, also_returned=True),
+        ),
+        Pass(name="decompose_dropout_backward", run=decompose_dropout_backward),
+    )
+    return Pipeline(passes=direct if target is Target.DIRECT else (), counts=False)
+
+
+def sharded(
+    *,
+    bucket_bytes: int,
+    max_in_flight_bytes: int | None,
+    first_bytes: int | None = FIRST_BUCKET_BYTES,
+    costs: Costs | None = None,
+) -> Pipeline:
+    """For graphs that gather parameters and scatter gradients, or average whole ones.
+
+    These are the passes that a user's option `passes` edits. The first bucket of whole gradients
+    may be smaller, so that it is on its way early. With costs, gathers start just in time instead
+    of as early as there is room.
+    """
+    limits = Limits(num_bytes=bucket_bytes)
+    first_bytes = None if first_bytes is None else min(bucket_bytes, first_bytes)
+    first = Limits(num_bytes=bucket_bytes, first_bytes=first_bytes)
+    bounded = () if max_in_flight_bytes is None else (Fact.BOUNDED_BYTES,)
+    buckets = (
+        (bucket_all_gathers, limits, Fact.BUCKETED_ALL_GATHERS),
+        (bucket_reduce_scatters, limits, Fact.BUCKETED_REDUCE_SCATTERS),
+        (bucket_all_reduces, first, Fact.BUCKETED_ALL_REDUCES),
+    )
+    return Pipeline(
+        passes=(
+            *(
+                Pass(
+                    name=bucket.__name__,
+                    run=partial(bucket, limits=limit),
+                    # First, if at all: they would undo an order of single collectives.
+                    requires=frozenset({Fact.NOT_IN_ORDER_YET}),
+                    provides=frozenset({fact}),
+                    undoes=ORDER,
                 )
-                if facts
-            )
-            for number, one in enumerate(self.passes, start=1)
+                for bucket, limit, fact in buckets
+            ),
+            Pass(
+                name="overlap",
+                run=partial(overlap, max_in_flight_bytes=max_in_flight_bytes, costs=costs),
+                provides=frozenset({Fact.EARLY_STARTS, Fact.LATE_WAITS, *bounded}),
+                undoes=frozenset({Fact.NOT_IN_ORDER_YET}),
+            ),
+        ),
+        given=frozenset({Fact.NOT_IN_ORDER_YET}),
+    )
+
+
+def after_collectives(target: Target) -> Pipeline:
+    """Passes over a graph whose collectives are in their places."""
+    direct = (Pass(name="average_in_place", run=average_in_place),)
+    return Pipeline(
+        passes=(
+            Pass(name="drop_idle_views", run=drop_idle_views),
+            *(direct if target is Target.DIRECT else ()),
+        ),
+    )
+
+
+def replicated(*, bucket_size_mb: float, coalesced: bool = False) -> Pipeline:
+    """For graphs with DDP's gradient all-reduces, as torch's own compiler has them."""
+    fuse = fuse_ddp_with_coalesced_op if coalesced else fuse_ddp_with_concat_op
+    return Pipeline(
+        passes=(
+            Pass(
+                name=fuse.__name__,
+                run=partial(fuse, bucket_size_mb=bucket_size_mb),
+                provides=frozenset({Fact.BUCKETED_ALL_REDUCES}),
+                undoes=ORDER,
+            ),
+            Pass(
+                name="schedule_comm_wait",
+                run=schedule_comm_wait,
+                provides=frozenset({Fact.LATE_WAITS}),
+            ),
         )
-
-    def _place(self, name: str) -> int:
-        names = [one.name for one in self.passes]
-        if name not in names:
-            raise UsageError(f"expected one of the passes {', '.join(names)}, got {name!r}")
-        return names.index(name)
-
-    def _with(self, passes: Iterable[Pass]) -> Pipeline:
-        return replace(self, passes=tuple(passes))
+    )
 
 
-def _ends(graph: fx.Graph) -> tuple[int, int]:
-    """How many inputs and outputs a graph has, which whoever calls it counts on."""
-    (output,) = graph.find_nodes(op="output")
-    returned = output.args[0]
-    num_outputs = len(returned) if isinstance(returned, (list, tuple)) else 1
-    return len(graph.find_nodes(op="placeholder")), num_outputs
-
-
-def _check_left(one: Pass, graph: fx.Graph, ends: tuple[int, int], watched: Watched | None) -> None:
-    """Raise, with the name of the pass, if it left a graph that is not whole."""
-    try:
-        graph.lint()
-        if watched is not None:
-            watched.check()
-    except RuntimeError as error:
-        raise InvariantError(f"pass {one.name} broke the graph: {error}") from error
-    if _ends(graph) != ends:
-        raise InvariantError(
-            f"pass {one.name} broke the graph: expected the {ends[0]} inputs and {ends[1]} outputs "
-            f"that it had, got {' and '.join(map(str, _ends(graph)))}"
-        )
-
-
-def _change(before: object, after: object) -> str:
-    return str(before) if before == after else f"{before} → {after}"
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1024**2:.2f}"
+def stages(target: Target) -> Iterator[tuple[str, Pipeline]]:
+    """All passes of a training function in the order in which they run, by stage."""
+    yield "joint", joint(target, trains=True)
+    yield "before_cut", before_cut(num_fwd_outputs=0)
+    yield "forward", forward(target)
+    yield "backward", backward(target)
+    yield "collectives", sharded(bucket_bytes=1, max_in_flight_bytes=None)
+    yield "after_collectives", after_collectives(target)

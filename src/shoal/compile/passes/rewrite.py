@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal.compile.partition.ops import value
+from shoal.compile.node_kinds import value
 from shoal.compile.passes.metadata import compute_metadata
 
 aten = torch.ops.aten

@@ -8,21 +8,22 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from shoal._torch import autograd, dynamo, fakes, optimizers, settings, traces, trees
-from shoal.compile.agreement import check_ranks_agree
+from shoal.comm.modelled import BACKEND
 from shoal.compile.aot.capture import LeftFakeError
-from shoal.compile.backend import pipeline_of
+from shoal.compile.backend import compiler_of
 from shoal.compile.communication import schedule_collectives
+from shoal.compile.compare_ranks import check_ranks_agree
+from shoal.compile.node_kinds import Kind, kind
 from shoal.compile.observe.observation import observing
-from shoal.compile.options import Options
-from shoal.compile.partition.ops import Kind, kind
-from shoal.compile.step.data import Data
+from shoal.compile.options import BackendOptions
+from shoal.compile.step.batch import Batch
 from shoal.compile.step.fingerprint import Fingerprint
-from shoal.compile.step.parts import Parts, Places
 from shoal.compile.step.refusals import changes_python, check_can_capture
-from shoal.compile.step.replay import Replay, why_not
+from shoal.compile.step.step_tensors import Places, StepTensors
 from shoal.compile.step.update import MissingStateError, clip, count_on_device, update
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
@@ -62,7 +63,7 @@ def compile_step(
     did. On CUDA graphs are replayed; `why_not_replayed` says why not. `options` are those of the
     backend.
     """
-    return CompiledStep(model, loss_fn, optimizer, max_norm, accumulate, Options.of(options))
+    return CompiledStep(model, loss_fn, optimizer, max_norm, accumulate, BackendOptions.of(options))
 
 
 class CompiledStep:
@@ -75,7 +76,7 @@ class CompiledStep:
         optimizer: torch.optim.Optimizer,
         max_norm: float | None,
         accumulate: int,
-        options: Options,
+        options: BackendOptions,
     ) -> None:
         if max_norm is not None and max_norm <= 0:
             raise UsageError(f"expected a norm above 0 to clip to, got max_norm={max_norm}")
@@ -101,7 +102,7 @@ class CompiledStep:
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Train once."""
-        data = Data(inputs, targets)
+        data = Batch(inputs, targets)
         self._free_full_parameters()
         captured = self._known(data) or self._made(data)
         if captured is None:
@@ -120,7 +121,7 @@ class CompiledStep:
             if unit.phase is not Phase.SHARDED:
                 unit.reshard()
 
-    def _known(self, data: Data) -> _Captured | None:
+    def _known(self, data: Batch) -> _Captured | None:
         """The graph of a step that read what this one would read."""
         if settings.what_intercepts() is not None:
             return None
@@ -131,7 +132,7 @@ class CompiledStep:
                 return captured
         return None
 
-    def _made(self, data: Data) -> _Captured | None:
+    def _made(self, data: Batch) -> _Captured | None:
         """A new graph; None if this step is to run as it is written."""
         check_can_capture(self._whole, self._optimizer)
         self.why_not_captured = self._obstacle()
@@ -164,7 +165,7 @@ class CompiledStep:
             return "the step before ran in no_sync(), and its reducer has to begin anew"
         return settings.what_intercepts()
 
-    def _is_repeated(self, read: Fingerprint, data: Data) -> bool:
+    def _is_repeated(self, read: Fingerprint, data: Batch) -> bool:
         """Whether the step before read the same, so that one more graph may be of use."""
         before, places = self._last, Places(self._whole, self._optimizer)
         self._last = read, places
@@ -208,11 +209,11 @@ class CompiledStep:
             losses.append(self._loss_fn(output, wanted))
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def _capture(self, data: Data, read: Fingerprint) -> _Captured | None:
+    def _capture(self, data: Batch, read: Fingerprint) -> _Captured | None:
         """A graph of the step; None if the optimizer has to make state before."""
         with dynamo.captured_for("shoal"):
             _lower_all(self._whole)
-        parts = Parts(self._whole, self._optimizer, read.reads.loose, data)
+        parts = StepTensors(self._whole, self._optimizer, read.reads.loose, data)
         if not parts.lie_apart_from(data):
             self.why_not_captured = "the data shares memory with the model"
             return None
@@ -234,7 +235,7 @@ class CompiledStep:
                 update(parts, given[:num_fixed], grads)
             return [loss.detach()]
 
-        pipeline = pipeline_of(self._options)
+        compiler = compiler_of(self._options)
         with (
             autograd.without_compiled_autograd(),
             observing(self._options.logs),
@@ -243,31 +244,33 @@ class CompiledStep:
         ):
             try:
                 with _leaving_python(read), traces.without_fused_rnn():
-                    lowered = pipeline.lower(run, [*parts.tensors, *data.values], range(num_fixed))
+                    lowered = compiler.lower(run, [*parts.tensors, *data.values], range(num_fixed))
             except MissingStateError:
                 self.why_not_captured = "the optimizer has to make state for some parameters"
                 return None
             schedule_collectives(lowered, self._options)
             check_ranks_agree(lowered)
-            return _Captured(pipeline.build(lowered), parts, read)
+            return _Captured(compiler.build(lowered), parts, read)
 
 
 class _Captured:
     """One graph of a step."""
 
-    def __init__(self, run: Callable[..., Sequence[Any]], parts: Parts, read: Fingerprint) -> None:
+    def __init__(
+        self, run: Callable[..., Sequence[Any]], parts: StepTensors, read: Fingerprint
+    ) -> None:
         self._run = run
         self.parts, self.read = parts, read
         self._replay: Replay | None = None
         self._has_run = False
         self.why_not_replayed = why_not(parts.device)
 
-    def holds_for(self, data: Data) -> bool:
+    def holds_for(self, data: Batch) -> bool:
         """Whether the graph does what the step as it is written would do now."""
         parts = self.parts
         return self.read.matches(data) and parts.are_current() and parts.lie_apart_from(data)
 
-    def run(self, data: Data) -> Tensor:
+    def run(self, data: Batch) -> Tensor:
         """Do the step, and give the loss."""
         self.parts.set_rates()
         self.parts.drop_gradients()
@@ -353,7 +356,7 @@ def _check_recomputed(nodes: Sequence[Any]) -> None:
 
 
 def _cut(data: Any, num_parts: int) -> Iterator[Any]:
-    """Data in equal parts along the first dim of its tensors."""
+    """Batch in equal parts along the first dim of its tensors."""
     for number in range(num_parts):
 
         def part(one: Any, number: int = number) -> Any:
@@ -368,3 +371,38 @@ def _cut(data: Any, num_parts: int) -> Iterator[Any]:
             return one[number * size : (number + 1) * size]
 
         yield trees.tree_map(part, data)
+
+
+RECORDED = ("nccl", BACKEND)
+"""Backends whose collectives are work of the device alone."""
+
+
+def why_not(device: torch.device) -> str | None:
+    """What stands against recording; None if nothing does."""
+    if device.type != "cuda":
+        return f"it runs on {device.type}, and only CUDA records graphs"
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    if dist.get_backend() not in RECORDED:
+        return f"its collectives go through {dist.get_backend()}, which waits on the host"
+    return None
+
+
+class Replay:
+    """A recording, with memory of its own for what differs from call to call."""
+
+    def __init__(
+        self, run: Callable[..., Sequence[Any]], fixed: Sequence[Tensor], data: Sequence[Any]
+    ) -> None:
+        self._data = [one.clone() if isinstance(one, Tensor) else one for one in data]
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph):  # records, runs nothing
+            self._results = run(*fixed, *self._data)
+
+    def __call__(self, data: Sequence[Any]) -> list[Any]:
+        """Do the step with other data; the results are the caller's own."""
+        for held, given in zip(self._data, data, strict=True):
+            if isinstance(held, Tensor):
+                held.copy_(given)
+        self._graph.replay()
+        return [one.clone() if isinstance(one, Tensor) else one for one in self._results]

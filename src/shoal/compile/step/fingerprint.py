@@ -11,7 +11,7 @@ A captured step stands for the written one only while this is the same:
 | engine | what the setters of `fully_shard` and `replicate` set |
 | Python | `Reads`: the tree of modules, modes, attributes, hooks, classes, closures, globals |
 
-`Parts` compares which tensors the model and the optimizer hold, and in which memory.
+`StepTensors` compares which tensors the model and the optimizer hold, and in which memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch import autograd, optimizers, settings
-from shoal.compile.step.data import Data
+from shoal.compile.step.batch import Batch
 from shoal.compile.step.reads import Reads
 from shoal.ddp.listeners import hooks_of
 from shoal.ddp.replicated import replicas_of
@@ -53,7 +53,7 @@ class Fingerprint:
         model: nn.Module,
         loss_fn: Callable[..., Tensor],
         optimizer: torch.optim.Optimizer,
-        data: Data,
+        data: Batch,
     ) -> None:
         self._structure, self._described = data.structure, data.described
         self._settings = settings.GlobalSettings()
@@ -71,7 +71,7 @@ class Fingerprint:
             {"": model, "loss_fn": loss_fn, "hooks of all modules": hooks}, optimizer
         )
 
-    def matches(self, data: Data) -> bool:
+    def matches(self, data: Batch) -> bool:
         """Whether a step with this data would read the same now."""
         return (
             data.described == self._described
@@ -90,7 +90,7 @@ class Fingerprint:
             and self.reads.are_same()
         )
 
-    def difference(self, data: Data) -> str:
+    def difference(self, data: Batch) -> str:
         """What is different now, in words."""
         if data.described != self._described or data.structure != self._structure:
             return "the inputs have other shapes, strides, dtypes or values"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal._torch import optimizers, storage
-from shoal.compile.step.parts import Parts, lowered
+from shoal.compile.step.step_tensors import StepTensors, lowered
 
 _EPSILON = 1e-6
 """As `clip_grad_norm_` of torch has it."""
@@ -20,7 +20,9 @@ class MissingStateError(Exception):
     """A parameter has a gradient, but no state yet: the optimizer has to make it first."""
 
 
-def clip(parts: Parts, grads: Sequence[Tensor | None], max_norm: float) -> list[Tensor | None]:
+def clip(
+    parts: StepTensors, grads: Sequence[Tensor | None], max_norm: float
+) -> list[Tensor | None]:
     """Gradients scaled so that their norm, over all ranks, is at most `max_norm`."""
     num_units = len(parts.units)
     squares = [
@@ -51,7 +53,7 @@ def count_on_device(optimizer: torch.optim.Optimizer) -> None:
                 group["capturable"] = True
 
 
-def update(parts: Parts, given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def update(parts: StepTensors, given: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
     """Let the optimizer update what stands for its parameters and state."""
     optimizer = parts.optimizer
     twin = optimizers.twin_of(optimizer)

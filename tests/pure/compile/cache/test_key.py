@@ -14,16 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import shoal  # noqa: F401  (gives the backend its name where no entry point did)
 from shoal.compile.cache.errors import NotExactError
 from shoal.compile.cache.key import key_of
-from shoal.compile.options import Options
+from shoal.compile.options import BackendOptions
 
 
-def keys(fn: Callable[..., Any], *args: Any, options: Options | None = None) -> list[str]:
+def keys(fn: Callable[..., Any], *args: Any, options: BackendOptions | None = None) -> list[str]:
     """The keys of the graphs that Dynamo makes of a function."""
     found: list[Any] = []
 
     def backend(module: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         try:
-            found.append(key_of(module, inputs, [], options or Options()))
+            found.append(key_of(module, inputs, [], options or BackendOptions()))
         except NotExactError as error:
             found.append(error)
         return module
@@ -33,7 +33,7 @@ def keys(fn: Callable[..., Any], *args: Any, options: Options | None = None) -> 
     return found
 
 
-def key(fn: Callable[..., Any], *args: Any, options: Options | None = None) -> str:
+def key(fn: Callable[..., Any], *args: Any, options: BackendOptions | None = None) -> str:
     (found,) = keys(fn, *args, options=options)
     if isinstance(found, NotExactError):
         raise found
@@ -54,8 +54,12 @@ def test_names_and_values_make_no_difference() -> None:
         return another * 2
 
     assert key(program, ones()) == key(renamed, torch.zeros(4, 6, requires_grad=True))
-    assert key(program, ones()) == key(program, ones(), options=Options(logs="all", cache=False))
-    assert key(program, ones()) == key(program, ones(), options=Options(passes=lambda one: one))
+    assert key(program, ones()) == key(
+        program, ones(), options=BackendOptions(logs="all", cache=False)
+    )
+    assert key(program, ones()) == key(
+        program, ones(), options=BackendOptions(passes=lambda one: one)
+    )
 
 
 def chained(x: Tensor) -> Tensor:
@@ -85,9 +89,9 @@ def other_order(x: Tensor) -> Tensor:
         lambda: key(program, torch.ones(6, 4).t().requires_grad_()),
         lambda: key(program, torch.ones(5, 6)[1:].requires_grad_()),
         lambda: key(program, torch.nn.Parameter(torch.ones(4, 6))),
-        lambda: key(program, ones(), options=Options(partition="default")),
-        lambda: key(program, ones(), options=Options(memory_budget=0.5)),
-        lambda: key(program, ones(), options=Options(inner="inductor")),
+        lambda: key(program, ones(), options=BackendOptions(partition="default")),
+        lambda: key(program, ones(), options=BackendOptions(memory_budget=0.5)),
+        lambda: key(program, ones(), options=BackendOptions(inner="inductor")),
     ],
 )
 def test_what_a_result_depends_on_makes_a_difference(different: Callable[[], str]) -> None:
@@ -195,7 +199,7 @@ def test_what_cannot_be_described_has_no_key(
 def test_sparse_tensors_have_no_key() -> None:
     graph = torch.fx.symbolic_trace(lambda x: torch.sin(x))
     with pytest.raises(NotExactError, match="layout"):
-        key_of(graph, [torch.ones(2).to_sparse()], [], Options())
+        key_of(graph, [torch.ones(2).to_sparse()], [], BackendOptions())
 
 
 def test_sizes_that_are_not_known_have_no_key() -> None:
@@ -216,7 +220,7 @@ def test_what_intercepts_operators_has_no_key() -> None:
         x = torch.ones(2)
         with around:
             if why is None:
-                key_of(graph, [x], [], Options())
+                key_of(graph, [x], [], BackendOptions())
             else:
                 with pytest.raises(NotExactError, match=why):
-                    key_of(graph, [x], [], Options())
+                    key_of(graph, [x], [], BackendOptions())

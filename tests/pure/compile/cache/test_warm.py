@@ -22,9 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 from compile_compare import BACKEND, Given, Scenario, backward_all, compare, leaf, observe
 from pure.compile.programs import RandomProgram, random_programs
-from shoal.compile.aot import pipeline
+from shoal.compile.aot import compiler
+from shoal.compile.aot.compiler import AotCompiler
 from shoal.compile.aot.lowered import Lowered
-from shoal.compile.aot.pipeline import Pipeline
 from shoal.compile.observe import CompileRecord, forget, records
 from shoal.compile.observe.record import CacheUse
 
@@ -46,8 +46,8 @@ def compare_twice(run: Callable[..., Any], inputs: Callable[[], Any], **options:
     assert all(one.cache in (CacheUse.STORED, CacheUse.HIT) for one in cold), cold
     forget()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pipeline, "analyse", traced_never)
-        patch.setattr(pipeline, "capture", traced_never)
+        patch.setattr(compiler, "analyse", traced_never)
+        patch.setattr(compiler, "capture", traced_never)
         compare(run, inputs, **options)
     warm = records()
     assert [plain(one) for one in warm] == [plain(one) for one in cold]
@@ -157,13 +157,13 @@ def test_without_cache_nothing_is_read_or_written(tmp_path, monkeypatch) -> None
 
 SCRIPT = """
 import sys, torch
-from shoal.compile.aot import pipeline
+from shoal.compile.aot import compiler
 from shoal.compile.aot.lowered import Lowered
-from shoal.compile.aot.pipeline import Pipeline
+from shoal.compile.aot.compiler import AotCompiler
 from shoal.compile.observe import records
 if sys.argv[1] == "warm":
     def never(*args, **kwargs): raise AssertionError("traced")
-    pipeline.analyse = pipeline.capture = never
+    compiler.analyse = compiler.capture = never
 def program(x, y):
     x.mul_(2)
     z = torch.nn.functional.dropout(x[1:] * y.sum(), 0.5)
@@ -257,13 +257,13 @@ def test_collectives(monkeypatch) -> None:
     try:
         seen: list[list[Any]] = []
 
-        def build(self: Pipeline, lowered: Lowered) -> Any:
+        def build(self: AotCompiler, lowered: Lowered) -> Any:
             nodes = (*lowered.forward.graph.nodes, *lowered.backward.graph.nodes)
             seen.append([str(node.meta["val"]) for node in nodes])
             return plain_build(self, lowered)
 
-        plain_build = Pipeline.build
-        monkeypatch.setattr(Pipeline, "build", build)
+        plain_build = AotCompiler.build
+        monkeypatch.setattr(AotCompiler, "build", build)
         compare_twice(program, leaf, scenarios=("train",))
         assert records()[0].num_collectives == 2
         assert seen[0] == seen[1], "ranks compare what they send, wherever it comes from"

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compile_compare import BACKEND
 from shoal.compile.observe import observation
-from shoal.compile.observe.topics import Topic, topics_of
+from shoal.compile.observe.logs import Topic, topics_of
 from shoal.errors import UsageError
 
 pytestmark = pytest.mark.skipif(BACKEND != "shoal", reason="tests our own backend")
@@ -97,10 +97,10 @@ def test_nothing_is_written_or_computed_unasked(caplog, monkeypatch) -> None:
         raise AssertionError("computed unasked")
 
     from shoal.compile import backend
-    from shoal.compile.aot import pipeline
+    from shoal.compile.aot import compiler
 
     for module, names in (
-        (pipeline, ("graph_text", "saved_text", "signature_text")),
+        (compiler, ("graph_text", "saved_text", "signature_text")),
         (backend, ("graph_text",)),
         (observation.logs, ("write",)),
     ):

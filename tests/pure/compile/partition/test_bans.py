@@ -8,12 +8,14 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from joint_graphs import Traced, run_split, trace_joint
-from shoal.compile.partition import budget, read_joint, split_as_traced, split_by_min_cut
+from shoal.compile.node_kinds import Kind, kind
+from shoal.compile.partition import saved_values
 from shoal.compile.partition.bans import Strength, find_bans
 from shoal.compile.partition.cost import kept_bytes, work
 from shoal.compile.partition.fusion import LONGEST_CHAIN
-from shoal.compile.partition.keep import is_keepable
-from shoal.compile.partition.ops import Kind, kind
+from shoal.compile.partition.joint import read_joint
+from shoal.compile.partition.partitioners import split_as_traced, split_by_min_cut
+from shoal.compile.partition.saved_values import is_keepable
 
 aten = torch.ops.aten
 
@@ -143,9 +145,9 @@ def test_a_budget_holds_where_sizes_were_guessed_too_low(monkeypatch):
         return x.sum()
 
     traced = trace_joint(function, [leaf(8, 8) for _ in range(9)])
-    pack = budget.most_worth
+    pack = saved_values.most_worth
     monkeypatch.setattr(
-        budget, "most_worth", lambda sizes, *rest: pack([size // 2 for size in sizes], *rest)
+        saved_values, "most_worth", lambda sizes, *rest: pack([size // 2 for size in sizes], *rest)
     )
     parts = split_by_min_cut(traced.module, num_fwd_outputs=1, memory_budget=0.25)
     kept = [node.name for node in parts.backward.graph.find_nodes(op="placeholder")]

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from joint_graphs import held_bytes, kept_of, run_split, trace_joint
-from shoal.compile.partition import split_by_min_cut
-from shoal.compile.partition.budget import MAX_STEPS, most_worth
+from shoal.compile.partition.partitioners import split_by_min_cut
+from shoal.compile.partition.saved_values import MAX_STEPS, most_worth
 
 things = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 50)), max_size=8)
 

@@ -9,7 +9,10 @@ import torch
 from torch import Tensor, fx
 from torch._functorch.aot_autograd import aot_function, make_boxed_func
 
-from shoal.compile.partition import default_partition, min_cut_rematerialization_partition
+from shoal.compile.partition.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
 
 PARTITIONERS = {
     "default": default_partition,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from joint_graphs import run_split, trace_joint
-from shoal.compile.partition import split_by_min_cut
+from shoal.compile.partition.partitioners import split_by_min_cut
 
 PRODUCT = (4, 3)
 """What the programs compute first."""

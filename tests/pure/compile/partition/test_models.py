@@ -10,7 +10,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition as
 
 from joint_graphs import Traced, copied, held_bytes, kept_of, run_split, trace_joint
 from joint_models import MODELS, as_function
-from shoal.compile.partition import Split, split_as_traced, split_by_min_cut
+from shoal.compile.partition.partitioners import split_as_traced, split_by_min_cut
+from shoal.compile.partition.split import Split
 
 BUDGETS = [None, 1.0, 0.7, 0.3, 0.0]
 """None: each node where it was traced."""

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from compile_compare import BACKEND
 from joint_graphs import run_split, trace_joint
-from shoal.compile.partition import split_by_min_cut
-from shoal.compile.partition.outputs import FEW
+from shoal.compile.partition.partitioners import split_by_min_cut
+from shoal.compile.partition.saved_values import FEW
 
 
 def kept(program: Callable[..., Any]) -> list[str]:

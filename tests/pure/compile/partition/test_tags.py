@@ -8,7 +8,8 @@ from torch import fx
 from torch.utils.checkpoint import CheckpointPolicy
 
 from joint_graphs import Traced, run_split, trace_joint
-from shoal.compile.partition import Split, split_as_traced, split_by_min_cut
+from shoal.compile.partition.partitioners import split_as_traced, split_by_min_cut
+from shoal.compile.partition.split import Split
 
 aten = torch.ops.aten
 SPLITTERS = [split_as_traced, split_by_min_cut]

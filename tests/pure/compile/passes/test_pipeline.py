@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor, fx
 
 from comm_graphs import all_reduce, capture, check_same, gather, integers, scatter, wait
+from shoal.compile.passes.pipeline import Target, stages
 from shoal.errors import InvariantError, UsageError
 from shoal.passes import Fact, Pass, Pipeline, count_traffic, replicated, sharded
 
@@ -145,3 +149,22 @@ def test_old_inconsistencies_are_no_fault_of_the_passes():
     node = list(graph.nodes)[-2]
     node.meta["val"] = node.meta["val"].double()
     sharded(bucket_bytes=128, max_in_flight_bytes=None).run(graph)
+
+
+def test_docs_list_all_passes_in_their_order():
+    text = (Path(__file__).parents[4] / "docs" / "passes.md").read_text(encoding="utf-8")
+    listed: list[tuple[str, str, str]] = []
+    stage = ""
+    for stage_cell, name, targets in re.findall(
+        r"^\| (\w*) ?\| `(\w+)` \| ([^|]+) \| ", text, re.M
+    ):
+        stage = stage_cell or stage
+        listed.append((stage, name, targets))
+    for target in (Target.DIRECT, Target.INDUCTOR):
+        passes = [(stage, one.name) for stage, line in stages(target) for one in line.passes]
+        expected = [
+            (stage, name)
+            for stage, name, targets in listed
+            if targets == "all" or target in targets
+        ]
+        assert passes == expected

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 from comm_graphs import capture, check_same
 from comm_programs import Step, inputs, program, programs
 from shoal.compile.passes.comm_block import get_all_comm_blocks
-from shoal.compile.passes.in_place import average_in_place
-from shoal.compile.passes.tidy import drop_idle_views
-from shoal.compile.passes.updates import update_in_place
+from shoal.compile.passes.in_place import average_in_place, update_in_place
+from shoal.compile.passes.view_cleanup import drop_idle_views
 from shoal.passes import (
     Limits,
     bucket_all_gathers,

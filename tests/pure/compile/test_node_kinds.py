@@ -1,0 +1,32 @@
+"""Which kind of work a node does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import fx
+
+from compile_compare import compare, leaf
+from shoal.compile.node_kinds import Kind, kind
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [(2, Kind.CHEAP), ("cpu", Kind.CHEAP), ("meta", Kind.EXPENSIVE)],
+    ids=["of a number", "on one device", "between devices"],
+)
+def test_copies(source: int | str, expected: Kind) -> None:
+    graph = fx.Graph()
+    given: int | fx.Node = 2
+    if isinstance(source, str):
+        given = graph.placeholder("x")
+        given.meta["val"] = torch.ones(3, device=source)
+    node = graph.call_function(aten._to_copy.default, (given,), {"dtype": torch.float32})
+    node.meta["val"] = torch.ones(3)
+    assert kind(node) is expected
+
+
+def test_numbers_under_vmap() -> None:
+    compare(lambda x: torch.vmap(lambda row: (row * 2 + 0.5).sin())(x), leaf)
