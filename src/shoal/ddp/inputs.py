@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shoal.errors import UsageError
-from shoal.runtime.reach import map_tensors
+from shoal.runtime.module_state import map_tensors
 
 Device = int | torch.device
 

@@ -32,7 +32,7 @@ from shoal.ddp.options import Options
 from shoal.ddp.reached import reached
 from shoal.ddp.usage import Usage
 from shoal.errors import InvariantError, UsageError
-from shoal.runtime.reach import Reach
+from shoal.runtime.module_state import Reach
 
 
 class Reducer:

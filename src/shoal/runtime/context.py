@@ -57,11 +57,11 @@ class Context:
         if units:
             self.arena = Arena(units[0].device)
             self.streams = streams or Streams(units[0].device)
-            waiting = {unit for unit in self.units if unit in unit.waiting}
+            waiting = {unit for unit in self.units if unit in unit.gradients.waiting}
             for unit in self.units:
                 unit.prepare(self.arena, self.streams)
                 unit.on_grad(self.gradient_arrived)
-                unit.waiting = waiting
+                unit.gradients.waiting = waiting
             limit_parts([unit.matrix for unit in self.units])
 
     # Moments of forward.
@@ -129,7 +129,7 @@ class Context:
     def leave_backward(self, unit: Unit, run: ModuleRun) -> None:
         """One run has reached its inputs."""
         for step in self.machine.reducible(unit.step, run):
-            step.owner.note_grads()
+            step.owner.gradients.note()
         self._perform(self.machine.leave_backward(unit.step, run))
 
     @dynamo.unwrapped_by_dynamo
@@ -141,7 +141,7 @@ class Context:
     def finish(self) -> None:
         """Reduce whatever gradients there are, and free all units, outside of any backward."""
         for unit in self.units:
-            unit.note_grads()
+            unit.gradients.note()
         self._perform(self.machine.reduce_all())
         self._end = None
 
@@ -157,7 +157,7 @@ class Context:
         self.clear_broken_backward()
         # All units at once, and not each when its turn comes: a third of the time.
         for unit in self.units:
-            unit.settle_marks()
+            unit.gradients.settle_marks()
             unit.note_operations()
 
         def end() -> None:
@@ -175,7 +175,7 @@ class Context:
 
     def _end_backward(self) -> None:
         for unit in self.units:
-            unit.note_grads()
+            unit.gradients.note()
             unit.noted = None
         self._perform(self.machine.end_backward())
         self._end = None
@@ -191,7 +191,7 @@ class Context:
         """Forget an unfinished step, with all gradients that have not reached the shards."""
         self._let_go()
         for unit in self.units:
-            unit.forget_grads()
+            unit.gradients.forget()
         for reduction in self._take_unfinished():
             reduction.wait()
 
@@ -223,16 +223,16 @@ class Context:
         gradients, which is seen by marks that are left on the parameters.
         """
         for unit in self.units:
-            unit.keep_broken_grads(self._taken.pop(unit, None))
+            unit.gradients.keep_broken(self._taken.pop(unit, None))
         for reduction in self._unfinished():
-            reduction.unit.mark(reduction.indices)
+            reduction.unit.gradients.mark(reduction.indices)
 
     @torch.inference_mode(False)  # gradients are the user's, whatever comes to ask for room
     @torch.no_grad()
     def _clear_away(self) -> None:
         """Be ready for another step after a backward that raised, and finish its reductions."""
         self._let_go()
-        zeroed = {unit: unit.settle_marks() for unit in self.units}
+        zeroed = {unit: unit.gradients.settle_marks() for unit in self.units}
         unfinished = self._take_unfinished()
         for reduction in unfinished:
             dropped = zeroed[reduction.unit]
@@ -245,7 +245,7 @@ class Context:
             self._take_arrived()
         finally:
             for unit in self.units:
-                unit.mark_waiting()
+                unit.gradients.mark_waiting()
 
     # Actions.
 
@@ -299,10 +299,10 @@ class Context:
         (PERFORM.get(kind) or partial(_PERFORM[kind], self))(unit)
 
     def _take(self, unit: Unit) -> None:
-        self._taken[unit] = unit.take_grads()
+        self._taken[unit] = unit.gradients.take()
 
     def _reduce(self, unit: Unit) -> None:
-        reduction = unit.launch_reduce(self._taken.pop(unit))
+        reduction = unit.gradients.launch_reduce(self._taken.pop(unit))
         self._reductions.append((reduction, self._mark()))
 
     def _finish_reduction(self, _: Unit) -> None:
@@ -368,7 +368,7 @@ _PERFORM: dict[ActionKind, Callable[[Context, Unit], None]] = {
     ActionKind.REFUSE_CHANGED: _refuse_changed,
     ActionKind.REFUSE_BLIND: _refuse_blind,
     ActionKind.TAKE: Context._take,
-    ActionKind.SUM: lambda _, unit: unit.keep_grads(),
+    ActionKind.SUM: lambda _, unit: unit.gradients.keep(),
     ActionKind.REDUCE: Context._reduce,
     ActionKind.FINISH: Context._finish_reduction,
     ActionKind.PLACE: Context._place,

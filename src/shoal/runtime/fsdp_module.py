@@ -165,7 +165,7 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # pyright: ignore
         for state in _states(self, recurse=True):
             for unit in state.units:
-                unit.zero_grad(set_to_none=set_to_none)
+                unit.gradients.zero(set_to_none=set_to_none)
 
     def reset_iter_state(self) -> None:
         """Forget a step that raised, with its gradients; call it on the root module."""

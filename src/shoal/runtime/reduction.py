@@ -121,7 +121,7 @@ class Reduction:
 
         There it costs the host a quarter, since then all units do the same thing.
         """
-        return self.host_mark is None and self.unit.may_take_later(self._output.dtype)
+        return self.host_mark is None and self.unit.gradients.may_be_put_later(self._output.dtype)
 
     def finish(self) -> torch.cuda.Event | None:
         """Add the reduced gradients to those of the sharded parameters.
@@ -132,10 +132,10 @@ class Reduction:
         if not self.indices:
             return None
         mark, dtype = self.host_mark, self._output.dtype
-        if mark is not None and self.unit.reads_grads_at_once(self.indices, dtype):
+        if mark is not None and self.unit.gradients.are_read_at_once(self.indices, dtype):
             mark.synchronize()
             mark = None
-        self.unit.take_reduced(self.indices, self._output, self._cuts)
+        self.unit.gradients.put_reduced(self.indices, self._output, self._cuts)
         return mark
 
 
@@ -262,9 +262,9 @@ class UnitReducer:
             for piece, rows in zip(unit.matrix.parts.outputs(output), parts, strict=True):
                 self._scatter_now(division, piece, rows)
         if unit.replicas is not None:
-            indices, used = unit.add_partial(indices, output)
+            indices, used = unit.gradients.add_partial(indices, output)
             if not options.all_reduces:
-                unit.keep_partial(indices, output)
+                unit.gradients.keep_partial(indices, output)
                 return (), used
             reason = f"the all-reduce of unit {unit.name!r}"
             unit.replicas.all_reduce(real_of(output), division.all_reduce_op, reason=reason).wait()

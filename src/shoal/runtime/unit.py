@@ -7,8 +7,7 @@ to the other: a gather, and for gradients a reduction. It decides nothing about 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from operator import attrgetter, methodcaller
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -17,7 +16,6 @@ from torch import nn
 
 from shoal._torch import autograd
 from shoal.comm.transport import Transport
-from shoal.errors import InvariantError
 from shoal.layout import Layout
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shoal.runtime.arena import Arena
@@ -25,15 +23,14 @@ from shoal.runtime.full import (
     FullParameters,
     ShardOf,
     attach,
-    drop_own_grad,
     full_name,
-    own_grad,
 )
 from shoal.runtime.gather import Gather, PostForward
 from shoal.runtime.gather_hooks import Extension
-from shoal.runtime.gradient_matrix import Cuts, GradientMatrix
+from shoal.runtime.gradient_matrix import GradientMatrix
+from shoal.runtime.gradients import Gradients
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, UnitOptions
-from shoal.runtime.reduction import Reduction, UnitReducer
+from shoal.runtime.reduction import UnitReducer
 from shoal.runtime.shards import Member, ParameterSource, Shards
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
@@ -58,18 +55,10 @@ class InGraph(Protocol):
     """Full parameters of the leaf, which gets reduced gradients, or of both, where full ones do."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradMark:
-    """A gradient as it is on a parameter, by which it is seen whether somebody zeroes it."""
-
-    grad: torch.Tensor
-    num_operations: int
-    stands_for_none: bool
-
-
 class Unit:
     """The parameters communicated together."""
 
+    gradients_type: ClassVar[type[Gradients]] = Gradients
     compares_frozen: ClassVar[bool] = True
     """Whether ranks compare what they freeze when the model first runs, not when the unit does."""
 
@@ -123,14 +112,7 @@ class Unit:
         self.trained_set: frozenset[int] = frozenset()
         self._trained_flags: list[bool] = []
         self._prepared: torch.Tensor | None = None
-        self._kept_grads: dict[int, torch.Tensor] = {}
-        self._kept_unused: set[int] = set()
-        """The parameters that are reduced with the next backward whether or not this rank keeps a
-        gradient of them, because another rank may."""
-        self._partial: tuple[tuple[int, ...], torch.Tensor, tuple[int, ...]] | None = None
-        self._marks: dict[int, GradMark] = {}
-        self.waiting: set[Unit] = set()
-        """The units of the model that have gradients of earlier backwards to reduce."""
+        self.gradients = self.gradients_type(self)
         self.reduces_in_graph = True
         """Whether a graph may reduce gradients by itself. An attribute, so that it is one guard."""
         count_updates(self)
@@ -260,7 +242,7 @@ class Unit:
     @options.setter
     def options(self, new: UnitOptions) -> None:
         self._options = self.step.settings = new
-        self._note_reductions()
+        self.gradients.note_waiting()
 
     @property
     def name(self) -> str:
@@ -361,6 +343,10 @@ class Unit:
     def follow(self) -> None:
         """Take over shards that were replaced or moved."""
         self.shards.follow()
+        self.prepare_moved()
+
+    def prepare_moved(self) -> None:
+        """Get ready again, if the shards are in other memory than before."""
         if self._prepared is not self.shards.buffer:
             self.prepare(self.arena, self.streams)
 
@@ -475,252 +461,16 @@ class Unit:
         """Whether the shards live in other memory than the full parameters."""
         return self.shards.buffer.device != self.device
 
-    def note_grads(self) -> None:
-        """Tell the machine whether there are gradients to take."""
-        parameters = self.full.parameters
-        self.step.has_grads = any(own_grad(parameters[i]) is not None for i in self.trained)
-
-    def take_grads(self) -> dict[int, torch.Tensor]:
-        """Take the gradients that arrived off the full parameters."""
-        grads: dict[int, torch.Tensor] = {}
-        parameters, members = self.full.parameters, self.shards.members
-        strided = torch.strided
-        for index in self.trained:
-            parameter = parameters[index]
-            grad = own_grad(parameter)
-            if grad is None:
-                continue
-            if grad.layout is not strided:
-                raise NotImplementedError(
-                    f"parameter {members[index].spec.name!r} of unit {self.name!r} has a sparse "
-                    "gradient, which shoal does not support; make it dense "
-                    "(Embedding(sparse=False))"
-                )
-            drop_own_grad(parameter)
-            if members[index].sharded.requires_grad:  # frozen since forward, autograd gives none
-                grads[index] = members[index].form.grad_data(grad)
-        return grads
-
-    def keep_grads(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Add the gradients, and maybe some taken before, to those that wait for a reduction."""
-        for index, grad in (*self.take_grads().items(), *(taken or {}).items()):
-            kept = self._kept_grads.get(index)
-            if kept is not None:
-                kept += grad
-            else:
-                self._kept_grads[index] = grad.to(self.policy.sum_dtype(grad.dtype))
-        if self.options.reduces_unused:
-            self._kept_unused.update(self.trained)
-        self._note_reductions()
-
-    def _note_reductions(self) -> None:
-        self.step.has_sums = bool(self._kept_grads or self._kept_unused)
-        waits = self.step.has_sums or self._partial is not None
-        if waits:
-            self.waiting.add(self)
-        else:
-            self.waiting.discard(self)
-        self.reduces_in_graph = not waits and self._options.reduces_by_default
-
-    def take_late_grads(self, grads: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Take full gradients of a backward that ran without the engine, for when it ends."""
-        if self._prepared is not self.shards.buffer:
-            self.prepare(self.arena, self.streams)
-        self.follow_requires_grad()
-        for index, grad in (grads or {}).items():
-            parameter = self.full.parameters[index]
-            own = own_grad(parameter)
-            parameter.grad = grad if own is None else own.add_(grad)
-        assert self.notices is not None
-        self.notices(self, is_handed_over=True)
-
-    def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
-        """Start the reduction of gradients, with those kept from earlier."""
-        for index, kept in self._kept_grads.items():
-            grads[index] = kept.add_(grads[index]) if index in grads else kept
-        kept_unused, self._kept_grads, self._kept_unused = self._kept_unused, {}, set()
-        self._note_reductions()
-        if not grads and not kept_unused and not self.options.reduces_unused:
-            return None
-        return self.reducer.launch(grads, kept_unused)
-
-    def add_partial(
-        self, indices: tuple[int, ...], output: torch.Tensor
-    ) -> tuple[tuple[int, ...], torch.Tensor | None]:
-        """Add what was reduced without the replicas, if any; keep it until that is done.
-
-        Returns whose gradients are there now, since other parameters may have been used before.
-        """
-        if self._partial is None:
-            return indices, None
-        before, partial, trained = self._partial
-        self._partial = None
-        self._note_reductions()
-        if trained != self.matrix.trained:
-            raise InvariantError(
-                f"parameters of unit {self.name!r} were frozen or unfrozen while partial sums of "
-                "their gradients wait for the all-reduce. Change requires_grad after a backward "
-                "with set_requires_all_reduce(True)."
-            )
-        output.add_(partial)
-        return tuple(sorted({*before, *indices})), partial
-
-    def keep_partial(self, indices: tuple[int, ...], output: torch.Tensor) -> None:
-        """Keep a gradient that the replicas have still to add theirs to."""
-        self._partial = (indices, output, self.matrix.trained)
-        self._note_reductions()
-
-    def reads_grads_at_once(self, indices: Sequence[int], dtype: torch.dtype) -> bool:
-        """Whether these gradients are read as soon as they are there, if only to cast them."""
-        members = [self.shards.members[index] for index in indices]
-        return any(
-            member.dtype is not dtype
-            or member.sharded.grad is not None
-            or autograd.grad_hooks(member.sharded)
-            for member in members
-        )
-
-    def may_take_later(self, dtype: torch.dtype) -> bool:
-        """Whether nobody waits for gradients of this dtype, and no memory is gained by them."""
-        members = self.shards.members
-        return members[0].dtype is dtype and not (
-            any(map(autograd.grad_hooks, self.shards.sharded))
-            or members[0].sharded.grad is not None
-        )
-
-    def take_reduced(self, indices: Sequence[int], output: torch.Tensor, cuts: Cuts) -> None:
-        """Put reduced gradients on the sharded parameters."""
-        members, dtype = self.shards.members, output.dtype
-        wanted = None if indices is self.trained else set(indices)
-        failure: BaseException | None = None
-        for index, grad in self.matrix.views(output, cuts):
-            if wanted is not None and index not in wanted:
-                continue
-            stored = members[index].dtype
-            if dtype.is_complex and not stored.is_complex:
-                grad = grad.real  # of a real parameter beside complex ones
-            try:
-                self.put_grad(index, grad if stored is dtype else grad.to(stored).contiguous())
-            except BaseException as error:  # a user's hook: the other gradients are there too
-                failure = failure or error
-        if failure is not None:
-            raise failure
-
-    def put_grad(self, index: int, grad: torch.Tensor) -> None:
-        """Put a gradient of this rank's piece on its parameter, or add it to what is there."""
-        member = self.shards.members[index]
-        sharded = member.sharded
-        held = sharded.grad
-        if held is None:
-            sharded.grad = member.form.grad(sharded, grad)
-        else:
-            self._accumulate(member, held, grad)
-        if autograd.grad_hooks(sharded):
-            autograd.run_grad_hooks(sharded)
-
-    def _accumulate(self, member: Member, held: torch.Tensor, grad: torch.Tensor) -> None:
-        local = member.form.local_of(held)
-        if local is None:
-            raise InvariantError(
-                f"the gradient of {member.spec.name!r} of unit {self.name!r} was replaced by a "
-                f"{type(held).__name__}; set it to None instead"
-            )
-        local.add_(grad)
-
     def retrace_if_moved(self) -> None:
         """Let graphs that read this rank's shard be captured again if it was replaced."""
         if self.in_graph is not None and self.shards.have_moved:
             self.shards.num_recaptures += 1
 
-    def zero_grad(self, *, set_to_none: bool) -> None:
-        """Zero the gradients of the shards, and drop those that have not reached them."""
-        self._drop_waiting(range(len(self.shards.members)))
-        for parameter in self.shards.sharded:
-            if parameter.grad is None:
-                continue
-            if set_to_none:
-                parameter.grad = None
-            else:
-                parameter.grad.zero_()
-
-    # A backward that raised: gradients that have not reached the shards stay, unless the user
-    # zeroes gradients before the next backward.
-
-    def keep_broken_grads(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
-        """Keep what a backward has accumulated, and maybe taken, that raised."""
-        try:
-            self.keep_grads(taken)
-        except NotImplementedError:  # gradients that cannot be kept, which is why it raised
-            self._drop_own_grads()
-        self.mark_waiting()
-        self._show_after_break()
-
-    def _show_after_break(self) -> None:
+    def show_after_break(self) -> None:
         """Let users see the gradients of shards; the phase tells where it broke until the next."""
         if self.phase not in (Phase.SHARDED, Phase.GATHERING):
             self._rests = True
             self.full.rest()
-
-    def mark_waiting(self) -> None:
-        """Mark the parameters whose gradients wait for a reduction."""
-        partial = () if self._partial is None else self._partial[0]
-        self.mark({*self._kept_grads, *self._kept_unused, *partial})
-
-    def mark(self, indices: Iterable[int]) -> None:
-        """Leave a gradient of zeros where there is none: whoever zeroes gradients finds it."""
-        for index in indices:
-            member = self.shards.members[index]
-            sharded, stands_for_none = member.sharded, member.sharded.grad is None
-            if stands_for_none:
-                sharded.grad = member.form.grad(sharded, torch.zeros_like(member.local))
-            if sharded.grad is not None:  # a rank that holds nothing of it may have none
-                count = self._num_operations(member, sharded.grad)
-                self._marks[index] = GradMark(sharded.grad, count, stands_for_none)
-
-    def settle_marks(self) -> frozenset[int]:
-        """Take the marks away; drop, and return, those whose gradients were zeroed since."""
-        if not self._marks:
-            return frozenset()
-        marks, self._marks = self._marks, {}
-        zeroed: set[int] = set()
-        for index, mark in marks.items():
-            member = self.shards.members[index]
-            count = self._num_operations(member, mark.grad)
-            if member.sharded.grad is not mark.grad or count != mark.num_operations:
-                zeroed.add(index)
-            elif mark.stands_for_none:
-                member.sharded.grad = None
-        self._drop_waiting(zeroed)
-        return frozenset(zeroed)
-
-    def _num_operations(self, member: Member, grad: torch.Tensor) -> int:
-        local = member.form.local_of(grad)
-        return grad._version + (0 if local is None else local._version)
-
-    def _drop_waiting(self, indices: Collection[int]) -> None:
-        """Drop gradients that wait for a reduction."""
-        for index in indices:
-            self._kept_grads.pop(index, None)
-        self._kept_unused.difference_update(indices)
-        if self._partial is not None:
-            before, partial, trained = self._partial
-            left = tuple(index for index in before if index not in indices)
-            for index, view in self.matrix.views(partial, self.matrix.cuts):
-                if index in indices:
-                    view.zero_()
-            self._partial = (left, partial, trained) if left else None
-        self._note_reductions()
-
-    def forget_grads(self) -> None:
-        """Drop every gradient that has not reached the shards."""
-        self.settle_marks()
-        self._kept_grads, self._kept_unused, self._partial = {}, set(), None
-        self._note_reductions()
-        self._drop_own_grads()
-
-    def _drop_own_grads(self) -> None:
-        for parameter in self.full.parameters:
-            drop_own_grad(parameter)
 
 
 PERFORM: dict[ActionKind, Callable[[Unit], None]] = {

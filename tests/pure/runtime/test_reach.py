@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from shoal.runtime.reach import Reach, map_tensors
+from shoal.runtime.module_state import Reach, map_tensors
 
 Pair = namedtuple("Pair", "left right")
 

@@ -231,6 +231,23 @@ def exporting() -> Names:
     }
 
 
+def planning() -> Names:
+    from shoal.fsdp import MixedPrecisionPolicy, plan_of
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    half = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    return {"torch": torch, "Net": Net, "plan_of": plan_of, "half": half}
+
+
 def placing() -> Names:
     from shoal.layout import Flat, ParamSpec
     from shoal.tensor.packed import Packed
@@ -330,7 +347,8 @@ SCENES: dict[str, Callable[[], Names]] = {
     "passes.md 0": whole_steps,
     "passes.md 1": beginning,
     "report.md 0": reporting,
-    "runtime.md 0": exporting,
+    "runtime.md 0": planning,
+    "runtime.md 1": exporting,
     "sharded_tensor.md 0": sharded_layers,
     "tensor.md 0": placing,
     "tensor.md 1": resharding,

@@ -210,9 +210,10 @@ class GraphUnit:
         views = kernels.unflatten(grad.view(-1), self._examples)
         for index, at in self._wanted:
             if self.trained[index] and index in reached:
-                unit.put_grad(index, views[at])
-        if unit.waiting:  # for the end of a backward, also of one that does not come to them
-            unit.take_late_grads()
+                unit.gradients.put(index, views[at])
+        # For the end of a backward, also of one that does not come to them.
+        if unit.gradients.waiting:
+            unit.gradients.take_late()
 
     def _hand_over(self, index: int, leaf: Tensor) -> None:
         """Give the engine a full gradient, to reduce or to keep when this backward ends."""
@@ -220,7 +221,7 @@ class GraphUnit:
         leaf.grad = None
         if unit is not None and grad is not None:
             self._check_unchanged(unit, self._buffer)
-            unit.take_late_grads({index: grad})
+            unit.gradients.take_late({index: grad})
 
     def _check_unchanged(self, unit: Unit, buffer: Tensor) -> None:
         moved = unit.phase is Phase.SHARDED and unit.shards.have_moved

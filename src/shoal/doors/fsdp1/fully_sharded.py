@@ -237,7 +237,9 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 if not self._is_in_full_precision:
                     self._buffers_cast.cast()
             if self._flat_members is not None and self._unit is not None:
-                self._flat_members.show(self._unit.full.parameters[0], self._unit.num_backwards)
+                self._flat_members.show(
+                    self._unit.full.parameters[0], self._unit.gradients.num_backwards
+                )
             output = wrapped(*args, **kwargs)
             if self._unit is not None:
                 output = self._unit.apart(output)
@@ -256,7 +258,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         super().zero_grad(set_to_none)
         for one in wrappers_below(self):
             if one._unit is not None:
-                one._unit.zero_grad(set_to_none=set_to_none)
+                one._unit.gradients.zero(set_to_none=set_to_none)
 
     @staticmethod
     def fsdp_modules(module: nn.Module, root_only: bool = False) -> list[FullyShardedDataParallel]:

@@ -7,10 +7,70 @@ from typing import Any, ClassVar
 
 import torch
 
-from shoal.runtime.reach import Reach, map_tensors
+from shoal.runtime.gradients import Gradients
+from shoal.runtime.module_state import Reach, map_tensors
 from shoal.runtime.reduction import Reduction
 from shoal.runtime.unit import Unit
 from shoal.step.phase import COMPUTING, Phase
+
+
+class WrappedGradients(Gradients):
+    """Gradients that wait are on the parameters of optimizers, where `zero_grad` finds them."""
+
+    def __init__(self, unit: Unit) -> None:
+        super().__init__(unit)
+        self._shown: dict[int, torch.Tensor] = {}
+        """Gradients that wait, as they are on the parameters."""
+        self._covered: dict[int, torch.Tensor | None] = {}
+        """The gradients in whose place they are."""
+        self.num_backwards = 0
+        """How often gradients were taken, or given up."""
+
+    def take(self) -> dict[int, torch.Tensor]:
+        """See `Gradients.take`."""
+        self.num_backwards += 1
+        return super().take()
+
+    def keep(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
+        """See `Gradients.keep`; in the dtype of compute, and where `zero_grad` finds them."""
+        kept = self._taken_back()
+        for index, grad in (*self.take().items(), *(taken or {}).items()):
+            kept[index] = kept[index].add_(grad) if index in kept else grad
+        self._kept = kept
+        for index, grad in kept.items():
+            parameter = self.unit.shards.members[index].sharded
+            self._covered[index] = parameter.grad
+            parameter.grad = torch.empty_like(parameter)
+            # Past the check that a gradient has its parameter's shape and dtype.
+            parameter.grad.data = grad
+            self._shown[index] = parameter.grad
+
+    def launch_reduce(self, *args: Any, **kwargs: Any) -> Reduction | None:
+        """See `Gradients.launch_reduce`."""
+        self._kept = self._taken_back()
+        return super().launch_reduce(*args, **kwargs)
+
+    def mark_waiting(self) -> None:
+        """See `Gradients.mark_waiting`; what waits for a whole reduction is on the parameters."""
+        self.mark(() if self._partial is None else self._partial[0])
+
+    def forget(self) -> None:
+        """See `Gradients.forget`."""
+        self.num_backwards += 1
+        self._taken_back()
+        super().forget()
+
+    def _taken_back(self) -> dict[int, torch.Tensor]:
+        """The gradients that wait, but for those that somebody has taken off the parameters."""
+        kept: dict[int, torch.Tensor] = {}
+        for index, shown in self._shown.items():
+            parameter = self.unit.shards.members[index].sharded
+            if parameter.grad is shown:
+                kept[index] = shown.data
+                parameter.grad = self._covered[index]
+        self._shown.clear()
+        self._covered.clear()
+        return kept
 
 
 class WrappedUnit(Unit):
@@ -23,16 +83,12 @@ class WrappedUnit(Unit):
     | after a backward in `no_sync` | the same | the full gradient, which waits |
     """
 
+    gradients_type: ClassVar[type[Gradients]] = WrappedGradients
+    gradients: WrappedGradients
     compares_frozen: ClassVar[bool] = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._shows_shards = False
-        self._shown: dict[int, torch.Tensor] = {}
-        """Gradients that wait, as they are on the parameters."""
-        self._covered: dict[int, torch.Tensor | None] = {}
-        """The gradients in whose place they are."""
-        self.num_backwards = 0
-        """How often gradients were taken, or given up."""
         super().__init__(*args, **kwargs)
 
     def rest(self) -> None:
@@ -49,7 +105,8 @@ class WrappedUnit(Unit):
         self._shows_shards = False
         super()._let_go(keeps=keeps)
 
-    def _show_after_break(self) -> None:
+    def show_after_break(self) -> None:
+        """See `Unit.show_after_break`."""
         if self.phase in (*COMPUTING, Phase.HELD) and not self.step.is_kept:
             self.shards.register()
             self._shows_shards = True
@@ -65,49 +122,3 @@ class WrappedUnit(Unit):
         if any(self.full.holds(tensor) for tensor in Reach.of(output).tensors):
             return map_tensors(lambda t: t.clone() if self.full.holds(t) else t, output)
         return output
-
-    def take_grads(self) -> dict[int, torch.Tensor]:
-        """See `Unit.take_grads`."""
-        self.num_backwards += 1
-        return super().take_grads()
-
-    def keep_grads(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
-        """See `Unit.keep_grads`; in the dtype of compute, and where `zero_grad` finds them."""
-        kept = self._taken_back()
-        for index, grad in (*self.take_grads().items(), *(taken or {}).items()):
-            kept[index] = kept[index].add_(grad) if index in kept else grad
-        self._kept_grads = kept
-        for index, grad in kept.items():
-            parameter = self.shards.members[index].sharded
-            self._covered[index] = parameter.grad
-            parameter.grad = torch.empty_like(parameter)
-            # Past the check that a gradient has its parameter's shape and dtype.
-            parameter.grad.data = grad
-            self._shown[index] = parameter.grad
-
-    def launch_reduce(self, *args: Any, **kwargs: Any) -> Reduction | None:
-        """See `Unit.launch_reduce`."""
-        self._kept_grads = self._taken_back()
-        return super().launch_reduce(*args, **kwargs)
-
-    def mark_waiting(self) -> None:
-        """See `Unit.mark_waiting`; what waits for a whole reduction is on the parameters."""
-        self.mark(() if self._partial is None else self._partial[0])
-
-    def forget_grads(self) -> None:
-        """See `Unit.forget_grads`."""
-        self.num_backwards += 1
-        self._taken_back()
-        super().forget_grads()
-
-    def _taken_back(self) -> dict[int, torch.Tensor]:
-        """The gradients that wait, but for those that somebody has taken off the parameters."""
-        kept: dict[int, torch.Tensor] = {}
-        for index, shown in self._shown.items():
-            parameter = self.shards.members[index].sharded
-            if parameter.grad is shown:
-                kept[index] = shown.data
-                parameter.grad = self._covered[index]
-        self._shown.clear()
-        self._covered.clear()
-        return kept
