@@ -13,7 +13,7 @@ import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FunctionType
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, get_type_hints
 
 from shoal.errors import UsageError
 from shoal.files import open_regular
@@ -233,7 +233,7 @@ class TrainConfig:
     faults: FaultConfig = field(default_factory=FaultConfig)
 
     def __post_init__(self) -> None:
-        for name, kind in _PARTS.items():
+        for name, kind in get_type_hints(TrainConfig).items():
             part = getattr(self, name)
             if not isinstance(part, kind):
                 raise UsageError(
@@ -260,16 +260,6 @@ class TrainConfig:
                 f"{num_ranks} x {self.run.accumulate} = {parts}; got {self.run.batch_size}. "
                 f"Try --batch-size {_round_up(self.run.batch_size, parts)}."
             )
-
-
-_PARTS = {
-    "model": ModelConfig,
-    "data": DataConfig,
-    "optim": OptimConfig,
-    "parallel": ParallelConfig,
-    "run": RunConfig,
-    "faults": FaultConfig,
-}
 
 
 def _round_up(value: int, multiple: int) -> int:

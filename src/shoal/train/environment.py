@@ -40,15 +40,10 @@ def place() -> Place | None:
             f"torchrun, or unset them to let shoal launch its own"
         )
     try:
-        rank, world_size, local_rank, local_world_size = (int(found[name]) for name in names)
+        numbers = {name.lower(): int(found[name]) for name in names}
     except ValueError:
         raise UsageError(f"expected numbers in {', '.join(names)}; got {found}") from None
-    return Place(
-        rank=rank,
-        world_size=world_size,
-        local_rank=local_rank,
-        local_world_size=local_world_size,
-    )
+    return Place(**numbers)
 
 
 def of_rank(

@@ -61,11 +61,16 @@ def reporting_failure() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        path = environment.reply_file()
-        if path is not None:
-            with suppress(OSError):  # a full disk shall not hide the error
-                write_failure(path, error)
+        leave_word(error)
         raise
+
+
+def leave_word(error: BaseException) -> None:
+    """Write the reply file that the launcher reads, if there is a launcher."""
+    path = environment.reply_file()
+    if path is not None:
+        with suppress(OSError):  # a full disk shall not hide the error
+            write_failure(path, error)
 
 
 def write_failure(path: Path, error: BaseException) -> None:

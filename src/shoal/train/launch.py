@@ -25,6 +25,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -81,10 +82,10 @@ def launch(job: TrainJob) -> int:
     # What is imported by now stays until the end: the interpreter would look at all of it once
     # more when it exits, for most of a second, while a scheduler waits for the job's status.
     gc.freeze()
-    with _private_folder() as private, _StopRequests(folder) as requests:
+    with _private_folder() as private, _stop_requests(folder) as insisted:
         for restart in itertools.count():
             with RankProcesses(job, private, restart=restart) as ranks:
-                outcome = _wait(ranks, folder, home, requests)
+                outcome = _wait(ranks, folder, home, insisted)
                 ranks.end()
             if outcome is _Outcome.FINISHED:
                 return EXIT_INTERRUPTED if ranks.were_interrupted else 0
@@ -102,7 +103,7 @@ def launch(job: TrainJob) -> int:
 
 
 def _wait(
-    ranks: RankProcesses, folder: RunFolder, home: os.stat_result, requests: _StopRequests
+    ranks: RankProcesses, folder: RunFolder, home: os.stat_result, insisted: threading.Event
 ) -> _Outcome:
     """Wait until something happens that ends this start of the ranks.
 
@@ -110,7 +111,7 @@ def _wait(
     """
     look_at = 0.0
     while True:
-        if requests.insisted:
+        if insisted.is_set():
             return _Outcome.INSISTED
         if ranks.poll() or ranks.stand_still:
             return _Outcome.RANK_LOST
@@ -299,24 +300,13 @@ def _private_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-class _StopRequests:
-    """Turns the first signal into a request that the ranks see, a later one into the end."""
+@contextmanager
+def _stop_requests(folder: RunFolder) -> Iterator[threading.Event]:
+    """Turn the first signal into a request that the ranks see; a later one sets the event."""
+    insisted = threading.Event()
 
-    def __init__(self, folder: RunFolder) -> None:
-        self.insisted = False
-        self._folder = folder
-        self._held = ExitStack()
-
-    def __enter__(self) -> Self:
-        self._held.callback(self._withdraw)
-        self._held.enter_context(stop_signals(STOP_SIGNALS, ask=self._ask, insist=self._insist))
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._held.close()
-
-    def _ask(self) -> None:
-        path = self._folder.stop_request
+    def ask() -> None:
+        path = folder.stop_request
         try:
             create(path).close()
         except OSError as error:
@@ -328,12 +318,12 @@ class _StopRequests:
             return
         say("stopping after this step, then saving; Ctrl-C again quits at once", stream=sys.stderr)
 
-    def _insist(self, number: signal.Signals) -> None:
-        self.insisted = True
-
-    def _withdraw(self) -> None:
+    try:
+        with stop_signals(STOP_SIGNALS, ask=ask, insist=lambda number: insisted.set()):
+            yield insisted
+    finally:
         with suppress(OSError):
-            self._folder.stop_request.unlink()
+            folder.stop_request.unlink()
 
 
 @contextmanager

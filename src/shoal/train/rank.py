@@ -16,7 +16,7 @@ import threading
 import time
 import traceback
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import NoReturn
@@ -27,7 +27,7 @@ from shoal.errors import EXIT_INTERRUPTED, InvariantError, RankError
 from shoal.train import environment
 from shoal.train.config import ParallelConfig
 from shoal.train.environment import Place
-from shoal.train.failure import SHARED_ERRORS, reporting_failure, write_failure
+from shoal.train.failure import SHARED_ERRORS, leave_word, reporting_failure
 from shoal.train.job import TrainJob
 from shoal.train.launch import stop_signals
 from shoal.train.loop import train
@@ -153,10 +153,7 @@ def _watchdog(job: TrainJob) -> AbstractContextManager[object]:
 
 def _end_stalled(verdict: str) -> None:
     """Leave word for the launcher and end: the main thread may never come back to do it."""
-    path = environment.reply_file()
-    if path is not None:
-        with suppress(OSError):
-            write_failure(path, RankError(verdict))
+    leave_word(RankError(verdict))
     say(f"shoal: error: {verdict}", stream=sys.stderr)
     os._exit(1)
 
