@@ -59,6 +59,7 @@ def test_it_tells_graphs_breaks_recompilations_and_cache(capsys) -> None:
     assert "again at script.py:4: broken: tensor 'x' size mismatch at index 0" in out
     assert "not cached: graph" in out
     assert "0 of 4 hit" in out
+    assert "passes, joint: rebind_sizes, drop_aliases, " in out
     forget()
     torch._dynamo.reset()
     assert main(["explain", script(COMPILES)]) == 0

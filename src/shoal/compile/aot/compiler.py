@@ -15,11 +15,11 @@ from shoal._torch import aot_settings, compilers, dynamo, settings, traces
 from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.analyse import Analysis, Function, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange, disjoint_inputs
+from shoal.compile.aot.autograd_function import Graphs, make_function
 from shoal.compile.aot.backward_facts import dependence_of, donated_by, overlapping_gradients
 from shoal.compile.aot.call_code import emit
 from shoal.compile.aot.capture import Captured, Decompositions, capture
 from shoal.compile.aot.frame_stack import with_frame_stack
-from shoal.compile.aot.function import Graphs, make_function
 from shoal.compile.aot.graph_code import Boxed, writes_uncounted
 from shoal.compile.aot.inner import Inner, Role, Task, functions
 from shoal.compile.aot.lowered import Lowered, count_saved, outputs_of

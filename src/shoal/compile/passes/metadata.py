@@ -103,14 +103,25 @@ class Reading:
         return cls(node, node.target, node.args, dict(node.kwargs), given, said)
 
     def is_like(self, other: Reading) -> bool:
-        """Whether another one is of the same arguments and the same values."""
-        return (
-            self.target is other.target
-            and self.said is other.said
-            and self.args == other.args
+        """Whether another one is of the same arguments, or of tensors that are described alike."""
+        if self.target is not other.target or self.said is not other.said:
+            return False
+        is_same = (
+            self.args == other.args
             and self.kwargs == other.kwargs
             and all(other.given.get(read) is held for read, held in self.given.items())
         )
+        return is_same or self._described() == other._described()
+
+    def _described(self) -> object:
+        """The arguments, with descriptions of tensors in the place of nodes.
+
+        Equal to nothing where sizes are symbols: to compare these would be a guard.
+        """
+        described = {read: tuple(_describe(held)) for read, held in self.given.items()}
+        if any(isinstance(one, symbols.SYMBOLIC) for one in flat(list(described.values()))):
+            return object()
+        return map_arg((self.args, self.kwargs), described.__getitem__)  # pyright: ignore[reportGeneralTypeIssues]
 
     def complaint(self) -> str | None:
         """What is wrong with what the node says it gives; None if nothing is, or nobody can say."""

@@ -10,6 +10,7 @@ from compile_compare import BACKEND
 from shoal.aot import aot_function, nop
 from shoal.compile.observe import forget, observation, records
 from shoal.compile.observe.record import CacheUse
+from shoal.compile.passes.pipeline import Target, stages
 
 pytestmark = pytest.mark.skipif(BACKEND != "shoal", reason="tests our own backend")
 
@@ -51,6 +52,21 @@ def test_what_a_record_says() -> None:
     (out[0].sum() + out[2]).backward()
     (record,) = records()
     assert list(record.seconds) == [*stages, "compile backward"]
+
+
+def test_passes_are_those_of_the_pipeline_and_none_of_a_graph_that_the_cache_had() -> None:
+    compiled_once()
+    torch._dynamo.reset()
+    compiled_once()
+    traced, found = records()
+    ran = {stage: [one.name for one in report.steps] for stage, report in traced.passes.items()}
+    expected = {stage: [one.name for one in line.passes] for stage, line in stages(Target.DIRECT)}
+    assert ran == {
+        stage: expected[stage] for stage in ("joint", "before_cut", "forward", "backward")
+    }
+    assert traced.passes["forward"].result_of("update_in_place") == 1
+    assert found.cache is CacheUse.HIT
+    assert not found.passes
 
 
 def test_saved_bytes_are_those_of_what_autograd_keeps() -> None:

@@ -1,4 +1,4 @@
-"""A forward graph and a backward graph as one function that autograd knows."""
+"""Generate the autograd function that runs a forward graph and a backward graph."""
 
 from __future__ import annotations
 
