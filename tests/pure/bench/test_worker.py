@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.bench.cases import CASES
+from shoal.bench.cases import CASES, Mode, Run
 from shoal.bench.figures import Built, Gathers
-from shoal.bench.run import Mode, Run
-from shoal.bench.values import ValuesError
-from shoal.bench.worker import Request, Seat, Verb, _Worker
+from shoal.bench.model import ValuesError
+from shoal.bench.worker import RankFiles, Request, Verb, _Worker
 from shoal.comm.calls import Call, Kind, Slots
 from shoal.comm.clones import among_clones
 
@@ -35,7 +34,7 @@ def leave() -> Iterator[None]:
 
 def make_worker(engine: str, folder: Path) -> _Worker:
     run = Run(case=CASE, engine=engine, mode=Mode.EAGER, device_type="cpu")
-    return _Worker(run, Seat(rank=0, store_path=folder / "store", log_path=folder / "log"))
+    return _Worker(run, RankFiles(rank=0, store_path=folder / "store", log_path=folder / "log"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
