@@ -20,11 +20,10 @@ from pathlib import Path
 
 import torch
 
-from shoal.bench.cases import CASES
+from shoal.bench.cases import CASES, Mode, Run
 from shoal.bench.engines import ENGINES
 from shoal.bench.group import join
 from shoal.bench.host import describe_host
-from shoal.bench.run import Mode, Run
 from shoal.bench.workbench import Workbench, build_model
 
 NAMES = ("fsdp1", "fsdp2", "shoal", "shoal-flat", "shoal-wrapper")

@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from shoal.bench.pages import stored_results, write_tables
+from shoal.bench.table import stored_results, write_tables
 
 ROOT = Path(__file__).parents[1]
 PAGES = (ROOT / "README.md", ROOT / "docs" / "bench.md")

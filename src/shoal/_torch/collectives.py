@@ -1,4 +1,4 @@
-"""Collectives as a process group's own methods."""
+"""Collectives: a process group's own methods, and nodes of a graph."""
 
 from __future__ import annotations
 
@@ -8,27 +8,43 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from shoal._torch.subclasses import no_torch_function
+
+RENAMED = {
+    "all_gather_single": "_allgather_base",
+    "all_gather_single_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_single": "_reduce_scatter_base",
+    "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "start_coalescing": "_start_coalescing",
+    "end_coalescing": "_end_coalescing",
+}
+"""Methods of a process group by their names since torch 2.13, and what they were called before."""
+
+
+def _method(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
+    return getattr(group, name, None) or getattr(group, RENAMED[name])
 
 
 def gather_method(
     group: dist.ProcessGroup, *, asynchronous: bool = True
 ) -> Callable[[Tensor, Tensor], dist.Work]:
-    """The group's own all-gather into one tensor (output, input); torch 2.13 renamed it.
+    """The group's own all-gather into one tensor (output, input).
 
     Where it is not asynchronous, NCCL works on the current stream instead of one of its own.
     """
-    method = getattr(group, "all_gather_single", None) or cast(Any, group)._allgather_base
-    options = dist.distributed_c10d.AllgatherOptions()
+    method = _method(group, "all_gather_single")
+    options = c10d.AllgatherOptions()
     options.asyncOp = asynchronous
     return lambda output, input: method(output, input, options)
 
 
 def all_to_all_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work]:
-    """The group's own all-to-all of equal pieces (output, input); torch 2.13 renamed it."""
-    method = getattr(group, "all_to_all_single", None) or cast(Any, group).alltoall_base
-    options = dist.distributed_c10d.AllToAllOptions()
+    """The group's own all-to-all of equal pieces (output, input)."""
+    method = _method(group, "all_to_all_single")
+    options = c10d.AllToAllOptions()
     return lambda output, input: method(output, input, [], [], options)
 
 
@@ -38,10 +54,9 @@ def scatter_method(
     *,
     asynchronous: bool = True,
 ) -> Callable[[Tensor, Tensor], dist.Work]:
-    """The group's own reduce-scatter of one tensor (output, input); torch 2.13 renamed it."""
-    method = getattr(group, "reduce_scatter_single", None)
-    method = method or cast(Any, group)._reduce_scatter_base
-    options = dist.distributed_c10d.ReduceScatterOptions()
+    """The group's own reduce-scatter of one tensor (output, input)."""
+    method = _method(group, "reduce_scatter_single")
+    options = c10d.ReduceScatterOptions()
     options.reduceOp = cast(Any, op)
     options.asyncOp = asynchronous
     return lambda output, input: method(output, input, options)
@@ -51,7 +66,7 @@ def all_reduce_method(
     group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
 ) -> Callable[[Tensor], dist.Work]:
     """The group's own all-reduce."""
-    method, options = group.allreduce, dist.distributed_c10d.AllreduceOptions()
+    method, options = group.allreduce, c10d.AllreduceOptions()
     options.reduceOp = cast(Any, op)
     return lambda tensor: method([tensor], options)
 
@@ -148,3 +163,34 @@ def answer_gathers_from_c(
     library = torch.library.Library("c10d", "IMPL")
     library.impl("_allgather_base_", kernel, "BackendSelect", with_keyset=True)
     return library
+
+
+def gather_in_graph(shard: Tensor, size: int, group: dist.ProcessGroup) -> Tensor:
+    """An all-gather as nodes of a graph."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(shard, size, group.group_name))
+
+
+def reduce_scatter_in_graph(
+    rows: Tensor, size: int, group: dist.ProcessGroup, reduction: str = "sum"
+) -> Tensor:
+    """A reduce-scatter that adds, or averages, as nodes of a graph."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.reduce_scatter_tensor(rows, reduction, size, group.group_name))
+
+
+def all_reduce_in_graph(tensor: Tensor, group: dist.ProcessGroup, reduction: str = "sum") -> Tensor:
+    """An all-reduce that adds, or averages, as nodes of a graph."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(tensor, reduction, group.group_name))
+
+
+def broadcast_in_graph(tensor: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+    """What one rank of a group has, as nodes of a graph."""
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.broadcast(tensor, source, group.group_name))
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The process group that a collective in a graph names."""
+    return c10d._resolve_process_group(cast(Any, name))

@@ -9,37 +9,44 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.nn.utils.parametrize import register_parametrization
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
+from shoal.bench.cases import Mode, Run
 from shoal.bench.model import Block, Transformer
-from shoal.bench.run import Mode, Run
 from shoal.errors import InvariantError
 
 REDUCE_DTYPE = torch.float32
 """Gradients are summed over ranks in it, by the engines that can choose (DDP cannot)."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Engine:
     """A way to train the model on N ranks."""
 
     name: str
     wrap: Callable[[Transformer, Run], nn.Module]
     """Called in the run's own process, with the model on its device and the group initialised."""
-    uses_group: bool
-    """Whether it communicates; if not, no process group is made and one process is enough."""
-    casts: bool
-    """Whether it keeps fp32 parameters and casts them itself; if not, the model is built in the
-    compute dtype."""
     refuses: Callable[[Run], str | None]
     """Why it cannot do this run, if it cannot."""
+    uses_group: bool = True
+    """Whether it communicates; if not, no process group is made and one process is enough."""
+    casts: bool = True
+    """Whether it keeps fp32 parameters and casts them itself; if not, the model is built in the
+    compute dtype."""
     gather_apart: Callable[[nn.Module], None] = lambda model: None
-    """Lets its gathers share memory with nothing else, after a first step (see `kept_gathers`)."""
+    """Lets its gathers share memory with nothing else, after a first step (see `KeptGathers`)."""
 
 
 def refusal(run: Run) -> str | None:
@@ -77,10 +84,6 @@ def _wrap_plain(model: Transformer, run: Run) -> nn.Module:
     if run.mode is not Mode.EAGER:
         model.compile(mode="reduce-overhead" if run.mode is Mode.CUDAGRAPHS else None)
     return model
-
-
-def _wrap_plain_shoal(model: Transformer, run: Run) -> nn.Module:
-    return _compile_by_shoal(model, run)
 
 
 def _compile_by_shoal(model: nn.Module, run: Run) -> nn.Module:
@@ -164,12 +167,50 @@ def _wrap_fsdp2(model: Transformer, run: Run) -> nn.Module:
     return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
 
 
-def _wrap_simple_fsdp(model: Transformer, run: Run) -> nn.Module:
-    from shoal.bench.simple_fsdp import shard_each_parameter
+class _Gathered(nn.Module):
+    """A parameter on one rank, gathered from its shards where it is used, and again in backward.
 
+    What SimpleFSDP does: parametrizations of DTensors, traced and left to Inductor. Collectives
+    stay as they are traced, one for each parameter, neither merged nor moved.
+    """
+
+    def __init__(self, compute_dtype: torch.dtype, reduce_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtypes: dict[str, Any] = {
+            "forward_dtype": compute_dtype,
+            "backward_dtype": reduce_dtype,
+        }
+
+    def forward(self, shards: DTensor) -> Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, _recompute)
+        return checkpoint(self._gather, shards, use_reentrant=False, context_fn=contexts)
+
+    def _gather(self, shards: DTensor) -> Tensor:
+        whole: Any = shards.redistribute(placements=[Replicate()], **self.dtypes)
+        return whole.to_local(grad_placements=[Partial("avg")])
+
+
+def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Keep nothing of a gather for backward."""
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _shard_each_parameter(model: nn.Module, run: Run, reduce_dtype: torch.dtype) -> nn.Module:
+    """Replace parameters by their shards, from which they are gathered when they are read."""
+    mesh = init_device_mesh(run.device_type, (run.case.world_size,))
+    for module in list(model.modules()):
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            shards = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(shards))
+            gathered = _Gathered(run.compute_dtype, reduce_dtype)
+            register_parametrization(module, name, gathered, unsafe=True)
+    return model
+
+
+def _wrap_simple_fsdp(model: Transformer, run: Run) -> nn.Module:
     reduce_dtype = REDUCE_DTYPE if run.case.mixed_precision else run.compute_dtype
     model.compile()
-    return shard_each_parameter(model, run, reduce_dtype)
+    return _shard_each_parameter(model, run, reduce_dtype)
 
 
 def _simple_fsdp_refuses(run: Run) -> str | None:
@@ -215,79 +256,18 @@ def _shoal_graph_refuses(run: Run) -> str | None:
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
+        Engine("plain", _wrap_plain, _plain_refuses, uses_group=False, casts=False),
         Engine(
-            name="plain",
-            wrap=_wrap_plain,
-            uses_group=False,
-            casts=False,
-            refuses=_plain_refuses,
+            "plain-shoal", _compile_by_shoal, _plain_shoal_refuses, uses_group=False, casts=False
         ),
-        Engine(
-            name="plain-shoal",
-            wrap=_wrap_plain_shoal,
-            uses_group=False,
-            casts=False,
-            refuses=_plain_shoal_refuses,
-        ),
-        Engine(
-            name="ddp",
-            wrap=_wrap_ddp,
-            uses_group=True,
-            casts=False,
-            refuses=_peer_refuses,
-        ),
-        Engine(
-            name="fsdp1",
-            wrap=_wrap_fsdp1,
-            uses_group=True,
-            casts=True,
-            refuses=_peer_refuses,
-        ),
-        Engine(
-            name="fsdp2",
-            wrap=_wrap_fsdp2,
-            uses_group=True,
-            casts=True,
-            refuses=_peer_refuses,
-        ),
-        Engine(
-            name="simple-fsdp",
-            wrap=_wrap_simple_fsdp,
-            uses_group=True,
-            casts=True,
-            refuses=_simple_fsdp_refuses,
-        ),
-        Engine(
-            name="shoal",
-            wrap=_wrap_shoal,
-            uses_group=True,
-            casts=True,
-            refuses=_peer_refuses,
-            gather_apart=_gather_apart,
-        ),
-        Engine(
-            name="shoal-flat",
-            wrap=_wrap_shoal_flat,
-            uses_group=True,
-            casts=True,
-            refuses=_peer_refuses,
-            gather_apart=_gather_apart,
-        ),
-        Engine(
-            name="shoal-graph",
-            wrap=_wrap_shoal_graph,
-            uses_group=True,
-            casts=True,
-            refuses=_shoal_graph_refuses,
-        ),
-        Engine(
-            name="shoal-wrapper",
-            wrap=_wrap_shoal_wrapper,
-            uses_group=True,
-            casts=True,
-            refuses=_peer_refuses,
-            gather_apart=_gather_apart,
-        ),
+        Engine("ddp", _wrap_ddp, _peer_refuses, casts=False),
+        Engine("fsdp1", _wrap_fsdp1, _peer_refuses),
+        Engine("fsdp2", _wrap_fsdp2, _peer_refuses),
+        Engine("simple-fsdp", _wrap_simple_fsdp, _simple_fsdp_refuses),
+        Engine("shoal", _wrap_shoal, _peer_refuses, gather_apart=_gather_apart),
+        Engine("shoal-flat", _wrap_shoal_flat, _peer_refuses, gather_apart=_gather_apart),
+        Engine("shoal-graph", _wrap_shoal_graph, _shoal_graph_refuses),
+        Engine("shoal-wrapper", _wrap_shoal_wrapper, _peer_refuses, gather_apart=_gather_apart),
     )
 }
 """In the order in which they are run and shown."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
-from shoal.bench.run import DeviceType
+from shoal.bench.cases import DeviceType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

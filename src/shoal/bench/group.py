@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shoal._torch import subclasses, trees
+from shoal.bench.cases import Run
 from shoal.bench.figures import Collectives
-from shoal.bench.run import Run
 from shoal.comm.modelled import ModelledGroup, init_modelled
 from shoal.train import environment
 

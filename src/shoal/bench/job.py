@@ -19,10 +19,10 @@ from typing import TypeVar, cast
 import torch
 
 from shoal._torch import dynamo
+from shoal.bench.cases import Run
 from shoal.bench.engines import ENGINES
 from shoal.bench.figures import Built, ComputeRound, Memory, OptimizerRound
-from shoal.bench.run import Run
-from shoal.bench.worker import Failure, Reply, Request, Seat, Verb, serve
+from shoal.bench.worker import Failure, RankFiles, Reply, Request, Verb, serve
 from shoal.errors import RankError
 
 LAST_LINES = 12
@@ -94,10 +94,10 @@ class Job:
     def _start(self, rank: int) -> None:
         context = _context()
         ours, theirs = context.Pipe()
-        seat = Seat(
+        files = RankFiles(
             rank=rank, store_path=self._folder / "store", log_path=self._folder / f"rank{rank}.log"
         )
-        process = context.Process(target=serve, args=(self.run, seat, theirs), daemon=True)
+        process = context.Process(target=serve, args=(self.run, files, theirs), daemon=True)
         process.start()
         theirs.close()
         self._processes.append(process)

@@ -14,14 +14,12 @@ from enum import StrEnum
 from itertools import groupby
 from time import monotonic
 
-from shoal.bench.cases import Pace
+from shoal.bench.cases import Mode, Pace, Run
 from shoal.bench.engines import refusal
 from shoal.bench.figures import Built, ComputeRound, OptimizerRound, summarise
-from shoal.bench.host import Host
+from shoal.bench.host import Host, fastest_core
 from shoal.bench.job import Job, JobError
-from shoal.bench.pin import fastest_core
 from shoal.bench.results import Record, Status
-from shoal.bench.run import Mode, Run
 
 EAGER_TIMEOUT_S = 180.0
 COMPILE_TIMEOUT_S = 600.0
@@ -69,20 +67,20 @@ def _measure_together(
     began_s = monotonic()
     together = _fit_together(runs, host)
     with ExitStack() as processes:
-        sittings: list[_Sitting] = []
+        in_progress: list[_RunInProgress] = []
         for run in runs:
             job = Job(run, timeout_s or _default_timeout_s(run), rests=not together)
-            sittings.append(_Sitting(processes.enter_context(job), host, on_stage))
+            in_progress.append(_RunInProgress(processes.enter_context(job), host, on_stage))
         build, *timed = _stages(runs[0].case.pace)
         # What is not timed is done by all at once, if it can be: compilers take minutes.
-        with ThreadPoolExecutor(len(sittings) if together else 1) as threads:
-            list(threads.map(lambda sitting: sitting.enter(build), sittings))
+        with ThreadPoolExecutor(len(in_progress) if together else 1) as threads:
+            list(threads.map(lambda run: run.enter(build), in_progress))
         for stage in timed:
             core = _core_for(runs[0])
-            for sitting in sittings:
-                sitting.enter(stage, core)
-        for sitting in sittings:
-            yield sitting.finish(monotonic() - began_s)
+            for one in in_progress:
+                one.enter(stage, core)
+        for one in in_progress:
+            yield one.finish(monotonic() - began_s)
 
 
 def _fit_together(runs: Sequence[Run], host: Host) -> bool:
@@ -123,7 +121,7 @@ def _without_figures(
     )
 
 
-class _Sitting:
+class _RunInProgress:
     """One job on its way through the stages."""
 
     def __init__(self, job: Job, host: Host, on_stage: Callable[[Run, Stage], None]) -> None:

@@ -13,12 +13,11 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
+from shoal.bench.cases import Mode, Run
 from shoal.bench.engines import ENGINES
 from shoal.bench.figures import ComputeRound, Memory, OptimizerRound
-from shoal.bench.model import Transformer
-from shoal.bench.peaks import read_peak, reset_peak
-from shoal.bench.run import Mode, Run
-from shoal.bench.values import check_gathers, check_gradients, check_losses
+from shoal.bench.host import read_peak, reset_peak
+from shoal.bench.model import Transformer, check_gathers, check_gradients, check_losses
 from shoal.comm.modelled import ModelledGroup
 from shoal.optim import AdamW
 

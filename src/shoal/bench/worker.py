@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from shoal.bench.cases import Mode, Run
 from shoal.bench.engines import ENGINES
 from shoal.bench.figures import Built, Collectives, ComputeRound, Gathers, OptimizerRound
 from shoal.bench.group import count, join
-from shoal.bench.pin import stay_on
-from shoal.bench.run import Mode, Run
-from shoal.bench.values import ValuesError
+from shoal.bench.host import stay_on
+from shoal.bench.model import ValuesError
 from shoal.bench.workbench import Workbench, build_model
 from shoal.comm.modelled import ModelledGroup
 
@@ -58,8 +58,8 @@ Reply = Built | ComputeRound | OptimizerRound | Failure
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seat:
-    """Where one worker sits: its rank, and the files it shares with the others."""
+class RankFiles:
+    """The rank of one worker, and the files it shares with the others."""
 
     rank: int
     store_path: Path
@@ -68,10 +68,10 @@ class Seat:
     """What the process prints goes there."""
 
 
-def serve(run: Run, seat: Seat, connection: Connection) -> None:
+def serve(run: Run, files: RankFiles, connection: Connection) -> None:
     """Answer requests until there are no more, or one fails."""
-    _enter(seat)
-    worker = _Worker(run, seat)
+    _enter(files)
+    worker = _Worker(run, files)
     while True:
         try:
             request: Request = connection.recv()
@@ -85,10 +85,10 @@ def serve(run: Run, seat: Seat, connection: Connection) -> None:
         connection.send(reply)
 
 
-def _enter(seat: Seat) -> None:
+def _enter(files: RankFiles) -> None:
     # A group of its own, so that whatever it starts (Inductor's compilers) can be ended with it.
     os.setsid()
-    log = os.open(seat.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(files.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)
@@ -97,9 +97,9 @@ def _enter(seat: Seat) -> None:
 
 
 class _Worker:
-    def __init__(self, run: Run, seat: Seat) -> None:
+    def __init__(self, run: Run, files: RankFiles) -> None:
         self._run = run
-        self._seat = seat
+        self._files = files
         self._group: ModelledGroup | None = None
         self._gathers: Gathers | None = None
         self._workbench: Workbench | None = None
@@ -138,7 +138,7 @@ class _Worker:
         else:
             torch.cuda.set_device(run.device)
         if engine.uses_group:
-            self._group = join(run, self._seat.rank, self._seat.store_path)
+            self._group = join(run, self._files.rank, self._files.store_path)
         model = build_model(run)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         wrapped = engine.wrap(model, run)

@@ -12,13 +12,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from shoal.bench.cases import CASES, Case
+from shoal.bench.cases import CASES, Case, Mode, Run, device_type_of
 from shoal.bench.engines import ENGINES
 from shoal.bench.host import Host, describe_host
 from shoal.bench.measure import measure
-from shoal.bench.merge import merge_files
-from shoal.bench.results import Results, Source, Status, describe_case, write_results
-from shoal.bench.run import Mode, Run, device_type_of
+from shoal.bench.results import Results, Source, Status, describe_case, merge_files, write_results
 from shoal.bench.table import describe_record, render
 from shoal.cli.flags import Parser
 from shoal.cli.suggest import did_you_mean
@@ -65,47 +63,22 @@ def _without_out(argv: Sequence[str]) -> list[str]:
 
 def _make_parser() -> Parser:
     parser = Parser(prog="shoal bench", usage="shoal bench [flags]", description=_DESCRIPTION)
-    families = dict.fromkeys(case.family for case in CASES)
-    parser.add_argument(
-        "--cases", type=_names, metavar="LIST", help=f"default: {','.join(families)}"
-    )
-    parser.add_argument(
-        "--engines", type=_names, metavar="LIST", help=f"default: {','.join(ENGINES)}"
-    )
-    parser.add_argument(
-        "--modes",
-        type=_names,
-        metavar="LIST",
-        help=f"of {','.join(Mode)} (default: eager,compiled; with --quick: eager)",
-    )
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="tiny models, few steps: shows on any machine that everything runs, measures nothing",
-    )
-    parser.add_argument(
-        "--repeats", type=_count, metavar="N", help="rounds of timed steps (default: per case)"
-    )
-    parser.add_argument(
-        "--steps", type=_count, metavar="N", help="timed steps per round (default: per case)"
-    )
-    parser.add_argument(
-        "--fill",
-        action="store_true",
-        help="let the modelled network write every gather while steps are timed, by kernels",
-    )
-    parser.add_argument(
-        "--timeout",
-        type=_count,
-        metavar="SECONDS",
-        help="end a run after so long (default: 180; 600 where something is compiled)",
-    )
-    parser.add_argument(
-        "--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: join these results"
-    )
-    parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"default: a new file in {RESULTS_DIR}/"
-    )
+    families = ",".join(dict.fromkeys(case.family for case in CASES))
+    modes = f"of {','.join(Mode)} (default: eager,compiled; with --quick: eager)"
+    quick = "tiny models, few steps: shows on any machine that everything runs, measures nothing"
+    fill = "let the modelled network write every gather while steps are timed, by kernels"
+    timeout = "end a run after so long (default: 180; 600 where something is compiled)"
+    add = parser.add_argument
+    add("--cases", type=_names, metavar="LIST", help=f"default: {families}")
+    add("--engines", type=_names, metavar="LIST", help=f"default: {','.join(ENGINES)}")
+    add("--modes", type=_names, metavar="LIST", help=modes)
+    add("--quick", action="store_true", help=quick)
+    add("--repeats", type=_count, metavar="N", help="rounds of timed steps (default: per case)")
+    add("--steps", type=_count, metavar="N", help="timed steps per round (default: per case)")
+    add("--fill", action="store_true", help=fill)
+    add("--timeout", type=_count, metavar="SECONDS", help=timeout)
+    add("--merge", nargs="+", type=Path, metavar="FILE", help="measure nothing: join these results")
+    add("--out", type=Path, metavar="FILE", help=f"default: a new file in {RESULTS_DIR}/")
     return parser
 
 

@@ -4,48 +4,24 @@ c10d has some twenty entry points for eleven collectives: into one tensor or a l
 not, under old names and new. Each is one `Call` here, so that a process group written in Python
 answers calls, not entry points.
 
-    kind            input           output          and
-    all_gather      tensor          slots
-    reduce_scatter  slots           tensor          op
-    all_reduce      tensor          same tensor     op
-    broadcast       tensor          same tensor     root
-    reduce          tensor          same tensor     op, root
-    all_to_all      slots           slots
-    gather          tensor          slots at root   root
-    scatter         slots at root   tensor          root
-    barrier
-    send            tensor                          root (the receiver), tag
-    receive                         tensor          root (the sender), tag
+    Call(Kind.ALL_GATHER, tensor, slots)            slots: a piece for each rank
+    Call(Kind.REDUCE_SCATTER, slots, tensor, op)
+    Call(Kind.BROADCAST, tensor, tensor, root=0)    the same tensor twice: in place
+    Call(Kind.SEND, tensor, None, None, 1, tag)     root is the other rank
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from shoal.comm.collectives import Kind
 from shoal.errors import UsageError
-
-
-class Kind(StrEnum):
-    """Which collective."""
-
-    ALL_GATHER = "all_gather"
-    REDUCE_SCATTER = "reduce_scatter"
-    ALL_REDUCE = "all_reduce"
-    BROADCAST = "broadcast"
-    REDUCE = "reduce"
-    ALL_TO_ALL = "all_to_all"
-    GATHER = "gather"
-    SCATTER = "scatter"
-    BARRIER = "barrier"
-    SEND = "send"
-    RECEIVE = "receive"
 
 
 class Slots:

@@ -12,6 +12,7 @@ named after a time limit.
 from __future__ import annotations
 
 import json
+import os
 import weakref
 from collections import Counter
 from collections.abc import Mapping
@@ -31,6 +32,11 @@ _ADVICE = (
     "Every rank must run the same modules in the same order. Where losses use different units, "
     "call set_reduce_scatter_unused_params(True)."
 )
+
+
+def is_wanted() -> bool:
+    """Whether ranks compare every collective before they launch it: `SHOAL_DEBUG=collectives`."""
+    return "collectives" in os.environ.get("SHOAL_DEBUG", "").split(",")
 
 
 class Comparison:

@@ -26,7 +26,8 @@ import torch
 from torch.futures import Future
 
 from shoal._torch import cuda
-from shoal.comm.calls import Call, Kind
+from shoal.comm.calls import Call
+from shoal.comm.collectives import Kind
 from shoal.comm.python_group import PythonWork
 
 

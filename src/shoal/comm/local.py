@@ -7,7 +7,7 @@
     losses = run_local(4, train)
 
 Inside, `torch.distributed` works as if every thread were a process: ranks, subgroups, meshes,
-FSDP1, FSDP2, DDP, functional collectives, DCP. Ranks take turns (`baton`), so a run repeats
+FSDP1, FSDP2, DDP, functional collectives, DCP. Ranks take turns (`turns`), so a run repeats
 exactly, and ranks that wait for each other for ever are named at once.
 """
 
@@ -22,13 +22,12 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shoal._torch import thread_ranks
-from shoal.comm.baton import Aborted, Baton
-from shoal.comm.calls import Call, Kind
-from shoal.comm.local_store import LocalStore
+from shoal._torch import groups
+from shoal.comm.calls import Call
+from shoal.comm.collectives import Kind
 from shoal.comm.meeting import Meeting
 from shoal.comm.python_group import PythonGroup, PythonWork
-from shoal.comm.random_state import RandomState
+from shoal.comm.turns import Aborted, LocalStore, RandomState, Turns
 from shoal.errors import UsageError
 
 BACKEND = "shoal-local"
@@ -41,7 +40,7 @@ class _Session:
 
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
-        self.baton = Baton(world_size)
+        self.turns = Turns(world_size)
         self.keys: dict[str, bytes] = {}
         self._meetings: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
         self._num_made: dict[tuple[str, int], int] = defaultdict(int)
@@ -72,14 +71,14 @@ class LocalGroup(PythonGroup):
         super().__init__(rank, len(ranks))
         self._global_rank = ranks[rank]
         self._ranks = ranks
-        self._baton = session.baton
+        self._turns = session.turns
         self._meeting = session.meeting(name, ranks, self._global_rank)
         self._num_rounds = 0
         self._num_messages: dict[tuple[Kind, int, int], int] = defaultdict(int)
 
     def run(self, calls: Sequence[Call], asynchronous: bool) -> PythonWork:
         """Bring this rank's calls to the meeting; the work waits for the others."""
-        self._baton.check_thread(self._global_rank)
+        self._turns.check_thread(self._global_rank)
         if calls[0].kind in (Kind.SEND, Kind.RECEIVE):
             return self._run_message(calls[0])
         number, self._num_rounds = self._num_rounds, self._num_rounds + 1
@@ -93,7 +92,7 @@ class LocalGroup(PythonGroup):
         number = self._num_messages[call.kind, other, tag]
         self._num_messages[call.kind, other, tag] += 1
         if call.kind == Kind.SEND:
-            meeting.post((self._rank, other, tag, number), call)
+            meeting.leave((self._rank, other, tag, number), call)
             return _LocalWork([call], self._wait_until, lambda: True, str)
         address = (other, self._rank, tag, number)
         return _LocalWork(
@@ -105,7 +104,7 @@ class LocalGroup(PythonGroup):
         )
 
     def _wait_until(self, ready: Callable[[], bool], where: Callable[[], str]) -> None:
-        self._baton.wait_until(self._global_rank, ready, where)
+        self._turns.wait_until(self._global_rank, ready, where)
 
 
 class _LocalWork(PythonWork):
@@ -151,7 +150,7 @@ def run_local(
         raise UsageError("run_local is running already in this process, and cannot run twice")
     random_state = RandomState.capture()
     try:
-        with thread_ranks.ranks_as_threads() as begin_thread:
+        with groups.ranks_as_threads() as begin_thread:
             return _run_threads(world_size, fn, args, timeout_s, begin_thread)
     finally:
         random_state.restore()
@@ -166,13 +165,13 @@ def _run_threads(
     begin_thread: Callable[[], None],
 ) -> list[Result]:
     session = _Session(world_size)
-    baton = session.baton
+    turns = session.turns
     results: dict[int, Result] = {}
 
     def rank_main(rank: int) -> None:
         begin_thread()
         try:
-            baton.begin(rank)
+            turns.begin(rank)
             # Backward must stay in this thread, which alone may call collectives.
             with torch.autograd.set_multithreading_enabled(False), _default_group(session, rank):
                 results[rank] = fn(*args)
@@ -180,9 +179,9 @@ def _run_threads(
             pass
         except BaseException as error:
             error.add_note(f"raised on rank {rank} of {world_size}")
-            baton.abort(error)
+            turns.abort(error)
         finally:
-            baton.end(rank)
+            turns.end(rank)
 
     threads = [
         threading.Thread(target=rank_main, args=(rank,), name=f"rank {rank}", daemon=True)
@@ -190,18 +189,18 @@ def _run_threads(
     ]
     for thread in threads:
         thread.start()
-    baton.start()
+    turns.start()
     try:
-        if not baton.join(timeout_s):
-            baton.expire(timeout_s)
+        if not turns.join(timeout_s):
+            turns.expire(timeout_s)
     except BaseException as interruption:
-        baton.abort(interruption)
+        turns.abort(interruption)
     # Whoever only waited unwinds now; who is stuck elsewhere stays behind.
-    if baton.join(1.0):
+    if turns.join(1.0):
         for thread in threads:
             thread.join()
-    if baton.error is not None:
-        raise baton.error
+    if turns.error is not None:
+        raise turns.error
     return [results[rank] for rank in range(world_size)]
 
 
@@ -212,7 +211,7 @@ def _default_group(session: _Session, rank: int) -> Iterator[None]:
         dist.Backend.register_backend(BACKEND, _make_group, True, ["cpu", "cuda"])
 
     def wait_until(ready: Callable[[], bool], where: Callable[[], str]) -> None:
-        session.baton.wait_until(rank, ready, where)
+        session.turns.wait_until(rank, ready, where)
 
     # c10d refers to the C++ half of the store only: this frame keeps the Python half alive.
     store = LocalStore(session.keys, wait_until)

@@ -5,29 +5,29 @@
     group.traffic.num_bytes
 
 The default process group claims N ranks. A collective costs a constant of host time whatever N
-is, writes what clones of this rank would send (`clones`), and occupies this rank's link for latency
-+ bytes / bandwidth (`network`, `link`). So a step of a job on 1024 devices can be timed, and its
-memory seen, on one. While it is timed, gathers keep what was written before (`kept_gathers`).
+is, writes what the other ranks would send (`imagined_ranks`), and occupies this rank's link for
+latency + bytes / bandwidth (`network`, `link`). So a step of a job on 1024 devices can be timed,
+and its memory seen, on one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.calls import Call, Kind, Reduction, Slots
-from shoal.comm.clones import among_clones, reduction_of
-from shoal.comm.kept_gathers import KeptGathers
+from shoal.comm.calls import Call, Reduction, Slots
+from shoal.comm.collectives import Kind
+from shoal.comm.imagined_ranks import KeptGathers, receive, reduction_of
 from shoal.comm.link import CpuLink, CudaLink, CudaWire, device_of
 from shoal.comm.network import FREE, INFINIBAND, NVLINK, Network
 from shoal.comm.python_group import PythonGroup, PythonWork
-from shoal.comm.traffic import Count, Meter, Traffic
 from shoal.errors import UsageError
 
 __all__ = [
@@ -50,13 +50,73 @@ SAMPLE_NUMEL = 4096
 """How much of each gather `sample_gathers` looks at, at most."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Count:
+    """A number of collectives, with their bytes.
+
+    Bytes are those of the whole buffer: what an all-gather writes, a reduce-scatter reads, an
+    all-reduce reduces. Collectives coalesced into one launch count once.
+    """
+
+    num_collectives: int = 0
+    num_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """A reading of a group's counters."""
+
+    by_kind: Mapping[Kind, Count]
+    """Kinds that did not occur are absent."""
+
+    @property
+    def num_collectives(self) -> int:
+        """Collectives of all kinds."""
+        return sum(count.num_collectives for count in self.by_kind.values())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all kinds."""
+        return sum(count.num_bytes for count in self.by_kind.values())
+
+
+class _Meter:
+    """The counters themselves."""
+
+    __slots__ = ("_counts",)
+
+    def __init__(self) -> None:
+        self._counts: dict[Kind, list[int]] = {}
+
+    def reset(self) -> None:
+        """Start again from zero."""
+        self._counts.clear()
+
+    def count(self, kind: Kind, num_bytes: int) -> None:
+        """Note one launch."""
+        counts = self._counts.setdefault(kind, [0, 0])
+        counts[0] += 1
+        counts[1] += num_bytes
+
+    def read(self) -> Traffic:
+        """Take a reading that later launches leave alone."""
+        return Traffic(
+            by_kind=MappingProxyType(
+                {
+                    kind: Count(num_collectives=num_collectives, num_bytes=num_bytes)
+                    for kind, (num_collectives, num_bytes) in self._counts.items()
+                }
+            )
+        )
+
+
 @dataclass(slots=True, kw_only=True)
 class _Job:
     """What all groups of one modelled job have in common."""
 
     network: Network
     device: torch.device
-    meter: Meter = field(default_factory=Meter)
+    meter: _Meter = field(default_factory=_Meter)
     cpu_link: CpuLink = field(default_factory=CpuLink)
     wires: dict[torch.device, CudaWire] = field(default_factory=dict)
     kept: KeptGathers | None = None
@@ -88,7 +148,7 @@ class ModelledGroup(PythonGroup):
         super().__init__(rank, size)
         self.job = job
         self._is_free = job.network.is_free
-        self._own_meter = Meter()
+        self._own_meter = _Meter()
         self._links: dict[torch.device, CpuLink | CudaLink] = {}
         self._link_on(job.device)  # calibrates the device's clock now, not in a measured step
 
@@ -107,7 +167,7 @@ class ModelledGroup(PythonGroup):
         self._meter.reset()
 
     @property
-    def _meter(self) -> Meter:
+    def _meter(self) -> _Meter:
         return self.job.meter if self is dist.group.WORLD else self._own_meter
 
     def keep_gathers(self) -> None:
@@ -198,12 +258,12 @@ class ModelledGroup(PythonGroup):
         """Write what a call brings to this rank, where it is not there already."""
         job = self.job
         if call.kind is not Kind.ALL_GATHER:
-            among_clones(call, self._rank, self._size)
+            receive(call, self._rank, self._size)
             return
         assert isinstance(call.input, Tensor)
         assert isinstance(call.output, Slots)
         if job.kept is None or not job.kept.deliver(call.output, call.input, self._rank):
-            among_clones(call, self._rank, self._size)
+            receive(call, self._rank, self._size)
         if job.samples is not None and call.output.flat is not None:
             job.samples.append(_sample(call.output.flat))
 

@@ -1,29 +1,23 @@
-"""A network as two numbers, and what a collective costs on it."""
+"""A network as two numbers, and how long a collective takes on it.
+
+The modelled network, the benchmarks on it and the costs of graphs all ask `Network.duration_us`.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
-from shoal.comm.calls import Kind
+from shoal.comm.collectives import COLLECTIVES, Kind
 from shoal.errors import UsageError
-
-# How many times its bytes a collective sends over one rank's link, on a ring of infinitely many
-# ranks; where pieces go around, a ring of N ranks sends (N - 1) / N of that.
-_PIECEWISE = {
-    Kind.ALL_GATHER: 1.0,
-    Kind.REDUCE_SCATTER: 1.0,
-    Kind.ALL_REDUCE: 2.0,
-    Kind.ALL_TO_ALL: 1.0,
-    Kind.GATHER: 1.0,
-    Kind.SCATTER: 1.0,
-}
-_WHOLE = {Kind.BROADCAST: 1.0, Kind.REDUCE: 1.0, Kind.SEND: 1.0, Kind.RECEIVE: 1.0}
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """A link model: a collective takes latency + bytes over the link / bandwidth."""
+    """A link model: a collective takes latency + bytes over the link / bandwidth.
+
+    The bytes are those of the table (`collectives.py`); the latency counts once.
+    """
 
     name: str
     bandwidth_gb_per_s: float | None
@@ -47,15 +41,22 @@ class Network:
         """Whether nothing takes any time."""
         return self.bandwidth_gb_per_s is None and self.latency_us == 0
 
-    def duration_us(self, kind: Kind, num_bytes: int, num_ranks: int) -> float:
-        """How long a collective over `num_bytes` (the whole buffer) takes on `num_ranks`."""
+    @property
+    def bytes_per_us(self) -> float:
+        """The bandwidth in other units."""
+        return math.inf if self.bandwidth_gb_per_s is None else self.bandwidth_gb_per_s * 1e3
+
+    def duration_us(self, kind: Kind, num_bytes: int, num_ranks: int | None = None) -> float:
+        """How long a collective over `num_bytes` (the whole buffer) takes on `num_ranks`.
+
+        None stands for a number that is not known: as long as on very many.
+        """
         if num_ranks == 1:
             return 0.0
         if self.bandwidth_gb_per_s is None:
             return self.latency_us
-        share = (num_ranks - 1) / num_ranks
-        times = _PIECEWISE.get(kind, 0.0) * share + _WHOLE.get(kind, 0.0)
-        return self.latency_us + times * num_bytes / self.bandwidth_gb_per_s * 1e-3
+        sent = COLLECTIVES[kind].bytes_sent(num_bytes, num_ranks)
+        return self.latency_us + sent / self.bytes_per_us
 
 
 FREE = Network("free", None, 0.0)

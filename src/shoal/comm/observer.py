@@ -5,31 +5,33 @@ A watchdog keeps a log of them. With `SHOAL_DEBUG=collectives` ranks compare the
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal.comm import environment
-from shoal.comm.comparison import LIMIT_S, Comparison
+from shoal.comm.comparison import LIMIT_S, Comparison, is_wanted
 from shoal.errors import RankError, ShoalError
 
 
 class Observer(Protocol):
     """Hears of collectives before they can hang."""
 
-    def launching(self, reason: str, group: ProcessGroup, tensor: Tensor | None) -> None:
-        """A collective is about to start.
+    def launching(self, reason: str, group: ProcessGroup, tensor: Tensor | None) -> Any:
+        """A collective is about to start; returns what `in_stream` knows it by.
 
         It fills or changes `tensor`; None where that has a size of its own on each rank.
         """
         ...
 
-    def in_stream(self) -> None:
-        """It was given to the current CUDA stream: the host does not wait for it."""
+    def in_stream(self, launched: Any = None) -> None:
+        """The current CUDA stream runs or waits for it, and the host does not.
+
+        `launched` is what `launching` returned; None stands for the collective launched last.
+        """
         ...
 
     def waiting(self, reason: str) -> None:
@@ -47,21 +49,33 @@ class Observer(Protocol):
 
 current: Observer | None = None
 """Read by every collective, so it is a plain name and not a call."""
-comparison: Comparison | None = Comparison() if environment.debugs_collectives() else None
+comparison: Comparison | None = Comparison() if is_wanted() else None
 """What compares collectives between ranks, if they are compared."""
 
 
-def launching(reason: str, group: ProcessGroup, tensor: Tensor | None) -> None:
-    """Let everybody hear of a collective that is about to start; whoever starts one calls this."""
+def launching(reason: str, group: ProcessGroup, tensor: Tensor | None) -> Any:
+    """Let everybody hear of a collective that is about to start; whoever starts one calls this.
+
+    Returns what the observer knows it by; None if nobody observes.
+    """
     if comparison is not None:
         with timed(f"the other ranks at {reason}"):
             comparison.check(reason, group, tensor)
-    if current is not None:
-        current.launching(reason, group, tensor)
+    return None if current is None else current.launching(reason, group, tensor)
 
 
 def in_stream() -> None:
-    """The collective that was announced last was given to the current CUDA stream."""
+    """The collective that was launched last runs on the current CUDA stream."""
+    if current is not None:
+        current.in_stream()
+
+
+def run_in_stream(
+    reason: str, group: ProcessGroup, output: Tensor, run: Callable[..., object], *args: Tensor
+) -> None:
+    """Run a collective on the current CUDA stream, which the host does not wait for."""
+    launching(reason, group, output)
+    run(*args)
     if current is not None:
         current.in_stream()
 

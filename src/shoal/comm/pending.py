@@ -3,7 +3,8 @@
     Prepared  ── launch() ──>  Pending  ── wait() ──>  output
 
 What can be checked about a collective is checked when it is prepared. Whoever runs the same one
-over the same tensors every step prepares it once.
+over the same tensors every step prepares it once. All of them start by `launch`, where observers
+hear of them; those that run on the caller's CUDA stream by `observer.run_in_stream`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Pending:
     second stream.
     """
 
-    __slots__ = ("_finish", "_work", "output", "reason")
+    __slots__ = ("_finish", "_launched", "_work", "output", "reason")
 
     def __init__(
         self,
@@ -47,9 +48,11 @@ class Pending:
         work: Waitable | None,
         reason: str,
         finish: Callable[[], object] | None = None,
+        launched: object = None,
     ) -> None:
         self.output = output
         self.reason = reason
+        self._launched = launched
         self._work = work
         self._finish = finish
 
@@ -60,9 +63,8 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Make the output readable here, and return it."""
-        work, finish = self._work, self._finish
+        work, finish, watcher = self._work, self._finish, observer.current
         if work is not None:
-            watcher = observer.current
             if watcher is not None:
                 watcher.waiting(self.reason)
             try:
@@ -81,11 +83,39 @@ class Pending:
             self._finish = None
             with torch.no_grad():
                 finish()
+        if self._launched is not None:
+            launched, self._launched = self._launched, None
+            if watcher is not None and self.output.is_cuda:
+                watcher.in_stream(launched)
         return self.output
 
     def __repr__(self) -> str:
         state = "done" if self.waited else "in flight"
         return f"Pending({self.reason}, {tuple(self.output.shape)}, {state})"
+
+
+def launch(
+    reason: str,
+    group: ProcessGroup | None,
+    output: Tensor,
+    start: Callable[[], Started],
+    *,
+    same_size: bool = True,
+) -> Pending:
+    """Start a collective; observers hear of it before, unless it is in no group.
+
+    `same_size` says that all ranks have an output of that size, so that they can compare.
+    """
+    launched = None
+    if group is not None:
+        launched = observer.launching(reason, group, output if same_size else None)
+    try:
+        work, finish = start()
+    except (ShoalError, NotImplementedError):
+        raise
+    except RuntimeError as error:
+        raise RankError(f"{reason} could not be started: {error}") from error
+    return Pending(output, work, reason, finish, launched)
 
 
 class Prepared:
@@ -110,15 +140,7 @@ class Prepared:
 
     def launch(self) -> Pending:
         """Start it."""
-        if self._group is not None:
-            observer.launching(self.reason, self._group, self.output)
-        try:
-            work, finish = self._start()
-        except (ShoalError, NotImplementedError):
-            raise
-        except RuntimeError as error:
-            raise RankError(f"{self.reason} could not be started: {error}") from error
-        return Pending(self.output, work, self.reason, finish)
+        return launch(self.reason, self._group, self.output, self._start)
 
     def __repr__(self) -> str:
         return f"Prepared({self.reason}, {tuple(self.output.shape)})"

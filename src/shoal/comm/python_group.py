@@ -1,8 +1,8 @@
 """A c10d process group answered in Python: c10d's entry points become calls.
 
-A subclass answers `run(calls, asynchronous) -> PythonWork` and nothing else. Both sets of names are
-here, those up to torch 2.12 (`_allgather_base`) and those since (`all_gather_single`): c10d looks
-methods up by name, from Python and, through its trampolines, from C++.
+A subclass answers `run(calls, asynchronous) -> PythonWork` and nothing else. c10d looks methods up
+by name, from Python and, through its trampolines, from C++. Both sets of names are here, those
+since torch 2.13 (`all_gather_single`) and those before (`_allgather_base`).
 """
 
 # c10d passes arguments by position, and its stubs name them differently in each release.
@@ -22,7 +22,8 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
 from shoal._torch import collectives, dynamo
-from shoal.comm.calls import Call, Kind, Reduction, Slots
+from shoal.comm.calls import Call, Reduction, Slots
+from shoal.comm.collectives import Kind
 
 # Works that only C++ refers to: it holds the C++ half of a work, and the Python half, where the
 # waiting is done, would be collected.
@@ -300,14 +301,6 @@ class PythonGroup(ProcessGroup):
         """Wait for all ranks."""
         return self._start([Call(Kind.BARRIER)], opts)
 
-    # Names up to torch 2.12.
-
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
-
     # Several entry points in one launch.
 
     def start_coalescing(self, device: torch.device) -> None:
@@ -319,14 +312,15 @@ class PythonGroup(ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return WorkBatch(works)
 
-    _start_coalescing = start_coalescing
-    _end_coalescing = end_coalescing
-
     def _start(self, calls: Sequence[Call], opts: Any = None) -> PythonWork:
         work = self.run(calls, collectives.is_asynchronous(opts))
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
+
+
+for _name, _before in collectives.RENAMED.items():
+    setattr(PythonGroup, _before, getattr(PythonGroup, _name))
 
 
 def _op(opts: Any) -> Reduction:

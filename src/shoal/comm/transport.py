@@ -26,8 +26,10 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal._torch import collectives
 from shoal.comm import gloo, observer
-from shoal.comm.calls import Call, Kind, Reduction, Slots
-from shoal.comm.pending import Pending, Prepared
+from shoal.comm.calls import Call, Reduction, Slots
+from shoal.comm.collectives import Kind
+from shoal.comm.messages import backends_of
+from shoal.comm.pending import Pending, Prepared, Started, launch
 from shoal.comm.python_group import PythonGroup
 from shoal.errors import MeshError, UsageError
 
@@ -70,9 +72,7 @@ class Transport:
         self.group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
-        # "cpu:gloo,cuda:nccl" -> which backend serves which device type
-        pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-        self._backends = dict(pairs)
+        self._backends = backends_of(group)
         self._uses_gloo = "gloo" in self._backends.values()
         self._gather = collectives.gather_method(group)
         self._scatters: dict[str, Callable[[Tensor, Tensor], dist.Work]] = {}
@@ -106,13 +106,7 @@ class Transport:
             run = group.gather_in_stream(call)
         else:
             run = partial(collectives.gather_method(group, asynchronous=False), received, sent)
-
-        def gather() -> None:
-            observer.launching(reason, group, output)
-            run()
-            observer.in_stream()
-
-        return gather
+        return partial(observer.run_in_stream, reason, group, output, run)
 
     def reduce_scatter_in_stream(
         self, op: Reduction, *, reason: str = "reduce-scatter"
@@ -125,9 +119,7 @@ class Transport:
             run = collectives.scatter_method(group, op, asynchronous=False)
 
         def reduce_scatter(output: Tensor, input: Tensor) -> None:
-            observer.launching(reason, group, output)
-            run(output, input)
-            observer.in_stream()
+            observer.run_in_stream(reason, group, output, run, output, input)
 
         return reduce_scatter
 
@@ -196,11 +188,12 @@ class Transport:
         self._check(reason, tensor)
         if not 0 <= source < self.size:
             raise UsageError(f"{reason}: source must be a rank in [0, {self.size}), got {source}")
-        observer.launching(reason, self.group, tensor)
-        work = dist.broadcast(
-            _as_carried(tensor), group_src=source, group=self.group, async_op=True
-        )
-        return Pending(tensor, work, reason)
+        sent, group = _as_carried(tensor), self.group
+
+        def start() -> Started:
+            return dist.broadcast(sent, group_src=source, group=group, async_op=True), None
+
+        return launch(reason, group, tensor, start)
 
     def all_to_all(
         self,
@@ -221,9 +214,12 @@ class Transport:
             self._splits(reason, "output", output, received, output_numels),
             self._splits(reason, "input", input, sent, input_numels),
         )
-        observer.launching(reason, self.group, None)
-        work = dist.all_to_all_single(received, sent, *splits, group=self.group, async_op=True)
-        return Pending(output, work, reason)
+        group = self.group
+
+        def start() -> Started:
+            return dist.all_to_all_single(received, sent, *splits, group=group, async_op=True), None
+
+        return launch(reason, group, output, start, same_size=False)
 
     def _is_on_gloo(self, tensor: Tensor) -> bool:
         return self._uses_gloo and self._backends.get(tensor.device.type) == "gloo"

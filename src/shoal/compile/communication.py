@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 import torch.distributed as dist
 from torch.fx import GraphModule
 
+from shoal.comm.buckets import FIRST_BUCKET_BYTES, MIB
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.compare_ranks import collectives_of, tell_groups
 from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import run_passes, say
 from shoal.compile.options import BackendOptions
-from shoal.compile.passes.bucket import FIRST_BUCKET_BYTES, MB
 from shoal.compile.passes.collectives import CommKind
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.contract import Pipeline, Report
@@ -58,7 +58,7 @@ def _log(report: Report, module: GraphModule) -> None:
 
 def _passes(blocks: Sequence[CommBlock], options: BackendOptions) -> Pipeline:
     """The passes over the collectives of one graph, edited by the user's option if that is set."""
-    bucket_bytes = max(1, int(options.bucket_mb * MB))
+    bucket_bytes = max(1, int(options.bucket_mb * MIB))
     passes = sharded(
         bucket_bytes=bucket_bytes,
         first_bytes=_first_bytes(blocks),
@@ -93,7 +93,7 @@ def _bound(
 ) -> int | None:
     """How many bytes may be on their way at a time; None for as many as there are."""
     if in_flight_mb is not None:
-        return max(1, int(in_flight_mb * MB))
+        return max(1, int(in_flight_mb * MIB))
     if all(block.key.kind in SAME_SIZE for block in blocks):
         return None
     sizes = sorted(max(bucket_bytes, block.num_bytes) for block in blocks)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal._torch import graph_collectives, operators
+from shoal._torch import collectives, operators
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.passes.collectives import collective, sent_nodes
 from shoal.errors import RankError
@@ -25,7 +25,7 @@ def check_ranks_agree(lowered: Lowered) -> None:
     found = collectives_of(lowered)
     for group in (groups := sorted(found)):
         try:
-            check_collectives_agree(graph_collectives.group_named(group), found[group])
+            check_collectives_agree(collectives.group_named(group), found[group])
         except RankError as error:
             tell_groups([later for later in groups if later > group], str(error))
             raise
@@ -44,7 +44,7 @@ def collectives_of(lowered: Lowered) -> dict[str, list[str]]:
 def tell_groups(groups: Iterable[str], failure: str) -> None:
     """Let nobody in some groups wait for this rank, which has failed before it could compare."""
     for group in sorted(groups):
-        tell_failure(graph_collectives.group_named(group), failure)
+        tell_failure(collectives.group_named(group), failure)
 
 
 def _collect(phase: str, module: GraphModule, found: dict[str, list[str]]) -> None:

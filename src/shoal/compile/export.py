@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from shoal._torch import aot_settings
 from shoal._torch import fakes as torch_fakes
+from shoal._torch import settings
 from shoal.compile.aot.analyse import Analysis, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange, sharing_memory
 from shoal.compile.aot.capture import Decompositions, capture
@@ -86,7 +86,7 @@ def _analysed(
 
 
 def _check_arguments(args: Sequence[Any]) -> None:
-    if aot_settings.functionalises_rng():
+    if settings.functionalises_rng():
         raise RuntimeError(
             "Functionalized RNG is not currently supported in the aot_export workflow: expected "
             "torch._functorch.config.functionalize_rng_ops to be False"

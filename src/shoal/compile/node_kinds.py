@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from shoal._torch import operators
+from shoal.comm import collectives
 
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 """Values that are kept as they are instead of as tensors; constants where shapes are static."""
@@ -68,8 +69,6 @@ REDUCTIONS = frozenset(
     )
 ) | frozenset(f"prims::{name}" for name in ("sum", "var", "amax", "amin", "prepare_softmax_online"))
 
-COLLECTIVES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "_dtensor", "c10d"})
-
 
 def op_name(node: fx.Node) -> str:
     """The operator of a node without its overload (`aten::add`); empty where it calls none."""
@@ -115,13 +114,13 @@ def mutated_inputs(node: fx.Node) -> list[fx.Node]:
 
 def is_wait(node: fx.Node) -> bool:
     """Whether a node waits for a collective."""
-    return op_name(node) == "_c10d_functional::wait_tensor"
+    return op_name(node) in collectives.WAITS
 
 
 def communicates(node: fx.Node) -> bool:
     """Whether a node's operator is of a collective, whether or not it writes to its input."""
     target = node.target
-    return isinstance(target, operators.OpOverload) and target.namespace in COLLECTIVES
+    return isinstance(target, operators.OpOverload) and target.namespace in collectives.NAMESPACES
 
 
 def kind(node: fx.Node) -> Kind:
@@ -146,7 +145,7 @@ def _kind_of_op(node: fx.Node, op: operators.OpOverload) -> Kind:
     name = op_name(node)
     if mutated_inputs(node):
         return Kind.MUTATION
-    if op.namespace in COLLECTIVES:
+    if op.namespace in collectives.NAMESPACES:
         return Kind.COLLECTIVE
     if _is_random(node, op):
         return Kind.RANDOM

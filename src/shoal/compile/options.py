@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from shoal.comm.buckets import BUCKET_MIB
 from shoal.compile.observe.logs import topics_of
 from shoal.compile.passes.contract import Pipeline
 from shoal.errors import UsageError
@@ -27,7 +28,7 @@ class BackendOptions:
     """What backward gets: the fewest bytes, or everything that it reads."""
     memory_budget: float = 1.0
     """The share of what is saved for backward that may stay; the rest is computed again."""
-    bucket_mb: float = 25.0
+    bucket_mb: float = BUCKET_MIB
     """Up to which size collectives of one kind become one."""
     in_flight_mb: float | None = None
     """How much may be on its way at a time; None: the two largest collectives."""

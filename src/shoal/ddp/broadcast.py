@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from shoal._torch import kernels
+from shoal.comm.buckets import MIB, Item, Limits, assign
 from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
 
 _SOURCE = 0
-_LIMIT_BYTES = 250 * 2**20
+_LIMIT_BYTES = 250 * MIB
 
 
 def broadcast(tensors: Iterable[Tensor], transport: Transport, *, reason: str) -> None:
@@ -44,19 +45,9 @@ def _views(flat: Tensor, packet: list[Tensor]) -> list[Tensor]:
     return [piece.view(tensor.shape) for piece, tensor in zip(pieces, packet, strict=True)]
 
 
-def _packets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+def _packets(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Tensors of one dtype and device together, as many as memory for them is kept small."""
-    by_kind: dict[object, list[Tensor]] = {}
-    for tensor in tensors:
-        if tensor.numel():
-            by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for alike in by_kind.values():
-        packet: list[Tensor] = []
-        num_bytes = 0
-        for tensor in alike:
-            if packet and num_bytes + tensor.nbytes > _LIMIT_BYTES:
-                yield packet
-                packet, num_bytes = [], 0
-            packet.append(tensor.detach())
-            num_bytes += tensor.nbytes
-        yield packet
+    sent = [tensor.detach() for tensor in tensors if tensor.numel()]
+    items = [Item(num_bytes=tensor.nbytes, key=(tensor.dtype, tensor.device)) for tensor in sent]
+    buckets = assign(items, range(len(items)), Limits(num_bytes=_LIMIT_BYTES))
+    return [[sent[index] for index in bucket] for bucket in buckets]

@@ -17,7 +17,7 @@ from shoal.ddp.comm_hook import GradBucket
 
 Named: TypeAlias = tuple[str, nn.Parameter]
 
-Start: TypeAlias = Callable[[GradBucket, Tensor, str], Pending]
+Start: TypeAlias = Callable[[GradBucket, Tensor, str, object], Pending]
 """What a communication hook does in the place of the all-reduce."""
 
 
@@ -95,8 +95,8 @@ class Bucket:
                     gradients=self.views,
                     parameters=parameters,
                 )
-                observer.launching(self.reason, self._group, self.flat)
-                self._pending = hook(face, self.flat, self.reason)
+                launched = observer.launching(self.reason, self._group, self.flat)
+                self._pending = hook(face, self.flat, self.reason, launched)
             elif self._average is not None:
                 if self._divisor != 1:
                     self.flat.div_(self._divisor)

@@ -86,7 +86,9 @@ class _Future:
                 self._flat.copy_(result.detach().view(-1))
 
 
-def run_hook(hook: Hook, state: object, bucket: GradBucket, flat: Tensor, reason: str) -> Pending:
+def run_hook(
+    hook: Hook, state: object, bucket: GradBucket, flat: Tensor, reason: str, launched: object
+) -> Pending:
     """Let a hook start to average a bucket, whose result will be in `flat`."""
     future = hook(state, bucket)
     if not isinstance(future, groups.Future):
@@ -94,7 +96,7 @@ def run_hook(hook: Hook, state: object, bucket: GradBucket, flat: Tensor, reason
             f"{reason}: the communication hook must return a torch.futures.Future, as "
             f"work.get_future() does, got {_described(future)}"
         )
-    return Pending(flat, _Future(future, flat), reason)
+    return Pending(flat, _Future(future, flat), reason, launched=launched)
 
 
 def _described(value: object) -> str:

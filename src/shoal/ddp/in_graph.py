@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal._torch import dynamo, graph_collectives, wrapping
+from shoal._torch import collectives, dynamo, wrapping
 from shoal.comm.transport import Transport
 from shoal.ddp.comm_hook import Hook
 
@@ -41,7 +41,7 @@ class InGraph:
         self.average_traced = dynamo.allowed_in_graph(self.average)
         """The mean of a gradient, where a backward is traced by itself (compiled autograd)."""
         self._of_first_rank = dynamo.allowed_in_graph(
-            lambda tensor: graph_collectives.broadcast_in_graph(tensor, _SOURCE, self._group)
+            lambda tensor: collectives.broadcast_in_graph(tensor, _SOURCE, self._group)
         )
 
     def average_by(self, state: object, hook: Hook) -> None:
@@ -91,7 +91,7 @@ class InGraph:
             return grad
         # Divided first, which keeps 16-bit sums in range.
         sent = grad.to(self.wire or grad.dtype) / self._size
-        return graph_collectives.all_reduce_in_graph(sent, self._group).to(grad.dtype)
+        return collectives.all_reduce_in_graph(sent, self._group).to(grad.dtype)
 
 
 class _Averaged(torch.autograd.Function):

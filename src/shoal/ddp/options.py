@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from shoal.comm.buckets import BUCKET_MIB, FIRST_BUCKET_MIB, Limits
 from shoal.errors import UsageError
-
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """What one call of `replicate` asks for."""
 
-    bucket_cap_mb: float = 25.0
-    first_bucket_mb: float = 1.0
-    """A small one, so that communication begins soon after backward."""
+    bucket_cap_mb: float = BUCKET_MIB
+    first_bucket_mb: float = FIRST_BUCKET_MIB
     broadcast_buffers: bool = True
     find_unused_parameters: bool = False
     gradient_as_bucket_view: bool = False
@@ -30,9 +28,9 @@ class Options:
                 )
 
     @property
-    def limits_bytes(self) -> tuple[int, int]:
+    def limits(self) -> Limits:
         """At which size the first bucket is full, and each one after it."""
-        return int(self.first_bucket_mb * _MIB), int(self.bucket_cap_mb * _MIB)
+        return Limits.of_ddp(self.bucket_cap_mb, self.first_bucket_mb)
 
     @property
     def records_order(self) -> bool:

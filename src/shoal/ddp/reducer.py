@@ -16,21 +16,20 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from shoal._torch import autograd
 from shoal.comm import observer
-from shoal.comm.pending import Pending
+from shoal.comm.buckets import Item, Limits, assign
 from shoal.comm.transport import Transport
-from shoal.ddp.assignment import Item, assign
-from shoal.ddp.bucket import Bucket, Named
-from shoal.ddp.comm_hook import GradBucket, Hook, run_hook
+from shoal.ddp.bucket import Bucket, Named, Start
+from shoal.ddp.comm_hook import Hook, run_hook
 from shoal.ddp.listeners import Listeners, listen
 from shoal.ddp.options import Options
-from shoal.ddp.reached import reached
-from shoal.ddp.usage import Usage
+from shoal.ddp.usage import Usage, reached
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.module_state import Reach
 
@@ -42,7 +41,7 @@ class Reducer:
         self._named = tuple(named)
         self._transport = transport
         self._options = options
-        self._hook: Callable[[GradBucket, Tensor, str], Pending] | None = None
+        self._hook: Start | None = None
         self.averages = True
         """Whether gradients are averaged; without, they stay this rank's own."""
         self.is_in_graph = False
@@ -74,7 +73,7 @@ class Reducer:
         """What is called when the backward that runs is over."""
         self._has_begun = False
         """Whether that backward accumulates gradients, which `autograd.grad` does not."""
-        self._build(assign(self._items, range(len(named)), [sys.maxsize]))
+        self._build(assign(self._items, range(len(named)), Limits(num_bytes=sys.maxsize)))
         self._waiting: set[Listeners] = set()
         self._listeners = [
             listen(parameter, _marker(self, number), self._waiting)
@@ -108,7 +107,7 @@ class Reducer:
                 "register_comm_hook was called before on this module; a hook stays, so compose "
                 "both into one function"
             )
-        self._hook = lambda bucket, flat, reason: run_hook(hook, state, bucket, flat, reason)
+        self._hook = partial(run_hook, hook, state)
 
     def begin_forward(self, *, averages: bool, in_graph: bool) -> None:
         """Say how gradients of the backwards to come are averaged. Also traced."""
@@ -125,7 +124,7 @@ class Reducer:
         if self._recorded is not None:
             order = _agreed(self._recorded, len(self._named), self._device, self._transport)
             self._recorded = None
-            self._build(assign(self._items, order, self._options.limits_bytes))
+            self._build(assign(self._items, order, self._options.limits))
 
     def after_forward(self, output: object) -> None:
         """Be told when backward begins, and what it will come to."""

@@ -3,28 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shoal._torch import composable, dynamo
+from shoal.comm.buckets import BUCKET_MIB, FIRST_BUCKET_MIB
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
 from shoal.ddp.bucket import Named
-from shoal.ddp.inputs import Device, device_of_inputs, move_inputs
 from shoal.ddp.options import Options
 from shoal.ddp.reducer import Reducer
 from shoal.ddp.replicated import Replica, ReplicatedModule
 from shoal.errors import MeshError, ShardedTwiceError, UsageError
 from shoal.runtime.guard import check_tensors_agree
 from shoal.runtime.module_call import swap_class
-from shoal.runtime.module_state import state_of
+from shoal.runtime.module_state import map_tensors, state_of
 from shoal.sharding_wrapper import wrappers_below
 
 Module = TypeVar("Module", bound=nn.Module)
+Device = int | torch.device
 
 
 def replicate(
@@ -32,8 +34,8 @@ def replicate(
     device_mesh: DeviceMesh | None = None,
     *,
     process_group: dist.ProcessGroup | None = None,
-    bucket_cap_mb: float = 25.0,
-    first_bucket_mb: float = 1.0,
+    bucket_cap_mb: float = BUCKET_MIB,
+    first_bucket_mb: float = FIRST_BUCKET_MIB,
     broadcast_buffers: bool = True,
     find_unused_parameters: bool = False,
     gradient_as_bucket_view: bool = False,
@@ -199,6 +201,46 @@ def _check(
                 f"shoal: {prefix.rstrip('.') or 'the module'!r} has sparse gradients, which "
                 "replicate does not average; use sparse=False, or ignored_modules"
             )
+
+
+def device_of_inputs(
+    home: torch.device, device_id: Device | None, device_ids: Sequence[Device] | None
+) -> torch.device | None:
+    """Where inputs are moved to, if anywhere: named as torch names it, and where parameters are."""
+    if device_id is not None and not isinstance(device_id, (int, torch.device)):
+        raise RuntimeError(
+            f"Expected device_id to be int or torch.device, but got {type(device_id)}"
+        )
+    if device_ids is not None:
+        if device_id is not None or len(device_ids) != 1:
+            raise UsageError(
+                f"a module trains on one device: expected device_id, or device_ids of one entry, "
+                f"got device_id={device_id!r} and device_ids={list(device_ids)!r}"
+            )
+        device_id = device_ids[0]
+    if device_id is None or device_id == torch.device("cpu") == home:
+        return None
+    device = torch.device(home.type, device_id) if isinstance(device_id, int) else device_id
+    if home.type == "cpu" or device != home:
+        raise UsageError(
+            f"the module is on {home}, but its device is given as {device_id!r}; move the module "
+            "there first, and give no device to a module on the CPU"
+        )
+    return device
+
+
+def move_inputs(module: nn.Module, device: torch.device) -> None:
+    """From now on, move whatever the module is called with to a device."""
+
+    def to_device(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device, non_blocking=True)
+
+    def before(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return map_tensors(to_device, args), map_tensors(to_device, kwargs)
+
+    module.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
 
 
 _COPY_REFUSAL = (

@@ -1,8 +1,12 @@
-"""Which parameters any rank has used: ranks that use different ones agree by a bitmap."""
+"""Which parameters a backward uses: on this rank by its graph, on any rank by a bitmap."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.distributed import ReduceOp
 
 from shoal.comm.pending import Pending
@@ -50,5 +54,25 @@ class Usage:
         self.is_settled = True
 
 
-def _zeros(used: torch.Tensor) -> frozenset[int]:
+def _zeros(used: Tensor) -> frozenset[int]:
     return frozenset(number for number, count in enumerate(used.tolist()) if not count)
+
+
+def reached(outputs: Sequence[Tensor], numbers: Mapping[Tensor, int]) -> Iterator[int]:
+    """The numbers of the parameters in the graph of some outputs, each as it is found.
+
+    The first is near the outputs, as a rule. What a reentrant checkpoint recomputes is not in the
+    graph yet.
+    """
+    seen: set[Any] = set()
+    queue: list[Any] = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    while queue:
+        node = queue.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        parameter = getattr(node, "variable", None)
+        number = None if parameter is None else numbers.get(parameter)
+        if number is not None:
+            yield number
+        queue.extend(next_node for next_node, _ in node.next_functions if next_node is not None)

@@ -1,7 +1,7 @@
 """Graph passes over collectives: `shoal.passes.ddp_fusion` has torch's names."""
 
+from shoal.comm.buckets import Limits
 from shoal.compile.keep_gathered import keep_gathered
-from shoal.compile.passes.bucket import Limits
 from shoal.compile.passes.bucket_all_reduce import bucket_all_reduces
 from shoal.compile.passes.bucket_shards import bucket_all_gathers, bucket_reduce_scatters
 from shoal.compile.passes.comm_block import (

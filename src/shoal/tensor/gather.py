@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from shoal._torch.sharded import ShardingSpec
-from shoal.comm.post import backend_of, carrier
+from shoal.comm.messages import backend_of, carrier_device
 from shoal.comm.transport import Transport
 from shoal.errors import UsageError
 from shoal.layout.listing import Listing
@@ -228,7 +228,7 @@ def _ask(tensor: ShardedTensor, asked: Asked) -> list[Region | None]:
     status = _INVALID if problem is not None else _NOTHING if region is None else _REGION
     told = region or Region.whole(shape)
     row = [status, *told.offsets, *told.sizes]
-    device = carrier(group, shared_device(tensor.device, tensor.placement))
+    device = carrier_device(group, shared_device(tensor.device, tensor.placement))
     sent = torch.tensor(row, dtype=torch.int64, device=device)
     received = sent.new_empty(group.size() * len(row))
     Transport(group).all_gather(received, sent, reason="what ranks want to fetch").wait()

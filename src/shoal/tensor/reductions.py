@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shoal._torch import distributed_tensor, kernels, operators
-from shoal.comm.post import carrier
+from shoal.comm.messages import carrier_device
 from shoal.comm.transport import Transport
 from shoal.tensor.optimizer_lists import unwrap_lists
 from shoal.tensor.placement import Placement, shared_device
@@ -87,7 +87,7 @@ def _widened(parts: Tensor, placement: Holders) -> Tensor:
     device = parts.device
     if isinstance(placement, Placement):
         device = shared_device(device, placement)
-    device = carrier(placement.group, device)
+    device = carrier_device(placement.group, device)
     dtype = torch.float64 if parts.is_floating_point() else torch.int64
     return parts.to(device, dtype, copy=True)
 

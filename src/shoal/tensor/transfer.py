@@ -2,7 +2,7 @@
 
     have (Region, Tensor) ...          want (Region, Tensor) ...
         │ a message to each rank: sent from where it lies,      ▲ received where it belongs,
-        └ or packed ──────────► rounds of `post` ──────────────┘ or unpacked
+        └ or packed ──────────► rounds of messages ────────────┘ or unpacked
 
 What lies in one run of memory travels straight from or to it; only the rest is packed. Messages are
 cut into rounds, so that what is packed at any time stays small. How many rounds there are follows
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal.comm.post import carrier, post
+from shoal.comm.messages import carrier_device, send_messages
 from shoal.errors import UsageError
 from shoal.layout.parcel import Cut, Holding, Message, Parcel, cut, incoming, outgoing
 from shoal.layout.region import Region, flat_regions
@@ -91,7 +91,7 @@ def transfer(
     sent, received = outgoing(src, dst, rank), incoming(src, dst, rank)
     own = sent.pop(rank, ())
     received.pop(rank, None)
-    device = carrier(group, device)
+    device = carrier_device(group, device)
     with torch.no_grad():
         leaving = _packets(sent, lambda parcel: have[parcel.src], rounds, device)
         arriving = _packets(received, lambda parcel: want[parcel.dst], rounds, device)
@@ -100,7 +100,7 @@ def transfer(
             space = _Space(memory)
             receives = [(packet, space.place(packet)) for packet in arriving[number]]
             sends = [(packet, space.place(packet)) for packet in leaving[number]]
-            started = post(
+            started = send_messages(
                 group,
                 # Packed one by one, while those before are on their way.
                 ((packet.peer, packet.pack(place)) for packet, place in sends),

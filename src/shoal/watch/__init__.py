@@ -4,7 +4,7 @@ In: the collectives of this process, as `shoal.comm` launches and waits for them
 did not come, what it did instead, and which replica's weights are no copy any more.
 """
 
-from shoal.watch.post_mortem import post_mortem
+from shoal.watch.diagnosis import post_mortem
 from shoal.watch.replicas import check_replicas
 from shoal.watch.watchdog import Watchdog, compare_collectives, digest_of_collectives
 

@@ -1,4 +1,4 @@
-"""Why ranks do not meet, found by comparing what each of them launched; pure.
+"""Why ranks do not meet, found by comparing what each of them launched.
 
 The collectives of a group are numbered on every rank. Two ranks whose entries of one number differ
 have left each other there, whatever hung later; where none differ, the rank whose numbers end
@@ -13,30 +13,31 @@ first did not come.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
-from shoal.watch.log import Entry
-from shoal.watch.witness import Witness
+from shoal.watch.account import Account
+from shoal.watch.log import Entry, log_path, logged_ranks, read_log
 
 _MOST = 8
 """As many ranks are told of; thousands may miss the one that is gone."""
 
 
-def diagnose(witnesses: Sequence[Witness]) -> str:
+def diagnose(accounts: Sequence[Account]) -> str:
     """Say which rank left the others, where, and what it did instead."""
-    by_rank = {witness.rank: witness for witness in witnesses}
-    groups = {name: ranks for witness in witnesses for name, ranks in witness.groups.items()}
+    by_rank = {account.rank: account for account in accounts}
+    groups = {name: ranks for account in accounts for name, ranks in account.groups.items()}
     members = {
         name: {rank: by_rank[rank] for rank in ranks if rank in by_rank}
         for name, ranks in groups.items()
     }
     found = [text for name, own in members.items() for text in _in_group(name, own)]
-    silent = [witness for witness in witnesses if witness.is_silent]
-    found += [_silence(witness) for witness in silent]
+    silent = [account for account in accounts if account.is_silent]
+    found += [_silence(account) for account in silent]
     if not found:
         found = [text for name, own in members.items() for text in _behind(name, own)]
     if not found:
-        found = [_waiting(witness) for witness in witnesses if witness.waits_for]
+        found = [_waiting(account) for account in accounts if account.waits_for]
     if not found:
         return "all ranks answer, and none of them waits for another"
     found = list(dict.fromkeys(found))
@@ -56,25 +57,36 @@ def differences(logs: Mapping[int, Sequence[Entry]]) -> str:
     return "\n".join(found[:_MOST])
 
 
-def _in_group(name: str, witnesses: Mapping[int, Witness]) -> list[str]:
+def post_mortem(folder: Path | str, ranks: Iterable[int] | None = None) -> str:
+    """Say which rank launched another collective than the others; nothing if none did.
+
+    `folder` is the one that the ranks' `Watchdog` was given; all ranks that left a log there are
+    compared unless `ranks` names some.
+    """
+    folder = Path(folder)
+    compared = logged_ranks(folder) if ranks is None else ranks
+    return differences({rank: read_log(log_path(folder, rank)) for rank in compared})
+
+
+def _in_group(name: str, accounts: Mapping[int, Account]) -> list[str]:
     """Compare the ranks of one group."""
-    entries = {rank: _of(name, witness.entries) for rank, witness in witnesses.items()}
+    entries = {rank: _of(name, account.entries) for rank, account in accounts.items()}
     different = _first_difference(entries)
     if different:
         return different
     last = max((max(numbers) for numbers in entries.values() if numbers), default=0)
     absent = [rank for rank, found in entries.items() if max(found, default=0) < last]
-    return [_absence(rank, entries, last, witnesses) for rank in absent]
+    return [_absence(rank, entries, last, accounts) for rank in absent]
 
 
-def _behind(name: str, witnesses: Mapping[int, Witness]) -> list[str]:
+def _behind(name: str, accounts: Mapping[int, Account]) -> list[str]:
     """Compare how many collectives torch has counted in a group: some are in no log."""
-    counts = {rank: own.counts[name] for rank, own in witnesses.items() if name in own.counts}
+    counts = {rank: own.counts[name] for rank, own in accounts.items() if name in own.counts}
     most = max(counts.values(), default=0)
     ahead = [rank for rank, count in counts.items() if count == most]
     return [
         f"rank {rank} has launched {count} collectives of group {name} by torch's count, "
-        f"{_ranks(ahead)} {most}{_meanwhile(witnesses[rank])}"
+        f"{_ranks(ahead)} {most}{_meanwhile(accounts[rank])}"
         for rank, count in counts.items()
         if count < most
     ]
@@ -138,7 +150,7 @@ def _absence(
     rank: int,
     entries: Mapping[int, Mapping[int, Entry]],
     last: int,
-    witnesses: Mapping[int, Witness],
+    accounts: Mapping[int, Account],
 ) -> str:
     """Say of a rank that has stopped before the others what it does."""
     number = max(entries[rank], default=0) + 1
@@ -146,40 +158,40 @@ def _absence(
     if not there:  # the others' logs have forgotten what came right after
         there = {other: found[last] for other, found in entries.items() if last in found}
     entry = next(iter(there.values()))
-    waited_s = max(witnesses[other].waited_s for other in there)
+    waited_s = max(accounts[other].waited_s for other in there)
     text = (
         f"rank {rank} did not come to {entry}, collective {entry.number} of group {entry.group}, "
         f"for which {_ranks(list(there))} waited {waited_s:.1f} s"
     )
-    return text + _meanwhile(witnesses[rank])
+    return text + _meanwhile(accounts[rank])
 
 
-def _meanwhile(witness: Witness) -> str:
+def _meanwhile(account: Account) -> str:
     """What a rank does that did not come."""
-    if witness.is_silent:
+    if account.is_silent:
         return "; it does not answer"
-    if witness.waits_for:
-        return f"; it waits for {witness.waits_for}{_at(witness)}"
-    return f"; it does something else{_at(witness)}"
+    if account.waits_for:
+        return f"; it waits for {account.waits_for}{_at(account)}"
+    return f"; it does something else{_at(account)}"
 
 
-def _silence(witness: Witness) -> str:
-    last = f"; the last that it launched was {witness.entries[-1]}" if witness.entries else ""
+def _silence(account: Account) -> str:
+    last = f"; the last that it launched was {account.entries[-1]}" if account.entries else ""
     return (
-        f"rank {witness.rank} does not answer: its process is gone or stopped, or its host "
+        f"rank {account.rank} does not answer: its process is gone or stopped, or its host "
         f"cannot be reached{last}"
     )
 
 
-def _waiting(witness: Witness) -> str:
+def _waiting(account: Account) -> str:
     return (
-        f"rank {witness.rank} has waited {witness.waited_s:.1f} s for "
-        f"{witness.waits_for}{_at(witness)}"
+        f"rank {account.rank} has waited {account.waited_s:.1f} s for "
+        f"{account.waits_for}{_at(account)}"
     )
 
 
-def _at(witness: Witness) -> str:
-    return f", at {' < '.join(witness.stack)}" if witness.stack else ""
+def _at(account: Account) -> str:
+    return f", at {' < '.join(account.stack)}" if account.stack else ""
 
 
 def _ranks(ranks: Sequence[int]) -> str:

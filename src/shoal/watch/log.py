@@ -25,8 +25,10 @@ _NUM_LINES = 128
 IN_STREAM, ENDED = "in stream", "ended"
 
 
-InStream: TypeAlias = "tuple[int, str, torch.cuda.Event]"
-"""A collective that a stream was given: the number and text of its line, and what marks its end."""
+Line: TypeAlias = tuple[int, str]
+"""The number and the text of a line."""
+InStream: TypeAlias = "tuple[Line, torch.cuda.Event]"
+"""A collective that a stream was given: its line, and what marks its end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,22 +63,23 @@ class CollectiveLog:
         self._count = 0
         self._counts: dict[str, int] = {}
         self._digest = 0
-        self._last = ""
+        self._last: Line = (-1, "")
         self._in_stream: deque[InStream] = deque()
         self._events: list[torch.cuda.Event] = []
         self._lock = threading.Lock()
 
-    def add(self, group: str, what: str, size: str) -> None:
-        """Note a collective that is about to start."""
+    def add(self, group: str, what: str, size: str) -> Line:
+        """Note a collective that is about to start; returns its line."""
         number = self._counts.get(group, 0) + 1
         self._counts[group] = number
-        self._last = f"{self._count}\t{group}\t{number}\t{what}\t{size}"
-        self._write(self._count, self._last)
+        self._last = line = (self._count, f"{self._count}\t{group}\t{number}\t{what}\t{size}")
+        self._write(*line)
         self._count += 1
         self._digest = zlib.crc32(f"{what}\t{size}".encode(), self._digest)
+        return line
 
-    def put_in_stream(self) -> None:
-        """Note that the current CUDA stream was given the collective that was added last.
+    def put_in_stream(self, line: Line | None = None) -> None:
+        """Note that the current CUDA stream runs a collective: the one added last, or of a line.
 
         An event marks its end. Nobody waits for it: it is asked, here and by `entries`.
         """
@@ -84,11 +87,11 @@ class CollectiveLog:
             return
         event = self._events.pop() if self._events else torch.cuda.Event()
         event.record()
-        number = self._count - 1
-        self._write(number, f"{self._last}\t{IN_STREAM}")
+        line = line or self._last
+        self._write_state(line, IN_STREAM)
         with self._lock:
-            self._in_stream.append((number, self._last, event))
-            while self._in_stream[0][2].query():
+            self._in_stream.append((line, event))
+            while self._in_stream[0][1].query():
                 self._note_end(self._in_stream.popleft())
                 if not self._in_stream:
                     break
@@ -97,15 +100,19 @@ class CollectiveLog:
         """Look which collectives have ended; those of two streams may do so in any order."""
         with self._lock, suppress(RuntimeError):  # of a device that has failed
             for one in tuple(self._in_stream):
-                if one[2].query():
+                if one[1].query():
                     self._in_stream.remove(one)
                     self._note_end(one)
 
     def _note_end(self, one: InStream) -> None:
-        number, text, event = one
+        line, event = one
         self._events.append(event)
+        self._write_state(line, ENDED)
+
+    def _write_state(self, line: Line, state: str) -> None:
+        number, text = line
         if number >= self._count - _NUM_LINES:  # else its line is another one's by now
-            self._write(number, f"{text}\t{ENDED}")
+            self._write(number, f"{text}\t{state}")
 
     def _write(self, number: int, text: str) -> None:
         line = f"{text}\n".encode()[:_LINE_BYTES]

@@ -33,11 +33,10 @@ from torch.distributed import ProcessGroup
 from shoal._torch import groups as torch_groups
 from shoal.comm import observer
 from shoal.errors import RankError, UsageError
-from shoal.watch.diagnosis import diagnose
-from shoal.watch.last_words import speaking_on_sigterm
-from shoal.watch.log import CollectiveLog, log_path, read_log
-from shoal.watch.post_mortem import post_mortem
-from shoal.watch.witness import Witness, stack_of_main_thread
+from shoal.watch.account import Account, stack_of_main_thread
+from shoal.watch.diagnosis import diagnose, post_mortem
+from shoal.watch.log import CollectiveLog, Line, log_path, read_log
+from shoal.watch.sigterm import printing_on_sigterm
 
 _ACCOUNTS_S = 1.0
 """How long a rank may take to leave its account."""
@@ -98,7 +97,7 @@ class Watchdog:
     def __enter__(self) -> Self:
         self._held.enter_context(observer.observing(self))
         if self._folder is not None and self._end is _end_process:
-            self._held.enter_context(speaking_on_sigterm(self._last_words))
+            self._held.enter_context(printing_on_sigterm(self._on_sigterm))
         for task in (self._listen, self._mind_the_clock):
             threading.Thread(target=task, name=f"watchdog {task.__name__}", daemon=True).start()
         return self
@@ -117,17 +116,17 @@ class Watchdog:
 
     # What `shoal.comm` calls.
 
-    def launching(self, reason: str, group: ProcessGroup, tensor: Tensor | None) -> None:
-        """Note a collective."""
+    def launching(self, reason: str, group: ProcessGroup, tensor: Tensor | None) -> Line:
+        """Note a collective; returns its line of the log."""
         name = self._groups.get(group)
         if name is None:
             name = self._groups[group] = group.group_name
         size = "" if tensor is None else f"{tensor.numel()} of {str(tensor.dtype)[6:]}"
-        self._log.add(name, reason, size)
+        return self._log.add(name, reason, size)
 
-    def in_stream(self) -> None:
+    def in_stream(self, launched: Line | None = None) -> None:
         """Note that the device runs it, and see which of those before have ended."""
-        self._log.put_in_stream()
+        self._log.put_in_stream(launched)
 
     def waiting(self, reason: str) -> None:
         """Start the clock."""
@@ -245,7 +244,7 @@ class Watchdog:
             for rank in tuple(missing):
                 key = f"{self._prefix}/account/{rank}"
                 if self._store.check([key]):
-                    accounts[rank] = Witness.from_json(self._store.get(key).decode())
+                    accounts[rank] = Account.from_json(self._store.get(key).decode())
                     missing.remove(rank)
             time.sleep(_FASTEST_S / 5)
         accounts |= {rank: self._account_of_silent(rank) for rank in missing}
@@ -263,8 +262,8 @@ class Watchdog:
         deadline = time.monotonic() + _VERDICT_S
         while not self._store.check([verdict]):
             if time.monotonic() > deadline:
-                told = json.loads(self._store.get(f"{self._prefix}/trouble"))
-                self._conclude(f"rank {told['rank']} announced: {told['text']}")
+                trouble = json.loads(self._store.get(f"{self._prefix}/trouble"))
+                self._conclude(f"rank {trouble['rank']} announced: {trouble['text']}")
                 return
             time.sleep(_FASTEST_S / 5)
         self._conclude(self._store.get(verdict).decode())
@@ -279,11 +278,11 @@ class Watchdog:
 
     # Accounts.
 
-    def _account(self) -> Witness:
+    def _account(self) -> Account:
         waits = self._waits
         groups = {name: group for group, name in self._groups.items()}
         counts = {name: torch_groups.num_launched(group) for name, group in groups.items()}
-        return Witness(
+        return Account(
             rank=self._rank,
             entries=tuple(self._log.entries()),
             groups={
@@ -301,7 +300,7 @@ class Watchdog:
         """Say which rank launched another collective, by the logs; nothing without a folder."""
         return "" if self._folder is None else post_mortem(self._folder, range(self._size))
 
-    def _last_words(self) -> str:
+    def _on_sigterm(self) -> str:
         """What to print when SIGTERM ends this rank: because another has died, most often."""
         found = "" if self._concluded.is_set() else self._differences()
         return f"shoal: rank {self._rank} was ended by SIGTERM. {found}" if found else ""
@@ -322,10 +321,10 @@ class Watchdog:
             f"whether one launched another collective than the others."
         )
 
-    def _account_of_silent(self, rank: int) -> Witness:
+    def _account_of_silent(self, rank: int) -> Account:
         path = self._log_of(rank)
         entries = read_log(path) if path is not None else []
-        return Witness(rank=rank, entries=tuple(entries), is_silent=True)
+        return Account(rank=rank, entries=tuple(entries), is_silent=True)
 
     def _log_of(self, rank: int) -> Path | None:
         return None if self._folder is None else log_path(self._folder, rank)

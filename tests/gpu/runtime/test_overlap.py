@@ -20,7 +20,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from gpu.runtime.conftest import Join
 from shoal._torch import cuda
-from shoal.comm.calls import Call, Kind
+from shoal.comm.calls import Call
+from shoal.comm.collectives import Kind
 from shoal.comm.link import CudaLink, cycles_per_us
 from shoal.comm.modelled import Network
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard

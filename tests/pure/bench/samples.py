@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shoal.bench.cases import Mode
 from shoal.bench.figures import (
     Built,
     Collectives,
@@ -13,7 +14,6 @@ from shoal.bench.figures import (
 )
 from shoal.bench.host import Host
 from shoal.bench.results import Record, Results, Source, Status
-from shoal.bench.run import Mode
 
 HOST = Host(
     torch="2.13.0",

@@ -2,9 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.bench.cases import CASES
+from shoal.bench.cases import CASES, DeviceType, Mode, Run, device_type_of
 from shoal.bench.engines import ENGINES, refusal
-from shoal.bench.run import DeviceType, Mode, Run, device_type_of
 
 BY_NAME = {case.name: case for case in CASES}
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 
 from pure.bench.samples import make_built
+from shoal.bench.cases import DeviceType
 from shoal.bench.figures import ComputeRound, Figures, Memory, OptimizerRound, summarise
-from shoal.bench.peaks import GIB, read_peak, reset_peak
-from shoal.bench.run import DeviceType
+from shoal.bench.host import GIB, read_peak, reset_peak
 
 CPU = torch.device("cpu")
 

@@ -5,12 +5,11 @@ from dataclasses import replace
 import pytest
 
 from pure.bench.samples import HOST, make_built
-from shoal.bench.cases import CASES
+from shoal.bench.cases import CASES, DeviceType, Mode, Run
 from shoal.bench.figures import Built, ComputeRound, OptimizerRound
 from shoal.bench.job import JobError
 from shoal.bench.measure import measure
 from shoal.bench.results import Record, Status
-from shoal.bench.run import DeviceType, Mode, Run
 
 CASE = CASES[0].quickly()  # 2 rounds
 

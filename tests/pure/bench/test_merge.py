@@ -4,9 +4,8 @@ from pathlib import Path
 import pytest
 
 from pure.bench.samples import make_missing, make_record, make_results
-from shoal.bench.merge import merge, merge_files
-from shoal.bench.results import Results, Status, write_results
-from shoal.bench.run import Mode
+from shoal.bench.cases import Mode
+from shoal.bench.results import Results, Status, merge, merge_files, write_results
 from shoal.errors import UsageError
 
 EARLY, LATE = "2026-01-01T00:00:00+00:00", "2026-01-02T00:00:00+00:00"

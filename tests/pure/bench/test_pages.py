@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from pure.bench.samples import make_missing, make_record, make_results
+from shoal.bench.cases import Mode
 from shoal.bench.figures import Gathers
-from shoal.bench.pages import stored_results, write_tables
 from shoal.bench.results import Status, write_results
-from shoal.bench.run import Mode
+from shoal.bench.table import stored_results, write_tables
 from shoal.errors import UsageError
 
 ROOT = Path(__file__).parents[3]

@@ -3,9 +3,8 @@ from io import StringIO
 from rich.console import Console
 
 from pure.bench.samples import make_missing, make_record, make_results
-from shoal.bench.merge import merge
-from shoal.bench.results import Results, Status
-from shoal.bench.run import Mode
+from shoal.bench.cases import Mode
+from shoal.bench.results import Results, Status, merge
 from shoal.bench.table import describe_record, render
 
 

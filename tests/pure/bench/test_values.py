@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.bench.cases import CASES
-from shoal.bench.run import Mode, Run
-from shoal.bench.values import ValuesError, check_gathers, check_gradients, check_losses
+from shoal.bench.cases import CASES, Mode, Run
+from shoal.bench.model import ValuesError, check_gathers, check_gradients, check_losses
 from shoal.bench.workbench import Workbench, build_model
 
 CASE = CASES[0].quickly()

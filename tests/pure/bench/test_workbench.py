@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shoal.bench.cases import CASES
-from shoal.bench.run import Mode, Run
+from shoal.bench.cases import CASES, Mode, Run
 from shoal.bench.workbench import Workbench, build_model
 
 RUN = Run(case=CASES[0].quickly(), engine="plain", mode=Mode.EAGER, device_type="cpu")

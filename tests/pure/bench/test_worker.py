@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.bench.cases import CASES
+from shoal.bench.cases import CASES, Mode, Run
 from shoal.bench.figures import Built, Gathers
-from shoal.bench.run import Mode, Run
-from shoal.bench.values import ValuesError
-from shoal.bench.worker import Request, Seat, Verb, _Worker
-from shoal.comm.calls import Call, Kind, Slots
-from shoal.comm.clones import among_clones
+from shoal.bench.model import ValuesError
+from shoal.bench.worker import RankFiles, Request, Verb, _Worker
+from shoal.comm.calls import Call, Slots
+from shoal.comm.collectives import Kind
+from shoal.comm.imagined_ranks import receive
 
 CASE = replace(CASES[0].quickly(), mixed_precision=False)
 ENGINES = ("fsdp2", "shoal", "shoal-flat", "shoal-wrapper")
@@ -35,7 +35,7 @@ def leave() -> Iterator[None]:
 
 def make_worker(engine: str, folder: Path) -> _Worker:
     run = Run(case=CASE, engine=engine, mode=Mode.EAGER, device_type="cpu")
-    return _Worker(run, Seat(rank=0, store_path=folder / "store", log_path=folder / "log"))
+    return _Worker(run, RankFiles(rank=0, store_path=folder / "store", log_path=folder / "log"))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -63,13 +63,13 @@ def test_bytes_of_something_else_are_refused(
 
     def this_piece_only(call: Call, rank: int, size: int) -> None:
         nonlocal gathered
-        among_clones(call, rank, size)
+        receive(call, rank, size)
         if call.kind is Kind.ALL_GATHER and isinstance(call.output, Slots):
             is_backward = gathered % GATHERS_IN_STEP >= GATHERS_IN_FORWARD
             gathered += 1
             if call.output.flat is not None and is_backward >= only_backward:
                 call.output.flat[call.output.flat.numel() // size :] = value
 
-    monkeypatch.setattr("shoal.comm.modelled.among_clones", this_piece_only)
+    monkeypatch.setattr("shoal.comm.modelled.receive", this_piece_only)
     with pytest.raises(ValuesError):
         make_worker(engine, tmp_path).answer(BUILD)

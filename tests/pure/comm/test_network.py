@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from shoal.comm.calls import Kind
+from shoal.comm.collectives import Kind
 from shoal.comm.modelled import FREE, INFINIBAND, NVLINK, Network
 from shoal.errors import UsageError
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shoal.comm import Pending, Prepared, Transport
+from shoal.comm import Pending, Prepared, Transport, observer
 from shoal.comm.local import run_local
-from shoal.comm.pending import Started
+from shoal.comm.modelled import FREE, Network, init_modelled
+from shoal.comm.pending import Started, launch
 from shoal.errors import MeshError, RankError, UsageError
 
 
@@ -26,6 +29,29 @@ class FlakyWork:
         if self.num_waits <= self._num_failures:
             raise RuntimeError("connection reset")
         return True
+
+
+class Listener:
+    """Stands for a watchdog: notes what it is told."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def launching(self, reason: str, group: object, tensor: Tensor | None) -> str:
+        self.heard.append(f"launching {reason}")
+        return reason
+
+    def in_stream(self, launched: str | None = None) -> None:
+        self.heard.append(f"in stream: {launched or 'the last'}")
+
+    def waiting(self, reason: str) -> None:
+        self.heard.append(f"waiting for {reason}")
+
+    def arrived(self) -> None:
+        self.heard.append("arrived")
+
+    def explained(self, failure: str) -> str:
+        return failure
 
 
 def world() -> Transport:
@@ -190,3 +216,74 @@ def test_a_rank_outside_the_group_has_no_transport() -> None:
 
     with pytest.raises(MeshError, match="expected a process group that this rank belongs to"):
         run_local(2, body)
+
+
+class OnCuda:
+    """Stands for a CUDA tensor."""
+
+    is_cuda = True
+
+
+def test_a_wait_on_cuda_tells_which_collective_the_stream_has_come_to() -> None:
+    """Several are in flight, and are waited for in another order."""
+    listener = Listener()
+    with observer.observing(listener):
+        launched = [
+            launch(name, cast(Any, "group"), cast(Tensor, OnCuda()), lambda: (FlakyWork(), None))
+            for name in "ab"
+        ]
+        listener.heard.clear()
+        for pending in reversed(launched):
+            pending.wait()
+    assert listener.heard == [
+        *("waiting for b", "arrived", "in stream: b"),
+        *("waiting for a", "arrived", "in stream: a"),
+    ]
+
+
+def test_a_wait_on_the_host_is_in_no_stream() -> None:
+    listener = Listener()
+    with observer.observing(listener):
+        launch("a", cast(Any, "group"), torch.zeros(1), lambda: (FlakyWork(), None)).wait()
+    assert listener.heard == ["launching a", "waiting for a", "arrived"]
+
+
+@pytest.mark.parametrize("network", [FREE, Network("fast", 1000.0, 1.0)], ids=lambda n: n.name)
+def test_collectives_of_a_lane_are_heard_of(network: Network) -> None:
+    """On CUDA they run on the caller's stream; what is told does not depend on the device."""
+    listener, shard = Listener(), torch.ones(2)
+    group = init_modelled(4, network, "cpu")
+    try:
+        transport = Transport(group)
+        gather = transport.gather_in_stream(torch.zeros(8), shard, reason="the gather")
+        reduce = transport.reduce_scatter_in_stream(ReduceOp.AVG, reason="the reduction")
+        gather()
+        with observer.observing(listener):
+            gather()
+            reduce(torch.zeros(2), torch.ones(8))
+    finally:
+        dist.destroy_process_group()
+    assert listener.heard == [
+        *("launching the gather", "in stream: the last"),
+        *("launching the reduction", "in stream: the last"),
+    ]
+
+
+def test_a_gather_whose_memory_is_kept_is_heard_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It writes nothing, and other ranks would wait for it all the same."""
+
+    class Kept:
+        def holds(self, flat: Tensor) -> bool:
+            return True
+
+    listener, output = Listener(), torch.zeros(8)
+    group = init_modelled(4, FREE, "cpu")
+    try:
+        gather = Transport(group).gather_in_stream(output, torch.ones(2), reason="the gather")
+        monkeypatch.setattr(group.job, "kept", Kept())
+        with observer.observing(listener):
+            gather()
+    finally:
+        dist.destroy_process_group()
+    assert not output.any()
+    assert listener.heard == ["launching the gather", "in stream: the last"]

@@ -96,6 +96,16 @@ def test_collectives_in_streams_begin_and_end(events):
     assert log.entries()[-1].state == IN_STREAM
 
 
+def test_several_in_flight_are_told_apart(events):
+    log = CollectiveLog()
+    lines = [log.add("0", what, "1 of int64") for what in "abc"]
+    log.put_in_stream(lines[1])
+    log.put_in_stream(lines[0])
+    assert [entry.state for entry in log.entries()] == [IN_STREAM, IN_STREAM, ""]
+    events[0].is_over = True
+    assert [entry.state for entry in log.entries()] == [IN_STREAM, ENDED, ""]
+
+
 def test_an_end_that_comes_late_leaves_the_lines_of_others_alone(events):
     log = CollectiveLog()
     log.add("0", "old", "1 of int64")

@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 
-from shoal.bench.cases import CASES, Case
+from shoal.bench.cases import CASES, Case, Mode, Run
 from shoal.bench.host import describe_host
 from shoal.bench.job import LAST_LINES, Job, JobError
 from shoal.bench.measure import measure
 from shoal.bench.results import Record, Status
-from shoal.bench.run import Mode, Run
 
 BY_NAME = {case.name: case.quickly() for case in CASES}
 TOO_LARGE = replace(BY_NAME["B4"], batch_size=10**12)

@@ -2,8 +2,8 @@ from pathlib import Path
 
 import pytest
 
+from shoal.bench.cases import Mode
 from shoal.bench.results import Status, read_results
-from shoal.bench.run import Mode
 from shoal.cli.bench import main
 
 

@@ -110,7 +110,7 @@ def local_ranks() -> Names:
 
 
 def modelled() -> Names:
-    from shoal.comm.calls import Kind
+    from shoal.comm.collectives import Kind
     from shoal.comm.modelled import NVLINK, init_modelled
 
     return {

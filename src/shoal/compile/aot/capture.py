@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal._torch import aot_settings, autograd, functionals, subclasses, traces
+from shoal._torch import autograd, functionals, settings, subclasses, traces
 from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_recorded
 from shoal.compile.aot.arrange import Arrangement, Constant
@@ -153,7 +153,7 @@ class _Trace:
         before = _values(given, symbols=False)
         traces.carry_lines(outs)
         self._draws.begin()
-        with aot_settings.autocast_of_backward(), Effects(self._draws):
+        with settings.autocast_of_backward(), Effects(self._draws):
             grads = _differentiate(outs, [inputs[i] for i in wanted], given)
         self._draws.end()
         after = _values(given, symbols=False)

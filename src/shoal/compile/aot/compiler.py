@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from shoal._torch import aot_settings, compilers, dynamo, settings, traces
+from shoal._torch import compilers, dynamo, settings, traces
 from shoal._torch import fakes as torch_fakes
 from shoal.compile.aot.analyse import Analysis, Function, analyse
 from shoal.compile.aot.arrange import Arrangement, arrange, disjoint_inputs
@@ -245,7 +245,7 @@ class AotCompiler:
 
 def _rewritten_by_user(captured: Captured, *, trains: bool) -> Captured:
     """What the pass over joint graphs makes of one that the user has set, if any."""
-    rewrite = aot_settings.joint_pass()
+    rewrite = settings.joint_pass()
     if rewrite is None or not trains:
         return captured
     module = rewrite(captured.module, captured.joint_inputs)

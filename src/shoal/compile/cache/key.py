@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from shoal._torch import aot_settings, autograd, settings, storage, symbols
+from shoal._torch import autograd, settings, storage, symbols
 from shoal.compile.cache import values
 from shoal.compile.cache.errors import NotExactError
 from shoal.compile.cache.graph_key import graph_key
@@ -34,7 +34,7 @@ def key_of(
     intercepts = settings.what_intercepts()
     if intercepts is not None:
         raise NotExactError(intercepts)
-    if aot_settings.joint_pass() is not None:
+    if settings.joint_pass() is not None:
         raise NotExactError("a pass over joint graphs is set (joint_custom_pass)")
     described = {
         "versions": versions(),
@@ -58,8 +58,8 @@ def state_key(args: Sequence[Any], options: BackendOptions) -> Json:
     return {
         "grad": torch.is_grad_enabled(),
         "autocast": settings.autocast_state(kinds),
-        "backward_autocast": str(aot_settings.backward_autocast()),
-        "budget": aot_settings.memory_budget(),
+        "backward_autocast": str(settings.backward_autocast()),
+        "budget": settings.memory_budget(),
         "flags": settings.backend_flags(),
         "inductor": settings.inductor_settings() if options.inner == "inductor" else None,
         # Whatever a program made of its rank is a constant of the graph; better safe.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
-from shoal._torch import dynamo, graph_collectives, kernels, storage, traces
+from shoal._torch import collectives, dynamo, kernels, storage, traces
 from shoal.compile.lowering.gathered_rows import full_in, matrix_of, place_of
 from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
@@ -160,7 +160,7 @@ class GraphUnit:
         """Gather, and find the parameters in what was gathered."""
         shard = shard.to(self.compute_dtype)
         if self._gather_group is not None and self.size > 1:
-            shard = graph_collectives.gather_in_graph(shard, self.size, self._gather_group)
+            shard = collectives.gather_in_graph(shard, self.size, self._gather_group)
         rows = shard.view(self.size, -1)
         return tuple(full_in(self.stored, i, rows) for i in range(len(self.stored.params)))
 
@@ -173,12 +173,10 @@ class GraphUnit:
             shard = shard / before
         if self._gather_group is not None and self.size > 1:
             how = _REDUCTIONS[self._division.reduce_op]
-            shard = graph_collectives.reduce_scatter_in_graph(
-                shard, self.size, self._gather_group, how
-            )
+            shard = collectives.reduce_scatter_in_graph(shard, self.size, self._gather_group, how)
         if self._replicas is not None:
             how = _REDUCTIONS[self._division.all_reduce_op]
-            shard = graph_collectives.all_reduce_in_graph(shard, self._replicas, how)
+            shard = collectives.all_reduce_in_graph(shard, self._replicas, how)
         if after is not None and after != 1:
             shard = shard / after
         return shard.to(self.leaf.dtype)
@@ -192,7 +190,7 @@ class GraphUnit:
         """The squared norm of the unit's gradient on all ranks, from this rank's shard of it."""
         total = torch.linalg.vector_norm(grad, dtype=storage.wide_dtype(grad)).square()
         if self._gather_group is not None and self.size > 1:
-            total = graph_collectives.all_reduce_in_graph(total, self._gather_group)
+            total = collectives.all_reduce_in_graph(total, self._gather_group)
         return total
 
     def _deliver(self, buffer: Tensor, marks: bool, leaf: Tensor) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import fx
 
-from shoal._torch import aot_settings
+from shoal._torch import settings
 from shoal.compile.observe.observation import tell_passes
 from shoal.compile.partition.bans import find_firm_bans
 from shoal.compile.partition.joint import Joint, Side, read_joint
@@ -89,7 +89,7 @@ def min_cut_rematerialization_partition(
     parts = split_by_min_cut(
         joint_module,
         num_fwd_outputs=num_fwd_outputs,
-        memory_budget=min(memory_budget, aot_settings.memory_budget()),
+        memory_budget=min(memory_budget, settings.memory_budget()),
         static_inputs=static_lifetime_input_indices or (),
         mutated_inputs=mutated_inputs,
     )

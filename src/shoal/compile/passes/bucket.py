@@ -12,43 +12,11 @@ from dataclasses import dataclass
 
 from torch import fx
 
+from shoal.comm.buckets import Limits
 from shoal.compile.passes.collectives import sent_nodes
 from shoal.compile.passes.comm_block import CommBlock
 from shoal.compile.passes.dependencies import Dependencies
 from shoal.errors import UsageError
-
-MB = 1024**2
-FIRST_BUCKET_BYTES = MB
-"""The first bucket is small, as DDP's is, so that communication starts early."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """How large buckets become."""
-
-    num_bytes: int
-    first_bytes: int | None = None
-    """Of the first bucket of each key."""
-    overshoot: bool = False
-    """Whether a bucket is full once it reaches its size, as DDP's are, or must stay within it."""
-
-    def __post_init__(self) -> None:
-        for name, size in (("num_bytes", self.num_bytes), ("first_bytes", self.first_bytes)):
-            if size is not None and size <= 0:
-                raise UsageError(f"expected a bucket size above 0, got {name}={size}")
-
-    def of_bucket(self, number: int) -> int:
-        """The size of a key's bucket, counted from 0."""
-        small = self.num_bytes if self.first_bytes is None else self.first_bytes
-        return small if number == 0 else self.num_bytes
-
-    @classmethod
-    def of_ddp(cls, bucket_size_mb: float) -> Limits:
-        """A small first bucket, and others that are full once they reach a size."""
-        if bucket_size_mb <= 0:
-            raise UsageError(f"expected a bucket size above 0 MB, got {bucket_size_mb}")
-        size = max(1, int(bucket_size_mb * MB))
-        return cls(num_bytes=size, first_bytes=FIRST_BUCKET_BYTES, overshoot=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -106,8 +74,7 @@ def decide_buckets(
         bucket = latest.get(member.key)
         if bucket is not None:
             size = sum(members[j].block.num_bytes for j in bucket)
-            limit = limits.of_bucket(count[member.key] - 1)
-            full = size >= limit if limits.overshoot else size + member.block.num_bytes > limit
+            full = limits.is_full(count[member.key] - 1, size, member.block.num_bytes)
             if full or paths.between(bucket[0], i):
                 bucket = None
         if bucket is None:

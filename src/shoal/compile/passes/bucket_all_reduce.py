@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.comm.buckets import Limits
 from shoal.compile.node_kinds import Kind, is_tensor, kind, value
-from shoal.compile.passes.bucket import Bucket, Limits, Member
+from shoal.compile.passes.bucket import Bucket, Member
 from shoal.compile.passes.collectives import CommKind, collective, variant
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.fuse import arrival, departure, fuse, launch_together

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from shoal.comm.buckets import Limits
 from shoal.compile.node_kinds import is_tensor, value
-from shoal.compile.passes.bucket import Bucket, Limits, Member
+from shoal.compile.passes.bucket import Bucket, Member
 from shoal.compile.passes.collectives import CommKind, collective, group_size, variant
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.fuse import arrival, as_launch_or_row, departure, fuse

@@ -10,16 +10,15 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from shoal.comm.network import NVLINK, Network
 from shoal.compile.node_kinds import Kind, kind
 from shoal.compile.partition.cost import work
-from shoal.compile.passes.collectives import CommKind, collective
+from shoal.compile.passes.collectives import collective
 from shoal.compile.passes.comm_block import comm_bytes, tensor_bytes, tensors_of
 from shoal.errors import UsageError
 
 FREE = (Kind.INPUT, Kind.CONSTANT, Kind.ITEM, Kind.SIZE, Kind.VIEW)
 """What moves no bytes."""
-TWICE = (CommKind.ALL_REDUCE,)
-"""What goes around a ring twice: first reduced, then gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +31,8 @@ class Machine:
     """3 TB/s."""
     call_us: float = 2.0
     """What every operator costs, however small."""
-    link_bytes_per_us: float = 3.7e5
-    """370 GB/s."""
-    link_latency_us: float = 20.0
+    link_bytes_per_us: float = NVLINK.bytes_per_us
+    link_latency_us: float = NVLINK.latency_us
 
     def __post_init__(self) -> None:
         for name in ("flops_per_us", "memory_bytes_per_us", "link_bytes_per_us"):
@@ -43,6 +41,11 @@ class Machine:
         for name in ("call_us", "link_latency_us"):
             if getattr(self, name) < 0:
                 raise UsageError(f"expected a time of 0 or more, got {name}={getattr(self, name)}")
+
+    @property
+    def network(self) -> Network:
+        """What collectives are timed by."""
+        return Network("graph", self.link_bytes_per_us / 1e3, self.link_latency_us)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +74,4 @@ class Costs:
         op = collective(node)
         if op is None:
             return 0.0
-        rounds = 2 if op.kind in TWICE else 1
-        machine = self.machine
-        return rounds * (machine.link_latency_us + comm_bytes(node) / machine.link_bytes_per_us)
+        return self.machine.network.duration_us(op.kind, comm_bytes(node))

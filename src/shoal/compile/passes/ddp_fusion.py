@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, fx
 
 from shoal._torch import dynamo
+from shoal.comm.buckets import Limits
 from shoal.compile.node_kinds import op_name, value
-from shoal.compile.passes.bucket import Limits, Member
+from shoal.compile.passes.bucket import Member
 from shoal.compile.passes.bucket_all_reduce import (
     match_all_reduces,
     rewrite_as_list,

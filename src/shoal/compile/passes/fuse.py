@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import fx
 
-from shoal.compile.passes.bucket import Bucket, Limits, Member, decide_buckets
+from shoal.comm.buckets import Limits
+from shoal.compile.passes.bucket import Bucket, Member, decide_buckets
 from shoal.compile.passes.collectives import variant
 from shoal.compile.passes.dependencies import Dependencies, bring_together, put_in_order
 from shoal.compile.passes.rewrite import call_again, call_function

@@ -14,9 +14,9 @@ from collections.abc import Collection, Iterator
 from enum import StrEnum
 from functools import partial
 
+from shoal.comm.buckets import FIRST_BUCKET_BYTES, Limits
 from shoal.compile.partition.mutation import protect_old_values
 from shoal.compile.partition.prepare import complete_phases, complete_tags, drop_repeated
-from shoal.compile.passes.bucket import FIRST_BUCKET_BYTES, Limits
 from shoal.compile.passes.bucket_all_reduce import bucket_all_reduces
 from shoal.compile.passes.bucket_shards import bucket_all_gathers, bucket_reduce_scatters
 from shoal.compile.passes.contract import ORDER, Fact, Pass, Pipeline

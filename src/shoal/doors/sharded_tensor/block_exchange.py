@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal.comm.post import carrier
+from shoal.comm.messages import carrier_device
 from shoal.comm.transport import Transport
 from shoal.errors import UsageError
 from shoal.layout.region import Region
@@ -94,7 +94,7 @@ def announce(
     """
     status = _FINE if problem is None else _WRONG
     rows = [[status, *row] for row in numbers]
-    where = carrier(group, device)
+    where = carrier_device(group, device)
     sent = torch.tensor([*itertools.chain(*rows)], dtype=torch.int64, device=where)
     width = len(rows[group.rank()])
     received = sent.new_empty(group.size() * width)
@@ -172,7 +172,7 @@ class _Swap(torch.autograd.Function):
     ) -> Tensor:
         ctx.back = received, sent, group, reason
         ctx.thread = thread.dtype, thread.device
-        where = carrier(group, flat.device)
+        where = carrier_device(group, flat.device)
         output = torch.empty(sum(received), dtype=flat.dtype, device=where)
         Transport(group).all_to_all(output, flat.to(where), received, sent, reason=reason).wait()
         return output.to(flat.device)

@@ -21,7 +21,7 @@ from comm_graphs import (
     scatter,
     wait,
 )
-from shoal.compile.passes.bucket import MB
+from shoal.comm.buckets import MIB
 from shoal.errors import UsageError
 from shoal.passes import (
     Limits,
@@ -38,7 +38,7 @@ START = {
     bucket_all_reduces: all_reduce,
 }
 each = pytest.mark.parametrize("bucket", START, ids=lambda one: one.__name__)
-ALL = Limits(num_bytes=MB)
+ALL = Limits(num_bytes=MIB)
 
 
 def sizes(graph) -> list[int]:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from harness import ranks
 from shoal.comm.local import run_local
-from shoal.comm.post import backend_of, carrier, post
+from shoal.comm.messages import backend_of, carrier_device, send_messages
 from shoal.errors import UsageError
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def exchange(dtype: torch.dtype) -> None:
     content = {pair: torch.arange(3 + number).to(dtype) for number, pair in enumerate(pairs)}
     received = {pair: torch.empty_like(message) for pair, message in content.items()}
     rank = group.rank()
-    started = post(
+    started = send_messages(
         group,
         [(to, content[at, to]) for at, to in pairs if at == rank],
         [(at, received[at, to]) for at, to in pairs if to == rank],
@@ -60,9 +60,9 @@ def test_a_users_messages_are_not_mixed_up() -> None:
     sent = None
     if group.rank() == 0:
         sent = dist.isend(torch.full((2,), 7.0), 1)
-        started = post(group, [(1, torch.full((2,), 5.0))], [], device=CPU)
+        started = send_messages(group, [(1, torch.full((2,), 5.0))], [], device=CPU)
     else:
-        started = post(group, [], [(0, own)], device=CPU)
+        started = send_messages(group, [], [(0, own)], device=CPU)
     for pending in started:
         pending.wait()
     if sent is None:
@@ -84,7 +84,7 @@ def test_sends_are_made_while_others_travel() -> None:
         order.append("asked")
         yield other, torch.ones(1)
 
-    for pending in post(group, sends(), [(other, received)], device=CPU, reason="a swap"):
+    for pending in send_messages(group, sends(), [(other, received)], device=CPU, reason="a swap"):
         assert order == ["asked"]
         pending.wait()
     assert received.item() == 1
@@ -94,12 +94,12 @@ def test_sends_are_made_while_others_travel() -> None:
 def test_messages_lie_in_one_run() -> None:
     group = world()
     with pytest.raises(UsageError, match="one-dimensional and contiguous"):
-        post(group, [(1 - group.rank(), torch.zeros(2, 2))], [], device=CPU)
+        send_messages(group, [(1 - group.rank(), torch.zeros(2, 2))], [], device=CPU)
 
 
 @ranks(2)
 def test_gloo_carries_host_memory() -> None:
     group = world()
     assert backend_of(group, CPU) == "gloo"
-    assert carrier(group, CPU) == CPU
-    assert carrier(group, torch.device("cuda", 0)) == CPU
+    assert carrier_device(group, CPU) == CPU
+    assert carrier_device(group, torch.device("cuda", 0)) == CPU

@@ -13,18 +13,18 @@ FOLDER = Path(__file__).parents[3] / "src" / "shoal" / "watch"
 # By itself: its package would import torch, which takes seconds.
 PROLOGUE = """
 import ctypes, multiprocessing, os, signal, time
-from last_words import speaking_on_sigterm
+from sigterm import printing_on_sigterm
 def word(): return "last word"
 def ready(): print("ready", flush=True)
 """
 
 BODIES = {
     # The main thread is inside a call that no signal ends.
-    "in C": "with speaking_on_sigterm(word):\n    ready()\n"
+    "in C": "with printing_on_sigterm(word):\n    ready()\n"
     "    while True: ctypes.CDLL(None).sleep(60)",
-    "in Python": "with speaking_on_sigterm(word):\n    ready()\n    while True: pass",
-    "twice": "with speaking_on_sigterm(word): pass\n"
-    "with speaking_on_sigterm(word):\n    ready()\n    time.sleep(60)",
+    "in Python": "with printing_on_sigterm(word):\n    ready()\n    while True: pass",
+    "twice": "with printing_on_sigterm(word): pass\n"
+    "with printing_on_sigterm(word):\n    ready()\n    time.sleep(60)",
 }
 
 
@@ -52,9 +52,9 @@ def test_the_last_word_is_said_wherever_the_main_thread_is(name):
 @pytest.mark.parametrize(
     "body",
     [
-        "with speaking_on_sigterm(lambda: ''):\n    ready()\n    time.sleep(60)",
-        "with speaking_on_sigterm(lambda: 1 / 0):\n    ready()\n    time.sleep(60)",
-        "with speaking_on_sigterm(word): pass\nready()\ntime.sleep(60)",
+        "with printing_on_sigterm(lambda: ''):\n    ready()\n    time.sleep(60)",
+        "with printing_on_sigterm(lambda: 1 / 0):\n    ready()\n    time.sleep(60)",
+        "with printing_on_sigterm(word): pass\nready()\ntime.sleep(60)",
     ],
     ids=["nothing to say", "an error", "afterwards"],
 )
@@ -64,7 +64,7 @@ def test_without_a_word_it_dies_as_ever(body):
 
 def test_a_fork_dies_of_its_own_sigterm_and_its_parent_does_not():
     body = """
-with speaking_on_sigterm(word):
+with printing_on_sigterm(word):
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
     child.terminate()
@@ -80,7 +80,7 @@ with speaking_on_sigterm(word):
 def test_a_program_that_handles_sigterm_keeps_its_way():
     body = """
 signal.signal(signal.SIGTERM, lambda *_: os._exit(7))
-with speaking_on_sigterm(word):
+with printing_on_sigterm(word):
     ready()
     time.sleep(60)
 """

@@ -4,14 +4,14 @@ import sys
 
 import pytest
 
-from shoal.bench.pin import fastest_core
+from shoal.bench.host import fastest_core
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets a process choose its cores")
 def test_all_threads_end_up_on_one_core() -> None:
     script = (
         "import os, threading\n"
-        "from shoal.bench.pin import fastest_core, stay_on\n"
+        "from shoal.bench.host import fastest_core, stay_on\n"
         "done = threading.Event(); seen = []\n"
         "look = lambda: (done.wait(), seen.append(os.sched_getaffinity(0)))\n"
         "thread = threading.Thread(target=look); thread.start()\n"

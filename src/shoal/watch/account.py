@@ -16,7 +16,7 @@ _NOT_TELLING = ("/shoal/comm/", "/torch/", "/threading.py")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Witness:
+class Account:
     """One rank's account."""
 
     rank: int
@@ -37,7 +37,7 @@ class Witness:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Witness:
+    def from_json(cls, text: str) -> Account:
         """The account that another rank sent."""
         fields = json.loads(text)
         fields["entries"] = tuple(Entry(**entry) for entry in fields["entries"])

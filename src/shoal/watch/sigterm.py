@@ -21,8 +21,8 @@ _armed = False
 
 
 @contextmanager
-def speaking_on_sigterm(speak: Callable[[], str]) -> Iterator[None]:
-    """Print what `speak` returns, if anything, when SIGTERM comes; then die of it as ever.
+def printing_on_sigterm(tell: Callable[[], str]) -> Iterator[None]:
+    """Print what `tell` returns, if anything, when SIGTERM comes; then die of it as ever.
 
     Only where SIGTERM would end the process: a program that handles it has its own way to end. Nor
     where another part of the program reads signals from a pipe, as asyncio does.
@@ -39,7 +39,7 @@ def speaking_on_sigterm(speak: Callable[[], str]) -> Iterator[None]:
             signal.set_wakeup_fd(before)
             yield
         else:
-            with _listening(reader, writer, speak):
+            with _listening(reader, writer, tell):
                 yield
     finally:
         os.close(reader)
@@ -47,10 +47,10 @@ def speaking_on_sigterm(speak: Callable[[], str]) -> Iterator[None]:
 
 
 @contextmanager
-def _listening(reader: int, writer: int, speak: Callable[[], str]) -> Iterator[None]:
+def _listening(reader: int, writer: int, tell: Callable[[], str]) -> Iterator[None]:
     global _armed
     thread = threading.Thread(
-        target=_listen, args=(reader, speak), name="watchdog last words", daemon=True
+        target=_listen, args=(reader, tell), name="watchdog sigterm", daemon=True
     )
     thread.start()
     signal.signal(signal.SIGTERM, _ignore)
@@ -63,19 +63,19 @@ def _listening(reader: int, writer: int, speak: Callable[[], str]) -> Iterator[N
         thread.join()
 
 
-def _listen(reader: int, speak: Callable[[], str]) -> None:
+def _listen(reader: int, tell: Callable[[], str]) -> None:
     """Wait for SIGTERM's number in the pipe; other signals write theirs too."""
     while True:
         numbers = os.read(reader, 64)
         if signal.SIGTERM in numbers:
-            _die_speaking(speak)
+            _print_and_die(tell)
         if not numbers or 0 in numbers:
             return
 
 
-def _die_speaking(speak: Callable[[], str]) -> None:
+def _print_and_die(tell: Callable[[], str]) -> None:
     with suppress(Exception):  # whatever happens, SIGTERM ends the process
-        text = speak()
+        text = tell()
         if text:
             print(text, file=sys.stderr, flush=True)
     # Python changes handlers in the main thread only, which may never come back.

@@ -1,8 +1,22 @@
-"""What one rank sees of a collective if every other rank is its clone.
+"""What the ranks that a modelled job only imagines send to the one that runs.
 
 Rank 0 of N is alone, so the others are taken to hold the same values as it does: a gather writes N
 copies of its piece, a sum is N times its own contribution, a mean is its own. Host work does not
 grow with N where tensors are flat.
+
+`KeptGathers` is for steps that are timed. Writing the pieces of N - 1 ranks takes kernels that a
+real rank does not run: its network writes them. So they are written beforehand: memory in which a
+gather ends is filled when it is first seen, with values drawn from this rank's piece, and left as
+it is from then on. What is multiplied is finite, and distributed as this rank's parameters are.
+
+That holds as long as nobody else writes there:
+
+- An output that this rank's piece is not part of (FSDP1, collectives of a graph) is new: it is
+  moved to a pool of its dtype, which only such outputs share.
+- An output that this rank wrote its piece to must be in such a pool already. FSDP2 allocates it on
+  a stream that allocates nothing else; shoal does if its arena is told to (`gather_apart`).
+
+Whoever measures looks at the values: `ModelledGroup.sample_gathers`.
 """
 
 from __future__ import annotations
@@ -13,12 +27,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
-from shoal._torch import collectives, kernels
-from shoal.comm.calls import Call, Kind, Reduction, Slots, move, reduction_name
+from shoal._torch import collectives, cuda, kernels
+from shoal.comm.calls import Call, Reduction, Slots, move, reduction_name
+from shoal.comm.collectives import Kind
 
 
-def among_clones(call: Call, rank: int, size: int) -> None:
-    """Write what `call` gives to rank `rank` of `size`."""
+def receive(call: Call, rank: int, size: int) -> None:
+    """Write what `call` brings to rank `rank` of `size`."""
     _APPLY[call.kind](call, rank, size)
 
 
@@ -35,11 +50,11 @@ def _gather(call: Call, rank: int, size: int) -> None:
 
 def _reduce_scatter(call: Call, rank: int, size: int) -> None:
     assert isinstance(call.input, Slots)
-    _reduce_clones(call.output, call.input[rank], call.op, size)
+    _reduce_copies(call.output, call.input[rank], call.op, size)
 
 
 def _all_reduce(call: Call, rank: int, size: int) -> None:
-    _reduce_clones(call.output, call.input, call.op, size)
+    _reduce_copies(call.output, call.input, call.op, size)
 
 
 def _reduce(call: Call, rank: int, size: int) -> None:
@@ -67,7 +82,7 @@ def _receive(call: Call, rank: int, size: int) -> None:
 
 
 def _nothing(call: Call, rank: int, size: int) -> None:
-    """Nothing changes here: clones hold it already, or nothing comes to this rank."""
+    """Nothing changes here: the others hold it already, or nothing comes to this rank."""
 
 
 _APPLY: dict[Kind, Callable[[Call, int, int], None]] = {
@@ -125,7 +140,7 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(one.view(_WIDEST) for one in tensors)
 
 
-def _reduce_clones(output: object, piece: object, op: Reduction | None, size: int) -> None:
+def _reduce_copies(output: object, piece: object, op: Reduction | None, size: int) -> None:
     assert isinstance(output, Tensor)
     assert isinstance(piece, Tensor)
     assert op is not None
@@ -136,7 +151,7 @@ def _reduce_clones(output: object, piece: object, op: Reduction | None, size: in
 
 
 def reduction_of(op: Reduction) -> Callable[[Tensor, Tensor, int, Reduction], None]:
-    """What writes to an output the reduction of a piece over so many clones."""
+    """What writes to an output the reduction of a piece over so many equal ones."""
     reduce = _REDUCE.get(collectives.reduction_kind(op))
     if reduce is None:
         raise NotImplementedError(f"reduction {reduction_name(op)} is not supported here")
@@ -179,3 +194,64 @@ _REDUCE: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor, int, Reduction], Non
     ReduceOp.BAND: _same,
     ReduceOp.BOR: _same,
 }
+
+
+_DRAWN_AT_ONCE = 1 << 24
+"""Elements. Their indices take eight bytes each."""
+
+
+class KeptGathers:
+    """Which memory holds gathered values, and the pools that it comes from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pools: dict[torch.dtype, cuda.StreamPool] = {}
+        self._drawn: set[tuple[int, int]] = set()
+        self.num_refused = 0
+        """Gathers of floats that had to be written all the same, since `forget`."""
+        self._generator = torch.Generator(device).manual_seed(0)
+
+    def forget(self) -> None:
+        """Fill all memory anew when it is next seen."""
+        self._drawn.clear()
+        self.num_refused = 0
+
+    def holds(self, flat: Tensor) -> bool:
+        """Whether a tensor's memory was filled, and is left as it is."""
+        return (flat.data_ptr(), flat.nbytes) in self._drawn
+
+    def deliver(self, slots: Slots, piece: Tensor, rank: int) -> bool:
+        """Give an all-gather's output what its memory kept; False if it has to be written."""
+        flat = slots.flat
+        if flat is None or not (slots.is_even and flat.is_cuda and flat.is_floating_point()):
+            return False
+        in_place = is_in_place(slots, piece, rank)
+        if not in_place and not self._move(flat):
+            self.num_refused += 1
+            return False
+        if not self.holds(flat):
+            self._drawn.add((flat.data_ptr(), flat.nbytes))
+            start, end = (rank * piece.numel(), (rank + 1) * piece.numel()) if in_place else (0, 0)
+            self._draw(flat[:start], piece)
+            self._draw(flat[end:], piece)
+        return True
+
+    def _move(self, flat: Tensor) -> bool:
+        """Give an output that nobody has written to memory of its pool, if it has no neighbours."""
+        storage = flat.untyped_storage()
+        if storage.nbytes() != flat.nbytes:
+            return False
+        pool = self._pools.get(flat.dtype)
+        if pool is None:
+            pool = self._pools[flat.dtype] = cuda.StreamPool(self._device)
+        storage.resize_(0)
+        pool.allocate(storage.resize_, flat.nbytes)
+        return True
+
+    def _draw(self, target: Tensor, piece: Tensor) -> None:
+        values = piece.data.reshape(-1)
+        for part in target.split(_DRAWN_AT_ONCE):
+            chosen = torch.randint(
+                values.numel(), part.shape, device=part.device, generator=self._generator
+            )
+            part.copy_(values[chosen])

@@ -29,7 +29,7 @@ Addressed: TypeAlias = tuple[int, Tensor]
 _TAG = 0x5A0A1
 
 
-def post(
+def send_messages(
     group: ProcessGroup,
     sends: Iterable[Addressed],
     receives: Sequence[Addressed],
@@ -44,18 +44,18 @@ def post(
     """
     if group.size() == 1:
         return []
-    observer.launching(reason, group, None)
+    launched = observer.launching(reason, group, None)
     try:
         if backend_of(group, device) == "gloo":
             return _by_messages(group, sends, receives, reason)
-        return _by_all_to_all(group, list(sends), receives, device, reason)
+        return [_by_all_to_all(group, list(sends), receives, device, reason, launched)]
     except (ShoalError, NotImplementedError):
         raise
     except RuntimeError as error:
         raise RankError(f"{reason} could not be started: {error}") from error
 
 
-def carrier(group: ProcessGroup, device: torch.device) -> torch.device:
+def carrier_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Where bytes must lie to travel: the device itself, or one that the group's backend reaches.
 
     gloo sends and receives host memory only.
@@ -70,9 +70,12 @@ def carrier(group: ProcessGroup, device: torch.device) -> torch.device:
 
 def backend_of(group: ProcessGroup, device: torch.device) -> str | None:
     """Name the backend that serves a device's tensors, if one does."""
-    # "cpu:gloo,cuda:nccl" -> which backend serves which device type
-    pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
-    return dict(pairs).get(device.type)
+    return backends_of(group).get(device.type)
+
+
+def backends_of(group: ProcessGroup) -> dict[str, str]:
+    """Name the backend of each device type: "cpu:gloo,cuda:nccl" in c10d's words."""
+    return dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
 
 
 def _by_messages(
@@ -94,11 +97,12 @@ def _by_all_to_all(
     receives: Sequence[Addressed],
     device: torch.device,
     reason: str,
-) -> list[Pending]:
+    launched: object,
+) -> Pending:
     outputs, inputs = _listed(group, receives, device), _listed(group, sends, device)
     work = dist.all_to_all(outputs, inputs, group=group, async_op=True)
     # Until it is waited for, somebody has to keep the memory of messages alive.
-    return [Pending(outputs[0], work, reason, [*outputs, *inputs].clear)]
+    return Pending(outputs[0], work, reason, [*outputs, *inputs].clear, launched)
 
 
 def _listed(

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from shoal.ddp.inputs import device_of_inputs, move_inputs
+from shoal.ddp.replicate import device_of_inputs, move_inputs
 from shoal.errors import UsageError
 
 CPU, FIRST = torch.device("cpu"), torch.device("cuda", 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shoal.comm.scratch import Scratch
+from shoal.comm.gloo import Scratch
 
 
 def test_a_buffer_comes_back_to_whoever_asks_for_its_size_and_dtype() -> None:

@@ -1,20 +1,57 @@
 """Taking turns: of the threads that stand for ranks, exactly one runs.
 
-A rank runs until it must wait for another one, says what for, and passes the baton to the next
-rank that can go on. So runs repeat exactly, process-wide state needs no locks, every rank can have
-its own random generators, and a deadlock is seen at once: nobody can go on.
+A rank runs until it must wait for another one, says what for, and gives the turn to the next rank
+that can go on. So runs repeat exactly, process-wide state needs no locks, every rank can have its
+own random generators, and a deadlock is seen at once: nobody can go on. A rank that waits for a key
+of the store lets the others run, too.
 """
 
 from __future__ import annotations
 
+import random
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
-from shoal.comm.random_state import RandomState
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
 from shoal.errors import InvariantError, RankError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomState:
+    """What torch, numpy and Python will draw next."""
+
+    torch_cpu: Tensor
+    torch_cuda: tuple[Tensor, ...]
+    numpy: Any
+    python: Any
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """Take the present state."""
+        cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
+        return cls(
+            torch_cpu=torch.get_rng_state(),
+            torch_cuda=tuple(cuda),
+            numpy=np.random.get_state(),
+            python=random.getstate(),
+        )
+
+    def restore(self) -> None:
+        """Make this the present state."""
+        torch.set_rng_state(self.torch_cpu)
+        if self.torch_cuda:
+            torch.cuda.set_rng_state_all(self.torch_cuda)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
 
 
 class Aborted(BaseException):
@@ -27,12 +64,12 @@ class _Wait:
     where: Callable[[], str]
 
 
-class Baton:
+class Turns:
     """Who runs, who waits for what, and what went wrong first."""
 
     def __init__(self, num_ranks: int) -> None:
         self._turns = [threading.Semaphore(0) for _ in range(num_ranks)]
-        self._holder = 0
+        self._running = 0
         self._threads: dict[int, int] = {}
         self._waits: dict[int, _Wait] = {}
         self._random = dict.fromkeys(range(num_ranks), RandomState.capture())
@@ -80,7 +117,7 @@ class Baton:
             self.error = error
 
     def expire(self, timeout_s: float) -> None:
-        """Abort from outside, because a rank holds the baton and does not come back."""
+        """Abort from outside, because a rank has the turn and does not come back."""
         self.abort(
             RankError(
                 f"the ranks did not finish within {timeout_s} s:\n{self.describe()}\n\n"
@@ -106,7 +143,7 @@ class Baton:
             if rank in self._ended:
                 lines.append(f"rank {rank} has ended")
             else:
-                idle = "is running" if rank == self._holder else "could go on"
+                idle = "is running" if rank == self._running else "could go on"
                 lines.append(f"rank {rank} {wait.where() if wait else idle}")
         return "\n".join(lines)
 
@@ -121,7 +158,7 @@ class Baton:
 
     def _take_turn(self, rank: int) -> None:
         self._turns[rank].acquire()
-        self._holder = rank
+        self._running = rank
         self._waits.pop(rank, None)
         if self.error is not None:
             raise Aborted
@@ -140,3 +177,65 @@ class Baton:
     def _can_run(self, rank: int) -> bool:
         wait = self._waits.get(rank)
         return self.error is not None or wait is None or wait.ready()
+
+
+Wait = Callable[[Callable[[], bool], Callable[[], str]], None]
+
+
+class LocalStore(Store):
+    """One rank's view of keys that all ranks share."""
+
+    def __init__(self, shared: dict[str, bytes], wait_until: Wait) -> None:
+        super().__init__()
+        self._shared = shared
+        self._wait_until = wait_until
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Give a key a value."""
+        self._shared[key] = _to_bytes(value)
+
+    def get(self, key: str) -> bytes:
+        """Wait for a key, and read it."""
+        self.wait([key])
+        return self._shared[key]
+
+    def add(self, key: str, value: int) -> int:
+        """Count, from 0 where the key is new."""
+        total = int(self._shared.get(key, b"0")) + value
+        self._shared[key] = str(total).encode()
+        return total
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Lengthen a key's value."""
+        self._shared[key] = self._shared.get(key, b"") + _to_bytes(value)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return all(key in self._shared for key in keys)
+
+    def compare_set(
+        self, key: str, expected_value: str | bytes, desired_value: str | bytes
+    ) -> bytes:
+        """Set a key only if it has the expected value, or has none and none is expected."""
+        present = self._shared.get(key, b"")
+        if present == _to_bytes(expected_value):
+            present = self._shared[key] = _to_bytes(desired_value)
+        return present or _to_bytes(expected_value)
+
+    def delete_key(self, key: str) -> bool:
+        """Forget a key; whether it was there."""
+        return self._shared.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        """How many keys there are."""
+        return len(self._shared)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Let others run until all keys are there."""
+        self._wait_until(
+            lambda: self.check(keys), lambda: f"waits for the store to hold {', '.join(keys)}"
+        )
+
+
+def _to_bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else bytes(value)
