@@ -16,7 +16,7 @@ from shoal.compile.aot.sharing import guard_sharing, where_shared_alike
 from shoal.compile.cache.lookup import lower_cached
 from shoal.compile.communication import schedule_collectives
 from shoal.compile.compare_ranks import check_ranks_agree
-from shoal.compile.lowering.graph_unit import graph_unit_at
+from shoal.compile.lowering.graph_unit import graph_unit_at, prefetch_depth_of
 from shoal.compile.observe.dynamo import news
 from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import count_calls, observing, say
@@ -75,7 +75,7 @@ def shoal(
             lowered = lower_cached(compiler, chosen, module, function, args, fixed)
         else:
             lowered = compiler.lower(function, args, fixed)
-        schedule_collectives(lowered, chosen)
+        schedule_collectives(lowered, chosen, prefetch_depth_of(args))
         check_ranks_agree(lowered)
         compiled = compiler.build(lowered)
         compiled = where_shared_alike(compiled, function, lowered, args, fixed)

@@ -21,16 +21,15 @@ from shoal.compile.passes.pipeline import Target, after_collectives, sharded
 from shoal.compile.passes.traffic import timeline
 from shoal.errors import UsageError
 
-UNITS_AHEAD = 2
-"""By default as many bytes may be on their way as this many collectives have, the largest ones."""
 SAME_SIZE = (CommKind.ALL_REDUCE, CommKind.BROADCAST)
 """What takes as much memory before as after: to wait for it early would free nothing."""
 
 
-def schedule_collectives(lowered: Lowered, options: BackendOptions) -> None:
+def schedule_collectives(lowered: Lowered, options: BackendOptions, prefetch_depth: int) -> None:
     """Put the collectives of both graphs where they overlap with what computes.
 
-    Passes of the user's see graphs without collectives too.
+    So many units are gathered ahead, as without a graph. Passes of the user's see graphs without
+    collectives too.
     """
     modules = [one for one in (lowered.forward, lowered.backward) if one is not None]
     blocks = [get_all_comm_blocks(module.graph) for module in modules]
@@ -40,7 +39,7 @@ def schedule_collectives(lowered: Lowered, options: BackendOptions) -> None:
     try:
         for phase, module, found in zip(("forward", "backward"), modules, blocks, strict=False):
             if found or options.passes is not None:
-                passes = _passes(found, options)
+                passes = _passes(found, options, prefetch_depth)
                 report = run_passes(f"collectives, {phase}", passes, module)
                 _log(report, module)
             run_passes(
@@ -56,13 +55,13 @@ def _log(report: Report, module: GraphModule) -> None:
     say(Topic.COLLECTIVES, lambda: f"{report}\n{timeline(module.graph, Costs())}")
 
 
-def _passes(blocks: Sequence[CommBlock], options: BackendOptions) -> Pipeline:
+def _passes(blocks: Sequence[CommBlock], options: BackendOptions, prefetch_depth: int) -> Pipeline:
     """The passes over the collectives of one graph, edited by the user's option if that is set."""
     bucket_bytes = max(1, int(options.bucket_mb * MIB))
     passes = sharded(
         bucket_bytes=bucket_bytes,
         first_bytes=_first_bytes(blocks),
-        max_in_flight_bytes=_bound(blocks, bucket_bytes, options.in_flight_mb),
+        max_in_flight_bytes=_bound(blocks, bucket_bytes, options.in_flight_mb, prefetch_depth),
         costs=Costs() if options.prefetch == "just_in_time" else None,
     )
     return passes if options.passes is None else _edited(passes, options.passes)
@@ -89,12 +88,16 @@ def _first_bytes(blocks: Sequence[CommBlock]) -> int | None:
 
 
 def _bound(
-    blocks: Sequence[CommBlock], bucket_bytes: int, in_flight_mb: float | None
+    blocks: Sequence[CommBlock], bucket_bytes: int, in_flight_mb: float | None, prefetch_depth: int
 ) -> int | None:
-    """How many bytes may be on their way at a time; None for as many as there are."""
+    """How many bytes may be on their way at a time; None for as many as there are.
+
+    By default as many as the largest collectives have: that of the unit which computes, and those
+    of the units ahead.
+    """
     if in_flight_mb is not None:
         return max(1, int(in_flight_mb * MIB))
     if all(block.key.kind in SAME_SIZE for block in blocks):
         return None
     sizes = sorted(max(bucket_bytes, block.num_bytes) for block in blocks)
-    return sum(sizes[-UNITS_AHEAD:])
+    return sum(sizes[-1 - prefetch_depth :])

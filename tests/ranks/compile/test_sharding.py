@@ -17,8 +17,9 @@ from torch.distributed.tensor import Shard
 
 from harness import ranks
 from oracle import batches, build, full, loss_of, shard
-from shoal.compile import backend
+from shoal.compile import backend, communication
 from shoal.compile.aot.inner import Task, directly
+from shoal.compile.passes.pipeline import sharded
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
 
@@ -193,6 +194,28 @@ def test_one_gather_and_one_reduction_per_unit(reshards: bool, bucket_mb: float)
     assert counts["forward"] == {GATHER: num_gathers}
     assert counts["backward"][GATHER] == (num_again if reshards else 0)
     assert counts["backward"][REDUCE] == num_gathers
+
+
+@ranks(2)
+def test_as_many_units_are_gathered_ahead_as_setters_say() -> None:
+    """The bound of bytes in flight is that of the unit which computes and of those ahead."""
+    model: Any = build()
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    bounds: list[int] = []
+
+    def bounded(**how: Any) -> Any:
+        bounds.append(how["max_in_flight_bytes"])
+        return sharded(**how)
+
+    with patch.object(communication, "sharded", bounded):
+        step = step_of(model, bucket_mb=1e-6)
+        for depth in (0, 1):
+            model.set_prefetch_depth(depth)
+            step()
+    forwards = bounds[::2]
+    assert forwards[0] < forwards[1] <= 2 * forwards[0]
 
 
 @ranks(2)

@@ -14,7 +14,7 @@ nothing: full gradients leave it, and the engine does with them what it does wit
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -32,6 +32,7 @@ from shoal.runtime.module_state import LOWERINGS, ModuleState
 from shoal.runtime.reduction import Division
 from shoal.runtime.unit import Unit
 from shoal.step.phase import Phase
+from shoal.step.settings import Settings
 
 _REDUCTIONS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 """As the operators of graphs name them."""
@@ -81,6 +82,7 @@ class GraphUnit:
         """
         self.gathers_again = True
         """Whether backward gathers again, so that full parameters need not be kept for it."""
+        self.prefetch_depth = unit.options.prefetch_depth
 
     def _new_leaf(self) -> Tensor:
         leaf = self._buffer.detach().view(self.stored.params[0].dtype).requires_grad_()
@@ -255,6 +257,12 @@ def graph_unit_at(leaf: object) -> GraphUnit | None:
     return None if found is None else found()
 
 
+def prefetch_depth_of(args: Iterable[object]) -> int:
+    """How many units a graph with these inputs gathers ahead, as the machine's settings say."""
+    units = [unit for arg in args if (unit := graph_unit_at(arg)) is not None]
+    return max((unit.prefetch_depth for unit in units), default=Settings().prefetch_depth)
+
+
 class _Gathered(torch.autograd.Function):
     """A gather whose derivative is a reduction; without one, if there are leaves for the rest."""
 
@@ -340,6 +348,7 @@ def _lower(unit: Unit, *, gathers_again: bool) -> None:
         unit.in_graph = known
     known.follow()
     known.gathers_again = gathers_again
+    known.prefetch_depth = unit.options.prefetch_depth
 
 
 def _names_in(module: nn.Module, unit: Unit) -> tuple[tuple[str, int], ...]:

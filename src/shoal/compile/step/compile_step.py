@@ -17,6 +17,7 @@ from shoal.compile.aot.capture import LeftFakeError
 from shoal.compile.backend import compiler_of
 from shoal.compile.communication import schedule_collectives
 from shoal.compile.compare_ranks import check_ranks_agree
+from shoal.compile.lowering.graph_unit import prefetch_depth_of
 from shoal.compile.node_kinds import Kind, kind
 from shoal.compile.observe.observation import observing
 from shoal.compile.options import BackendOptions
@@ -248,7 +249,7 @@ class CompiledStep:
             except MissingStateError:
                 self.why_not_captured = "the optimizer has to make state for some parameters"
                 return None
-            schedule_collectives(lowered, self._options)
+            schedule_collectives(lowered, self._options, prefetch_depth_of(parts.tensors))
             check_ranks_agree(lowered)
             return _Captured(compiler.build(lowered), parts, read)
 
