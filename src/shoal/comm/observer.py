@@ -64,12 +64,6 @@ def launching(reason: str, group: ProcessGroup, tensor: Tensor | None) -> Any:
     return None if current is None else current.launching(reason, group, tensor)
 
 
-def in_stream() -> None:
-    """The collective that was launched last runs on the current CUDA stream."""
-    if current is not None:
-        current.in_stream()
-
-
 def run_in_stream(
     reason: str, group: ProcessGroup, output: Tensor, run: Callable[..., object], *args: Tensor
 ) -> None:

@@ -128,14 +128,14 @@ class Gather:
     def _run_custom(self, custom: AllGather) -> Pending:
         assert self._transport is not None
         output = self._output
-        observer.launching(self._reason, self._transport.group, output)
+        launched = observer.launching(self._reason, self._transport.group, output)
         with torch.no_grad():
             given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
             work = custom(given, self._sent, self._transport.group, async_op=True)
-        pending = Pending(output, work, self._reason, lambda: output.copy_(given))
+        copy_out = partial(output.copy_, given)
+        pending = Pending(output, work, self._reason, copy_out, launched)
         if self.streams.gathering is not None:
             pending.wait()
-            observer.in_stream()
         return pending
 
 

@@ -268,7 +268,6 @@ class UnitReducer:
                 return (), used
             reason = f"the all-reduce of unit {unit.name!r}"
             unit.replicas.all_reduce(real_of(output), division.all_reduce_op, reason=reason).wait()
-            self._note_in_stream()
         if options.all_reduce_hook is not None:
             unit.streams.run_hook(options.all_reduce_hook, output, options.all_reduce_hook_stream)
         if division.after is not None and division.after != 1:
@@ -286,14 +285,8 @@ class UnitReducer:
             output.copy_(rows)
         elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
             self._scatter(output, rows, division).wait()
-            self._note_in_stream()
         elif self._scatters is not None:
             self._scatters(output, rows)
-
-    def _note_in_stream(self) -> None:
-        """On CUDA the lane waits for the collective just launched, and the host does not."""
-        if self._unit.streams.reducing is not None:
-            observer.in_stream()
 
     def _output(self, rows: torch.Tensor) -> torch.Tensor:
         custom = self._unit.options.reduce_scatter
@@ -311,9 +304,9 @@ class UnitReducer:
         custom = unit.options.reduce_scatter
         if custom is None:
             return transport.reduce_scatter(output, rows, division.reduce_op, reason=reason)
-        observer.launching(reason, transport.group, output)
+        launched = observer.launching(reason, transport.group, output)
         work = custom(output, rows, transport.group, division.reduce_op, async_op=True)
-        return Pending(output, work, reason)
+        return Pending(output, work, reason, launched=launched)
 
     def _own_transport(self, group: dist.ProcessGroup | None) -> Transport | None:
         """Where gradients are reduced, if not where parameters are gathered."""

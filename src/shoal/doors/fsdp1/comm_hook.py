@@ -148,6 +148,6 @@ class _HookedReplicas(Transport):
     ) -> Pending:
         """See `Transport.all_reduce`."""
         _hand_over(tensor)
-        observer.launching(reason, self.group, tensor)
+        launched = observer.launching(reason, self.group, tensor)
         self._hook(self._state, tensor)
-        return Pending(tensor, None, reason)
+        return Pending(tensor, None, reason, launched=launched)
