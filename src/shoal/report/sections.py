@@ -25,6 +25,7 @@ from shoal.report.metrics import Metrics, ResumeRecord, StepRecord
 from shoal.report.number_format import digits, duration, percent, size
 from shoal.report.recorded_run import RecordedRun
 from shoal.report.timeline import draw_timeline
+from shoal.runtime.events import Event, EventKind
 
 MOST_BARS = 60
 """Bars in the step-time chart; each stands for the mean of its steps."""
@@ -258,11 +259,24 @@ def _schedule(run: RecordedRun) -> Section:
         )
     return Section(
         title=title,
-        lead=f"Step {run.timeline.step:,} as rank {run.timeline.rank} ran it. "
+        lead=f"Step {run.timeline.step:,} as rank {run.timeline.rank} ran it"
+        f"{_moved(run.timeline.events)}. "
         "Communication under compute is hidden; a wait is not. "
         "A unit's name stands where it fits; point at a span, or tap it, to read it.",
         html=draw_timeline(run.timeline),
     )
+
+
+def _moved(events: Iterable[Event]) -> str:
+    """What was gathered and reduced in the step, as far as it was recorded."""
+    totals = {
+        kind: sum(event.num_bytes for event in events if event.kind is kind)
+        for kind in (EventKind.GATHER, EventKind.REDUCE)
+    }
+    if not any(totals.values()):
+        return ""
+    gathered, reduced = (size(total) for total in totals.values())
+    return f", with gathers of {gathered} and reductions of {reduced}"
 
 
 def _sample(run: RecordedRun) -> Section:

@@ -26,7 +26,7 @@ from reprlib import repr as short
 from shoal.files import read_regular
 from shoal.report.axis import Axis
 from shoal.report.chart import LegendEntry, legend
-from shoal.report.number_format import duration
+from shoal.report.number_format import duration, size
 from shoal.runtime.events import Event, EventKind
 
 _MOST_BYTES = 1 << 26
@@ -178,7 +178,14 @@ def _event(fields: object) -> Event:
         unit=unit,
         start_us=_time(fields, "start_us"),
         end_us=_time(fields, "end_us"),
+        num_bytes=_num_bytes(fields.get("num_bytes", 0)),
     )
+
+
+def _num_bytes(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 2**63:
+        raise ValueError(f"num_bytes should be a number of bytes, got {short(value)}")
+    return value
 
 
 def _time(fields: dict[str, object], name: str) -> float:
@@ -250,6 +257,8 @@ class _Drawing:
         text_of_kind = _TEXT_OF_KIND.get(event.kind, event.kind.value)
         name = event.unit or "root"
         text = f"{name}\n{text_of_kind}\n{duration(event.duration_us / 1e6)}"
+        if event.num_bytes:
+            text += f"\n{size(event.num_bytes)}"
         # A span shorter than a pixel is still drawn as a hairline: a wait that is there is seen.
         self._shapes.append(
             f'<rect class="{_CSS[event.kind]} {tone}" x="{left * 1000:.2f}" y="{top + 1:.1f}" '

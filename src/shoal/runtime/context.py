@@ -281,7 +281,8 @@ class Context:
             start = self._mark()
             unit.wait_gather()
             self._record(EventKind.GATHER_WAIT, unit, start)
-            self._record(EventKind.GATHER, unit, self._launched.pop(unit, None))
+            launched = self._launched.pop(unit, None)
+            self._record(EventKind.GATHER, unit, launched, unit.full.gathered.nbytes)
         elif kind is ActionKind.FORWARD:
             self._began[unit] = EventKind.FORWARD, self._mark()
         elif kind is ActionKind.BACKWARD:
@@ -292,7 +293,7 @@ class Context:
                 start = self._mark()
                 reduction.wait()
                 self._record(EventKind.REDUCE_WAIT, unit, start)
-                self._record(EventKind.REDUCE, unit, launched)
+                self._record(EventKind.REDUCE, unit, launched, reduction.num_bytes)
         elif kind in _ENDS and unit in self._began:
             computed, began = self._began.pop(unit)
             self._record(computed, unit, began)
@@ -332,9 +333,11 @@ class Context:
     def _mark(self) -> TimeMark | None:
         return None if self.recorder is None else self.recorder.mark()
 
-    def _record(self, kind: EventKind, unit: Unit, start: TimeMark | None) -> None:
+    def _record(
+        self, kind: EventKind, unit: Unit, start: TimeMark | None, num_bytes: int = 0
+    ) -> None:
         if self.recorder is not None and start is not None:
-            self.recorder.span(kind, unit.name, start, self.recorder.mark())
+            self.recorder.span(kind, unit.name, start, self.recorder.mark(), num_bytes)
 
 
 _ENDS = (ActionKind.TAKE, ActionKind.SUM, ActionKind.REST, ActionKind.KEEP, ActionKind.FREE)

@@ -47,6 +47,8 @@ class Event:
     unit: str
     start_us: float
     end_us: float
+    num_bytes: int = 0
+    """Of a gather the full parameters, of a reduction the gradient matrix."""
 
     def __post_init__(self) -> None:
         if self.end_us < self.start_us:
@@ -68,7 +70,7 @@ class Recorder:
         self._device = device
         self.actions: list[tuple[ActionKind, str]] = []
         """What the step machine asked for, unit by unit."""
-        self._spans: list[tuple[EventKind, str, TimeMark, TimeMark]] = []
+        self._spans: list[tuple[EventKind, str, TimeMark, TimeMark, int]] = []
         self._origin = self.mark()
 
     def mark(self) -> TimeMark:
@@ -79,17 +81,25 @@ class Recorder:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def span(self, kind: EventKind, unit: str, start: TimeMark, end: TimeMark) -> None:
+    def span(
+        self, kind: EventKind, unit: str, start: TimeMark, end: TimeMark, num_bytes: int = 0
+    ) -> None:
         """Note that `kind` happened for `unit` between two marks."""
-        self._spans.append((kind, unit, start, end))
+        self._spans.append((kind, unit, start, end, num_bytes))
 
     def events(self) -> list[Event]:
         """Resolve every span to µs since the recorder was made; synchronises on CUDA."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return [
-            Event(kind=kind, unit=unit, start_us=self._us(start), end_us=self._us(end))
-            for kind, unit, start, end in self._spans
+            Event(
+                kind=kind,
+                unit=unit,
+                start_us=self._us(start),
+                end_us=self._us(end),
+                num_bytes=num_bytes,
+            )
+            for kind, unit, start, end, num_bytes in self._spans
         ]
 
     def _us(self, mark: TimeMark) -> float:

@@ -105,6 +105,11 @@ class Reduction:
         self._wait: Callable[[], object] | None = wait
         self._held = held
 
+    @property
+    def num_bytes(self) -> int:
+        """The size of the gradient matrix that is reduced."""
+        return self._output.nbytes * self.unit.size
+
     def wait(self) -> None:
         """Order the current stream (on CPU, the host) after the collectives."""
         if self._wait is None:

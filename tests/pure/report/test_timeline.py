@@ -107,3 +107,15 @@ def test_unreadable_spans_are_named(tmp_path: Path) -> None:
     assert [problem.split(":")[0] for problem in problems] == [
         f"timeline.json, span {number}" for number in (2, 3, 4, 5, 6)
     ]
+
+
+def test_bytes_of_collectives_are_told(tmp_path: Path) -> None:
+    span = {"kind": "gather", "unit": "a", "start_us": 0, "end_us": 5}
+    path = tmp_path / "timeline.json"
+    spans = [{**span, "num_bytes": 3 << 20}, {**span, "num_bytes": -1}, span]
+    path.write_text(json.dumps({"step": 3, "rank": 0, "events": spans}))
+    timeline, problems = read_timeline(path)
+    assert [event.num_bytes for event in timeline.events] == [3 << 20, 0]
+    assert len(problems) == 1
+    assert "num_bytes should be a number of bytes" in problems[0]
+    assert "3 MiB" in draw_timeline(timeline)

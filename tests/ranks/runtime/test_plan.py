@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import pytest
@@ -71,6 +72,28 @@ def test_a_model_is_planned_before_it_is_sharded(
     fully_shard(model, **how)
     assert planned_before == plan_of(model)
     assert str(planned_before) == str(plan_of(model))
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [Even(), Flat()], ids=repr)
+def test_spans_have_bytes(layout: Layout) -> None:
+    model: Any = stack()
+    for block in model.blocks:
+        fully_shard(block, layout=layout)
+    fully_shard(model, layout=layout)
+    (batch,) = SHOAL.batches(1)
+    with watch(model) as recorder:
+        loss_of(model(batch)).backward()
+    units = {unit.name: unit for unit in plan_of(model).units}
+    for event in recorder.events():
+        unit = units[event.unit]
+        if event.kind is EventKind.GATHER:
+            assert event.num_bytes == unit.gathered_bytes
+        elif event.kind is EventKind.REDUCE:  # columns of a matrix have no gaps between them
+            needed = sum(4 * prod(param.shape) for param in unit.parameters)
+            assert needed <= event.num_bytes <= unit.reduced_bytes
+        else:
+            assert event.num_bytes == 0
 
 
 class Forked(nn.Module):
