@@ -5,6 +5,7 @@ import functools
 import os
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -28,7 +29,6 @@ LAYERS = (
     "compile",
     "checkpoint",
     "doors",
-    "rehearse",
     "report",
     "train",
     "bench",
@@ -118,6 +118,13 @@ def parse(file: Path) -> ast.Module:
 def test_every_part_of_the_package_has_a_place():
     strangers = {part(file) for file in FILES} - ORDER.keys()
     assert not strangers, f"give {sorted(strangers)} a place in LAYERS or PATHS of this test"
+
+
+def test_folders_are_tables_of_contents():
+    """A folder of more files than this is no list that somebody reads."""
+    counts = Counter(file.parent for file in FILES)
+    large = {str(folder): count for folder, count in counts.items() if count > 25}
+    assert not large, f"merge files that are one thought, or give them a folder: {large}"
 
 
 @pytest.mark.parametrize("file", FILES, ids=module_name)
