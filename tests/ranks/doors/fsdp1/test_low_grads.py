@@ -78,11 +78,11 @@ def test_gradients_that_are_cast_are_waited_for() -> None:
     """What is on its way to the host may be handed on unread, but not cast, added or shown."""
     unit = FullyShardedDataParallel(nn.Linear(5, 7), device_id=CPU)._unit
     assert unit is not None
-    assert not unit.reads_grads_at_once([0], torch.float32)
-    assert unit.reads_grads_at_once([0], torch.bfloat16)
+    assert not unit.gradients.are_read_at_once([0], torch.float32)
+    assert unit.gradients.are_read_at_once([0], torch.bfloat16)
     (parameter,) = unit.sharded_parameters()
     parameter.grad = torch.zeros_like(parameter)
-    assert unit.reads_grads_at_once([0], torch.float32)
+    assert unit.gradients.are_read_at_once([0], torch.float32)
     parameter.grad = None
     parameter.register_post_accumulate_grad_hook(lambda _: None)
-    assert unit.reads_grads_at_once([0], torch.float32)
+    assert unit.gradients.are_read_at_once([0], torch.float32)
