@@ -31,7 +31,8 @@ class BackendOptions:
     bucket_mb: float = BUCKET_MIB
     """Up to which size collectives of one kind become one."""
     in_flight_mb: float | None = None
-    """How much may be on its way at a time; None: the two largest collectives."""
+    """How much may be on its way at a time; None: the largest collectives,
+    one more than units are gathered ahead."""
     prefetch: PrefetchName = "early"
     """When gathers start: as early as there is room, or by a model of compute and link."""
     passes: Callable[[Pipeline], Pipeline] | None = None
