@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
+from shoal.comm.group_memory import GroupAllGather, GroupReduceScatter
 from shoal.errors import UsageError
 from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from shoal.runtime.module_call import ModuleCall
@@ -315,8 +316,6 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
 
     def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
         """Communicate from memory that the process group allocates, if its backend can."""
-        from shoal.runtime.policy import GroupAllGather, GroupReduceScatter
-
         for unit in own_state(self).units:
             _refuse_custom(unit, "set_allocate_memory_from_process_group_for_comm")
             if unit.transport is None:
@@ -451,8 +450,6 @@ def _refuse_several(module: object, what: str) -> None:
 
 
 def _refuse_custom(unit: Unit, what: str) -> None:
-    from shoal.runtime.policy import GroupAllGather, GroupReduceScatter
-
     for given in (unit.options.all_gather, unit.options.reduce_scatter):
         if given is not None and not isinstance(given, (GroupAllGather, GroupReduceScatter)):
             raise AssertionError(

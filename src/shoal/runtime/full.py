@@ -180,6 +180,8 @@ class FullParameters:
             for form, data in zip(forms, datas, strict=True)
         )
         self._freeable = [p for p in self.parameters if type(p) is nn.Parameter]
+        self._kind: type[nn.Parameter] = nn.Parameter
+        """What the freeable parameters are now: to be computed with, held, or freed."""
         self._versions: list[int] = []
         self._packing = packing
         self.extension: Extension | None = None
@@ -191,7 +193,7 @@ class FullParameters:
         self._gathered.settle()
         if self._laid_out is not None:
             self._laid_out.settle()
-        self._bury()
+        self._become(FreedParameter)
 
     def rename(self, unit: str) -> None:
         """Say the unit's name when a freed parameter is read."""
@@ -272,13 +274,11 @@ class FullParameters:
 
     def rest(self) -> None:
         """Nothing computes with the parameters."""
-        for parameter in self._freeable:
-            parameter.__class__ = HeldParameter
+        self._become(HeldParameter)
 
     def wake(self) -> None:
         """Something computes with them: they have the gradients that autograd gives them."""
-        for parameter in self._freeable:
-            parameter.__class__ = nn.Parameter
+        self._become(nn.Parameter)
 
     def note_writes(self) -> None:
         """What was written to the parameters so far is known."""
@@ -326,11 +326,13 @@ class FullParameters:
         (self._laid_out or self._gathered).empty()
         if self.extension is not None:
             self.extension.free()
-        self._bury()
+        self._become(FreedParameter)
 
-    def _bury(self) -> None:
-        for parameter in self._freeable:
-            parameter.__class__ = FreedParameter
+    def _become(self, kind: type[nn.Parameter]) -> None:
+        if kind is not self._kind:
+            self._kind = kind
+            for parameter in self._freeable:
+                parameter.__class__ = kind
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters."""

@@ -206,12 +206,7 @@ class ModuleState:
         if self.is_root and is_outermost:
             context.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
-        policy = self.policy
-        casts = policy.cast_forward_inputs or (self.is_root and self.casts_as_root)
-        if policy.param_dtype is not None and casts:
-            args = _cast_each(args, policy.param_dtype)
-            if kwargs:
-                kwargs = _cast(kwargs, policy.param_dtype)
+        args, kwargs = self._cast_inputs(args, kwargs)
         if not self.units:
             return args, kwargs, []
         if len(self.modules) > 1 and not self._to_run:
@@ -229,11 +224,7 @@ class ModuleState:
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], dict[str, torch.Tensor]]:
         """Inputs for a module in a graph, and full parameters by their names in it."""
-        policy = self.policy
-        casts = policy.cast_forward_inputs or (self.is_root and self.casts_as_root)
-        if policy.param_dtype is not None and casts:
-            args = _cast_each(args, policy.param_dtype)
-            kwargs = _cast(kwargs, policy.param_dtype)
+        args, kwargs = self._cast_inputs(args, kwargs)
         tensors: dict[str, torch.Tensor] = {}
         for at, unit in enumerate(self.units):
             in_graph = unit.in_graph
@@ -281,9 +272,23 @@ class ModuleState:
             if self.context is not None:
                 self.context.abort_forward(self.units, is_root=self.is_root)
 
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.policy.param_dtype
+        if dtype is None:
+            return args, kwargs
+        if not (self.policy.cast_forward_inputs or (self.is_root and self.casts_as_root)):
+            return args, kwargs
+        # Nearly always there is one argument, which the module before has cast.
+        if len(args) != 1 or not isinstance(args[0], torch.Tensor) or args[0].dtype is not dtype:
+            args = tuple(_cast(arg, dtype) for arg in args)
+        return args, _cast(kwargs, dtype) if kwargs else kwargs
+
     def cast_output(self, output: Any) -> Any:
         """What the module returns, in the dtype its policy asks for."""
-        return _cast(output, self.policy.output_dtype)
+        dtype = self.policy.output_dtype
+        return output if dtype is None else _cast(output, dtype)
 
     def _ran(self, module: nn.Module) -> bool:
         """Whether all modules that share the units have run."""
@@ -447,21 +452,8 @@ def _begin_run(context: Context, unit: Unit, inputs: Reach) -> ModuleRun:
     return run
 
 
-def _cast_each(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
-    """Cast arguments; nearly always it is one, which the module before has cast."""
-    if len(args) == 1 and isinstance(args[0], torch.Tensor) and args[0].dtype is dtype:
-        return args
-    return tuple(_cast(arg, dtype) for arg in args)
-
-
-def _cast(values: Any, dtype: torch.dtype | None) -> Any:
+def _cast(values: Any, dtype: torch.dtype) -> Any:
     """Cast the floating-point tensors of nested containers; give the rest through."""
-    if dtype is None:
-        return values
-    if isinstance(values, torch.Tensor):
-        return (
-            values if values.dtype is dtype or not values.is_floating_point() else values.to(dtype)
-        )
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.dtype is dtype or not tensor.is_floating_point():

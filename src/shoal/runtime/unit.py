@@ -100,7 +100,6 @@ class Unit:
         self.num_updates = 0
         self.noted: int | None = None
         """What `note_operations` saw, while a backward of the model runs."""
-        self._rests = False
         self._wait: Callable[[], object] | None = None
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
@@ -383,15 +382,11 @@ class Unit:
 
     def rest(self) -> None:
         """The full parameters stay, and nothing computes with them for a while."""
-        if not self._rests:
-            self._rests = True
-            self.full.rest()
+        self.full.rest()
 
     def wake(self) -> None:
         """Full parameters that stayed are about to be computed with."""
-        if self._rests:
-            self._rests = False
-            self.full.wake()
+        self.full.wake()
         if not autograd.inside_backward():
             self.follow_requires_grad()
 
@@ -404,7 +399,6 @@ class Unit:
         self._let_go(keeps=True)
 
     def _let_go(self, *, keeps: bool) -> None:
-        self._rests = False
         written = self.full.written()
         if keeps and self.post is not None:
             self.post.keep(self.full)
@@ -469,7 +463,6 @@ class Unit:
     def show_after_break(self) -> None:
         """Let users see the gradients of shards; the phase tells where it broke until the next."""
         if self.phase not in (Phase.SHARDED, Phase.GATHERING):
-            self._rests = True
             self.full.rest()
 
 

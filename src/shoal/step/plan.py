@@ -142,8 +142,11 @@ class Plan:
 
     def peak_bytes(self, variant: int = 0) -> int:
         """The most that full parameters and gradients on their way need at one time."""
+        return self._peak_of(self.schedule(variant))
+
+    def _peak_of(self, schedule: Sequence[PlannedAction]) -> int:
         now = peak = 0
-        for action in self.schedule(variant):
+        for action in schedule:
             unit = self._by_name[action.unit]
             if action.kind is ActionKind.GATHER:
                 now += unit.gathered_bytes
@@ -167,8 +170,10 @@ class Plan:
 
     def __str__(self) -> str:
         """The newest order's schedule, a line each, with the bytes that move or go."""
-        lines = [f"{len(self.units)} units, {self.peak_bytes() / 2**20:.1f} MiB at most"]
-        for action in self.schedule():
+        schedule = self.schedule()
+        peak = self._peak_of(schedule)
+        lines = [f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most"]
+        for action in schedule:
             unit = self._by_name[action.unit]
             num_bytes = _BYTES.get(action.kind)
             size = "" if num_bytes is None else f"  {getattr(unit, num_bytes) / 2**20:.1f} MiB"

@@ -103,7 +103,9 @@ def test_insisting_ends_the_run_at_once(tmp_path, start):
     os.kill(ranks[0], signal.SIGSTOP)  # a step that never ends
     command.process.send_signal(signal.SIGINT)
     time.sleep(2.2)
-    command.process.send_signal(signal.SIGINT)  # the launcher lets the stopped rank go on to its end
+    command.process.send_signal(
+        signal.SIGINT
+    )  # the launcher lets the stopped rank go on to its end
     status, _, err = command.finish(timeout_s=30)
     assert status == 130
     assert "stopped at once. There is no checkpoint yet." in err

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from shoal.comm.store_comparison import StoreComparison
 from shoal.errors import RankError
-from shoal.runtime.guard import Meeting
 
 Described = list[dict[str, object]]
 
@@ -65,7 +65,9 @@ def meet(num: int, described: Callable[[int], Described], *, absent: int = -1) -
     def take_part(rank: int) -> str:
         if rank == absent:
             return ""
-        return Meeting(store, ranks, rank, "Advice.", timeout).verdict(described(rank), "{} and {}")
+        return StoreComparison(store, ranks, rank, "Advice.", timeout).verdict(
+            described(rank), "{} and {}"
+        )
 
     with ThreadPoolExecutor(num) as pool:
         return [pool.submit(take_part, rank) for rank in ranks], store
@@ -105,6 +107,6 @@ def test_one_that_stays_away_is_named() -> None:
 
 def test_one_that_failed_tells_the_others() -> None:
     store: Any = Counted()
-    meetings = [Meeting(store, (0, 1), rank, "Advice.") for rank in (0, 1)]
+    meetings = [StoreComparison(store, (0, 1), rank, "Advice.") for rank in (0, 1)]
     meetings[1].fail("rank 1 raised")
     assert meetings[0].verdict(units(1), "{} and {}") == "rank 1 raised"
