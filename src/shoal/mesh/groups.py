@@ -51,11 +51,15 @@ def mesh_info_of(
     One axis shards; of two, the first replicates and the second shards.
     """
     validate_mesh(mesh, dp_mesh_dims)
-    if dp_mesh_dims is not None:
-        return _info_of_named(mesh, dp_mesh_dims)
-    if mesh.ndim == 1:
-        return FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
+    if dp_mesh_dims is None:
+        return FSDPMeshInfo(mesh, 0) if mesh.ndim == 1 else HSDPMeshInfo(mesh, 1, 0)
+    roles = (dp_mesh_dims.replicate_names, dp_mesh_dims.shard_names)
+    axes = [_one_axis(mesh, names) for names in roles if names]
+    if len(axes) == 2:
+        return HSDPMeshInfo(meshes.concatenate_meshes(axes), 1, 0, dp_mesh_dims, mesh)
+    if dp_mesh_dims.shard_names:
+        return FSDPMeshInfo(axes[0], 0, None, dp_mesh_dims, mesh)
+    return DDPMeshInfo(axes[0], None, 0, dp_mesh_dims, mesh)
 
 
 def post_forward_mesh_info(
@@ -88,28 +92,6 @@ def post_forward_mesh_info(
         mesh = DeviceMesh(mesh_info.mesh.device_type, ranks)
         made[size] = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return made[size]
-
-
-def _info_of_named(mesh: DeviceMesh, dims: DataParallelMeshDims) -> DataParallelMeshInfo:
-    shard_names, replicate_names = dims.shard_names, dims.replicate_names
-    if not shard_names:
-        return DDPMeshInfo(
-            _one_axis(mesh, replicate_names),
-            replicate_mesh_dim=0,
-            dp_mesh_dims=dims,
-            spmd_mesh=mesh,
-        )
-    if not replicate_names:
-        return FSDPMeshInfo(
-            _one_axis(mesh, shard_names), shard_mesh_dim=0, dp_mesh_dims=dims, spmd_mesh=mesh
-        )
-    return HSDPMeshInfo(
-        meshes.concatenate_meshes([_one_axis(mesh, replicate_names), _one_axis(mesh, shard_names)]),
-        shard_mesh_dim=1,
-        replicate_mesh_dim=0,
-        dp_mesh_dims=dims,
-        spmd_mesh=mesh,
-    )
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

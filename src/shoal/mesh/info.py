@@ -52,6 +52,22 @@ class DataParallelMeshInfo:
         if self.dp_mesh_dims is not None and self.spmd_mesh is not None:
             Axes.of(self.spmd_mesh).check_data_parallel(self.dp_mesh_dims)
 
+    def _join(self, role: str) -> dist.ProcessGroup:
+        """Take this rank's place on the axis that shards or replicates."""
+        axis = getattr(self, f"{role}_mesh_dim")
+        if axis is None:
+            raise MissingAxisError(f"{type(self).__name__} needs {role}_mesh_dim, got None")
+        if self.mesh.get_coordinate() is None:
+            raise MeshError(
+                f"rank {dist.get_rank()} is not part of {self.mesh}: only its own ranks can train "
+                "on it"
+            )
+        group = self.mesh.get_group(axis)
+        object.__setattr__(self, f"{role}_mesh_size", self.mesh.size(axis))
+        object.__setattr__(self, f"{role}_mesh_rank", group.rank())
+        object.__setattr__(self, f"{role}_process_group", group)
+        return group
+
     @property
     def is_spmd_mesh(self) -> bool:
         """Whether the data-parallel axes were named within a larger mesh."""
@@ -75,14 +91,9 @@ class FSDPMeshInfo(DataParallelMeshInfo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.shard_mesh_dim is None:
-            raise MissingAxisError(f"{type(self).__name__} needs shard_mesh_dim, got None")
+        group = self._join("shard")
         if self.replicate_mesh_dim is not None and not isinstance(self, DDPMeshInfo):
             raise MeshError("FSDPMeshInfo does not replicate: use HSDPMeshInfo for both axes")
-        group = _group(self.mesh, self.shard_mesh_dim)
-        object.__setattr__(self, "shard_mesh_size", self.mesh.size(self.shard_mesh_dim))
-        object.__setattr__(self, "shard_mesh_rank", group.rank())
-        object.__setattr__(self, "shard_process_group", group)
         reduce_group = self.reduce_scatter_process_group
         if reduce_group is not None and _ranks(reduce_group) != _ranks(group):
             raise MeshError(
@@ -101,14 +112,9 @@ class DDPMeshInfo(DataParallelMeshInfo):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.replicate_mesh_dim is None:
-            raise MissingAxisError(f"{type(self).__name__} needs replicate_mesh_dim, got None")
+        self._join("replicate")
         if self.shard_mesh_dim is not None and not isinstance(self, FSDPMeshInfo):
             raise MeshError("DDPMeshInfo does not shard: use HSDPMeshInfo for both axes")
-        group = _group(self.mesh, self.replicate_mesh_dim)
-        object.__setattr__(self, "replicate_mesh_size", self.mesh.size(self.replicate_mesh_dim))
-        object.__setattr__(self, "replicate_mesh_rank", group.rank())
-        object.__setattr__(self, "replicate_process_group", group)
 
 
 @dataclass(frozen=True)
@@ -139,14 +145,6 @@ def device_of(mesh: DeviceMesh) -> torch.device:
         return torch.device("cpu")
     current = torch.get_device_module(mesh.device_type).current_device()
     return torch.device(mesh.device_type, current)
-
-
-def _group(mesh: DeviceMesh, index: int) -> dist.ProcessGroup:
-    if mesh.get_coordinate() is None:
-        raise MeshError(
-            f"rank {dist.get_rank()} is not part of {mesh}: only its own ranks can train on it"
-        )
-    return mesh.get_group(index)
 
 
 def _ranks(group: dist.ProcessGroup) -> list[int]:
