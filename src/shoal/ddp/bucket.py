@@ -10,15 +10,10 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from shoal._torch import cuda, kernels
-from shoal.comm import observer
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
-from shoal.ddp.comm_hook import GradBucket
 
 Named: TypeAlias = tuple[str, nn.Parameter]
-
-Start: TypeAlias = Callable[[GradBucket, Tensor, str, object], Pending]
-"""What a communication hook does in the place of the all-reduce."""
 
 
 class Bucket:
@@ -27,24 +22,6 @@ class Bucket:
     The memory stays from step to step, so that the all-reduce is checked once.
     """
 
-    __slots__ = (
-        "_average",
-        "_divisor",
-        "_face",
-        "_group",
-        "_index_of_device",
-        "_names",
-        "_pairs",
-        "_pending",
-        "_streams",
-        "flat",
-        "is_launched",
-        "members",
-        "missing",
-        "reason",
-        "views",
-    )
-
     def __init__(
         self,
         place: tuple[int, int],
@@ -52,8 +29,9 @@ class Bucket:
         named: Sequence[Named],
         transport: Transport,
     ) -> None:
-        index, num_buckets = place
-        parameters = [parameter for _, parameter in named]
+        self.index, num_buckets = place
+        self.is_last = self.index == num_buckets - 1
+        self.parameters = parameters = [parameter for _, parameter in named]
         first = parameters[0]
         self.members = members
         """Numbers of its parameters."""
@@ -67,11 +45,9 @@ class Bucket:
         self._names = [name for name, _ in named]
         self._pairs = list(zip(parameters, self.views, strict=True))
         self._pending: Pending | None = None
-        self._group = transport.group
-        self.reason = f"all-reduce of bucket {index} ({named[0][0]} to {named[-1][0]})"
+        self.group = transport.group
+        self.reason = f"all-reduce of bucket {self.index} ({named[0][0]} to {named[-1][0]})"
         self._divisor, self._average = _averaging(transport, self.flat, self.reason)
-        is_last = index == num_buckets - 1
-        self._face = (index, is_last, parameters)
         is_cuda = first.device.type == "cuda"
         self._streams: set[torch.cuda.Stream] | None = set() if is_cuda else None
         self._index_of_device = first.device.index or 0
@@ -81,22 +57,13 @@ class Bucket:
         if self._streams is not None:
             self._streams.add(cuda.stream_in_use(self._index_of_device).stream)
 
-    def launch(self, hook: Start | None) -> None:
-        """Copy the gradients here, and start to average them."""
+    def launch(self, hook: Callable[[Bucket], Pending] | None) -> None:
+        """Copy the gradients here, and start to average them: by a hook, or an all-reduce."""
         self.is_launched = True
         with torch.no_grad():
             self._fill()
             if hook is not None:
-                index, is_last, parameters = self._face
-                face = GradBucket(
-                    index=index,
-                    is_last=is_last,
-                    buffer=self.flat,
-                    gradients=self.views,
-                    parameters=parameters,
-                )
-                launched = observer.launching(self.reason, self._group, self.flat)
-                self._pending = hook(face, self.flat, self.reason, launched)
+                self._pending = hook(self)
             elif self._average is not None:
                 if self._divisor != 1:
                     self.flat.div_(self._divisor)
@@ -124,7 +91,7 @@ class Bucket:
             kernels.foreach_copy(targets, sources)
 
     def _order_streams(self, sources: Sequence[Tensor]) -> None:
-        """Read gradients after whoever made them; keep their memory until they are read."""
+        """Read gradients after the streams that made them; keep their memory until then."""
         if not self._streams:
             return
         current = cuda.stream_in_use(self._index_of_device).stream

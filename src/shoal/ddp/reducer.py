@@ -16,6 +16,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -23,25 +24,46 @@ from torch import Tensor, nn
 
 from shoal._torch import autograd
 from shoal.comm import observer
-from shoal.comm.buckets import Item, Limits, assign
+from shoal.comm.buckets import BUCKET_MIB, FIRST_BUCKET_MIB, Item, Limits, assign
+from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
-from shoal.ddp.bucket import Bucket, Named, Start
+from shoal.ddp.bucket import Bucket, Named
 from shoal.ddp.comm_hook import Hook, run_hook
-from shoal.ddp.listeners import Listeners, listen
-from shoal.ddp.options import Options
+from shoal.ddp.grad_hooks import WaitingHooks
 from shoal.ddp.usage import Usage, reached
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.module_state import Reach
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReducerOptions:
+    """How one call of `replicate` wants gradients to be averaged."""
+
+    bucket_cap_mb: float = BUCKET_MIB
+    first_bucket_mb: float = FIRST_BUCKET_MIB
+    find_unused_parameters: bool = False
+    gradient_as_bucket_view: bool = False
+    static_graph: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_cap_mb", "first_bucket_mb"):
+            if getattr(self, name) <= 0:
+                raise UsageError(
+                    f"{name} must be a size in MiB above 0, got {getattr(self, name)}; a small "
+                    "one gives every parameter a bucket of its own"
+                )
+
+
 class Reducer:
     """The gradients of one replicated module."""
 
-    def __init__(self, named: Sequence[Named], transport: Transport, options: Options) -> None:
+    def __init__(
+        self, named: Sequence[Named], transport: Transport, options: ReducerOptions
+    ) -> None:
         self._named = tuple(named)
         self._transport = transport
         self._options = options
-        self._hook: Start | None = None
+        self._hook: Callable[[Bucket], Pending] | None = None
         self.averages = True
         """Whether gradients are averaged; without, they stay this rank's own."""
         self.is_in_graph = False
@@ -61,8 +83,9 @@ class Reducer:
         """How often it still has to, in this backward."""
         self._counts = options.static_graph
         """Whether this backward counts that, before it launches anything."""
-        self._order: list[int] | None = [] if options.records_order else None
-        """In which gradients come, while that is recorded."""
+        records = options.static_graph or not options.find_unused_parameters
+        self._order: list[int] | None = [] if records else None
+        """In which gradients come, while a backward that must reach all of them records it."""
         self._recorded: list[int] | None = None
         self._reached: set[int] | None = None
         """What forwards have shown since the last backward; None for nothing certain."""
@@ -74,9 +97,9 @@ class Reducer:
         self._has_begun = False
         """Whether that backward accumulates gradients, which `autograd.grad` does not."""
         self._build(assign(self._items, range(len(named)), Limits(num_bytes=sys.maxsize)))
-        self._waiting: set[Listeners] = set()
-        self._listeners = [
-            listen(parameter, _marker(self, number), self._waiting)
+        self._waiting: set[WaitingHooks] = set()
+        self._user_hooks = [
+            WaitingHooks(parameter, _marker(self, number), self._waiting)
             for number, (_, parameter) in enumerate(self._named)
         ]
 
@@ -124,7 +147,8 @@ class Reducer:
         if self._recorded is not None:
             order = _agreed(self._recorded, len(self._named), self._device, self._transport)
             self._recorded = None
-            self._build(assign(self._items, order, self._options.limits))
+            sizes = self._options.bucket_cap_mb, self._options.first_bucket_mb
+            self._build(assign(self._items, order, Limits.of_ddp(*sizes)))
 
     def after_forward(self, output: object) -> None:
         """Be told when backward begins, and what it will come to."""
@@ -190,7 +214,7 @@ class Reducer:
         """A gradient was accumulated."""
         if self.is_in_graph:
             if self._waiting:
-                self._tell_of(number)
+                self._call_user_hooks(number)
             return
         if self._usage is not None:
             self._usage.note(number)
@@ -266,14 +290,15 @@ class Reducer:
         self.has_own = False
         for bucket in self._buckets:
             bucket.deliver(as_views=self._options.gradient_as_bucket_view, skipped=unused)
-        if self._waiting:
-            self._tell(unused)
+        for number in range(len(self._named)) if self._waiting else ():
+            if number not in unused:
+                self._call_user_hooks(number)
         if self._order is not None:
             # On every rank, also on one that complains: the next forward agrees on the order.
             self._order, self._recorded = None, list(self._order)
         if self._counts:
             assert self._usage is not None
-            self._usage.settle()
+            self._usage.is_settled = True
             self._times = [-left for left in self._left]
             self._counts = False
         elif self._usage is None or self._usage.is_settled:
@@ -281,16 +306,11 @@ class Reducer:
             if missed:
                 raise InvariantError(self._complaint(missed))
 
-    def _tell(self, unused: frozenset[int]) -> None:
-        """Call the hooks that have waited for averages."""
-        for number in range(len(self._named)):
-            if number not in unused:
-                self._tell_of(number)
-
-    def _tell_of(self, number: int) -> None:
-        listeners = self._listeners[number]
-        if listeners in self._waiting:
-            listeners.call(self._named[number][1])
+    def _call_user_hooks(self, number: int) -> None:
+        """Call the hooks of a parameter that have waited for its average."""
+        hooks = self._user_hooks[number]
+        if hooks in self._waiting:
+            hooks.call(self._named[number][1])
 
     def _complaint(self, missed: Sequence[int]) -> str:
         names = ", ".join(repr(self._named[number][0]) for number in missed)

@@ -16,8 +16,7 @@ from shoal.comm.buckets import BUCKET_MIB, FIRST_BUCKET_MIB
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
 from shoal.ddp.bucket import Named
-from shoal.ddp.options import Options
-from shoal.ddp.reducer import Reducer
+from shoal.ddp.reducer import Reducer, ReducerOptions
 from shoal.ddp.replicated import Replica, ReplicatedModule
 from shoal.errors import MeshError, ShardedTwiceError, UsageError
 from shoal.runtime.guard import check_tensors_agree
@@ -58,10 +57,9 @@ def replicate(
     as the first one. Frozen parameters, and what is ignored, are left alone in backward. Inputs are
     moved to `device_id`, or to the one of `device_ids`, if it is given.
     """
-    options = Options(
+    options = ReducerOptions(
         bucket_cap_mb=bucket_cap_mb,
         first_bucket_mb=first_bucket_mb,
-        broadcast_buffers=broadcast_buffers,
         find_unused_parameters=find_unused_parameters,
         gradient_as_bucket_view=gradient_as_bucket_view,
         static_graph=static_graph,
@@ -79,12 +77,11 @@ def replicate(
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
     _check(module, modules, named, trained)
     device = device_of_inputs(trained[0][1].device, device_id, device_ids)
-    buffers = [
-        (one, name) for _, one in modules for name, b in one._buffers.items() if b is not None
-    ]
+    shared = modules if broadcast_buffers else ()
+    buffers = [(one, n) for _, one in shared for n, b in one._buffers.items() if b is not None]
     described = {n if p.requires_grad else f"{n} (frozen)": p.detach() for n, p in named}
     check_tensors_agree(transport.group, described)
-    replica = Replica(module, Reducer(trained, transport, options), transport, options, buffers)
+    replica = Replica(module, Reducer(trained, transport, options), transport, buffers)
     broadcast([parameter for _, parameter in named], transport, reason="parameters of rank 0")
     replica.broadcast_buffers()
     replica.attach(module)
@@ -131,9 +128,8 @@ def _group_of(mesh: DeviceMesh | None, group: dist.ProcessGroup | None) -> dist.
             "replicate needs a process group: start the program with torchrun and call "
             "torch.distributed.init_process_group first"
         )
-    default = dist.group.WORLD
-    assert default is not None
-    return default
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 def _managed(root: nn.Module, ignored: set[nn.Module]) -> list[tuple[str, nn.Module]]:

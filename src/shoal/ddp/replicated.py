@@ -13,8 +13,7 @@ from shoal._torch import autograd, dynamo, traces
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
 from shoal.ddp.comm_hook import Hook
-from shoal.ddp.in_graph import InGraph
-from shoal.ddp.options import Options
+from shoal.ddp.graph_reducer import GraphReducer
 from shoal.ddp.reducer import Reducer
 
 _REPLICA = "_shoal_replica"
@@ -28,17 +27,16 @@ class Replica:
         module: nn.Module,
         reducer: Reducer,
         transport: Transport,
-        options: Options,
         buffers: Sequence[tuple[nn.Module, str]],
     ) -> None:
         self.reducer = reducer
         self.averages = True
         """Whether gradients of the forwards to come are averaged."""
         self._transport = transport
-        self._buffers = tuple(buffers) if options.broadcast_buffers else ()
+        self._buffers = tuple(buffers)
         self.have_buffers_changed = True
         """Whether ranks may have buffers of their own, so that the next forward shares rank 0's."""
-        self.in_graph = InGraph(module, reducer.parameters, transport)
+        self.in_graph = GraphReducer(module, reducer.parameters, transport)
         reducer.average_traced = self.in_graph.average_traced
 
     def attach(self, module: nn.Module) -> None:
@@ -50,10 +48,10 @@ class Replica:
 
     def broadcast_buffers(self) -> None:
         """Give all ranks rank 0's buffers. Collective."""
-        # By name, since a module may put other tensors in their place.
-        found = [module._buffers.get(name) for module, name in self._buffers]
-        if found:
-            buffers: list[Tensor] = [buffer for buffer in found if buffer is not None]
+        if self._buffers:
+            # By name, since a module may put other tensors in their place.
+            found = (module._buffers.get(name) for module, name in self._buffers)
+            buffers = [buffer for buffer in found if buffer is not None]
             broadcast(buffers, self._transport, reason="buffers of rank 0")
 
     def _before(self, _: nn.Module, __: tuple[Any, ...]) -> None:

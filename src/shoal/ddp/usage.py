@@ -25,7 +25,7 @@ class Usage:
         self._pending: Pending | None = None
         self._unused: frozenset[int] = frozenset()
         self.is_settled = False
-        """Whether it is known for good."""
+        """Whether it is known for good: every step will be as the last one was."""
 
     def note(self, number: int) -> None:
         """A backward has come to a parameter, whether gradients are averaged or not."""
@@ -43,19 +43,11 @@ class Usage:
         assert self._pending is not None
         used = self._pending.wait()
         # A rank that has used all of them need not read, for which a GPU would have to stop.
-        found = frozenset[int]() if all(self._used) else _zeros(used)
+        counts = () if all(self._used) else used.tolist()
+        self._unused = frozenset(number for number, count in enumerate(counts) if not count)
         self._pending = None
         self._used = bytearray(len(self._used))
-        self._unused = found
-        return found
-
-    def settle(self) -> None:
-        """Every step will be as this one was."""
-        self.is_settled = True
-
-
-def _zeros(used: Tensor) -> frozenset[int]:
-    return frozenset(number for number, count in enumerate(used.tolist()) if not count)
+        return self._unused
 
 
 def reached(outputs: Sequence[Tensor], numbers: Mapping[Tensor, int]) -> Iterator[int]:

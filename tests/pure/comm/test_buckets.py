@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shoal.comm.buckets import Item, Limits, assign
-from shoal.ddp.options import Options
+from shoal.ddp.reducer import ReducerOptions
 from shoal.errors import UsageError
 
 
@@ -71,6 +71,6 @@ def test_limits_are_needed():
     with pytest.raises(UsageError, match="num_bytes=0"):
         Limits(num_bytes=0)
     with pytest.raises(UsageError, match="bucket_cap_mb must be"):
-        Options(bucket_cap_mb=0)
+        ReducerOptions(bucket_cap_mb=0)
     with pytest.raises(UsageError, match="cannot have -1 bytes"):
         Item(num_bytes=-1, key=None)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shoal._torch import autograd, optimizers, settings
 from shoal.compile.step.batch import Batch
 from shoal.compile.step.reads import Reads
-from shoal.ddp.listeners import hooks_of
+from shoal.ddp.grad_hooks import hooks_of
 from shoal.ddp.replicated import replicas_of
 from shoal.runtime.module_state import units_of
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from shoal._torch import autograd, optimizers
-from shoal.ddp.listeners import hooks_of
+from shoal.ddp.grad_hooks import hooks_of
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
 from shoal.runtime.module_state import units_of

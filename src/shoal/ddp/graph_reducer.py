@@ -4,7 +4,7 @@
     its gradient ── (cast) ── wait ── all-reduce ── divide ── (cast) ── gradient   backward
 
 Each stands where its gradient is there; passes over the graph make few of many. A graph is the same
-on all ranks, so what it does not come to is unused on all of them.
+on all ranks, so a parameter that it does not use is unused on all of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.ddp.comm_hook import Hook
 _SOURCE = 0
 
 
-class InGraph:
+class GraphReducer:
     """How a graph averages gradients, and gives all ranks the buffers of the first."""
 
     def __init__(
@@ -98,7 +98,7 @@ class _Averaged(torch.autograd.Function):
     """A parameter as it is, whose derivative is averaged."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, how: InGraph) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, parameter: Tensor, how: GraphReducer) -> Tensor:  # type: ignore[override]
         ctx.how = how
         return parameter.view_as(parameter)
 
