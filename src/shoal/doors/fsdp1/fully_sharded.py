@@ -19,7 +19,7 @@ from shoal.doors.fsdp1.comm_hook import CommHooks
 from shoal.doors.fsdp1.gradients import Clipping
 from shoal.doors.fsdp1.optim_state_dict import OptimStates
 from shoal.doors.fsdp1.parameter_names import NamedMember, entries_of, named_members
-from shoal.doors.fsdp1.parameters import FlatMembers, PlainForm, flatten
+from shoal.doors.fsdp1.parameters import PlainForm, flatten
 from shoal.doors.fsdp1.precision import FULL_PRECISION_IN_EVAL, Buffers, keep_low_grads, policy_of
 from shoal.doors.fsdp1.preparation import (
     check_unreplicated,
@@ -86,7 +86,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         placing = place(sharding_strategy, process_group, device_mesh, device, wraps_itself=wraps)
         if auto_wrap_policy is not None:
             options = {
-                "process_group": None if device_mesh is not None else placing.groups,
+                "process_group": None if device_mesh is not None else placing.process_group,
                 "sharding_strategy": sharding_strategy,
                 "cpu_offload": cpu_offload,
                 "backward_prefetch": backward_prefetch,
@@ -106,8 +106,14 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         self.backward_prefetch, self.forward_prefetch = backward_prefetch, forward_prefetch
         self.limit_all_gathers = limit_all_gathers
         self._use_orig_params, self._device_mesh = use_orig_params, device_mesh
-        self._take_place(placing, device)
-        self._begin(module)
+        self.sharding_strategy = placing.strategy
+        self.compute_device = device
+        self.process_group = placing.shard_group
+        self._inter_node_pg = placing.replicate_group
+        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
+        self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL, "") == "1"
+        casts = (child for child in own_modules(module) if child not in self._ignored_modules)
+        self._buffers_cast = Buffers(casts, self.mixed_precision.buffer_dtype)
         found = prepared(
             module,
             *ignored,
@@ -118,22 +124,6 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         )
         self._make_unit(module, found, placing)
         setattr(self, WRAPPED, module)
-
-    def _take_place(self, placing: Placing, device: torch.device) -> None:
-        """Remember which ranks share the parameters, and where they are computed with."""
-        self.sharding_strategy = placing.strategy
-        self.compute_device = device
-        self.process_group = placing.shard_group
-        self._inter_node_pg = placing.replicate_group
-        self.rank, self.world_size = self.process_group.rank(), self.process_group.size()
-
-    def _begin(self, module: nn.Module) -> None:
-        """Set what changes later to what it is before the first forward."""
-        self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL, "") == "1"
-        self._flat_members: FlatMembers | None = None
-        casts = (child for child in own_modules(module) if child not in self._ignored_modules)
-        self._buffers_cast = Buffers(casts, self.mixed_precision.buffer_dtype)
-        self._have_run = False
 
     def _wrap_inside(
         self, module: nn.Module, policy: Callable[..., Any], options: dict[str, Any]
@@ -149,33 +139,30 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
 
     def _make_unit(self, module: nn.Module, found: Sequence[Found], placing: Placing) -> None:
         _check(found, self._device_mesh)
-        offload = _offload_of(self.cpu_offload, self.compute_device)
-        policy = policy_of(self.mixed_precision)
-        units = []
+        device, policy = self.compute_device, policy_of(self.mixed_precision)
+        offload = OffloadPolicy()
+        if self.cpu_offload.offload_params:
+            offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+        self._unit = None
         if found:
-            sources = self._sources(module, found, placing)
-            unit = WrappedUnit(
+            self._unit = WrappedUnit(
                 type(module).__name__,
-                sources,
+                self._sources(module, found, placing),
                 Flat(spreads=True),
                 placing.mesh_info,
-                self.compute_device,
+                device,
                 policy,
                 offload,
             )
-            prefetches_late = self.backward_prefetch is BackwardPrefetch.BACKWARD_POST
-            unit.options = UnitOptions(
+            self._unit.options = UnitOptions(
                 halves_division=True,
-                prefetches_late=prefetches_late,
+                prefetches_late=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
                 backward_prefetch=() if self.backward_prefetch is None else None,
             )
-            keep_low_grads(unit, self.mixed_precision)
-            units.append(unit)
-        state = ModuleState(
-            [self], units, policy, placing.reshard_after_forward, self.compute_device
-        )
+            keep_low_grads(self._unit, self.mixed_precision)
+        units = [] if self._unit is None else [self._unit]
+        state = ModuleState([self], units, policy, placing.reshard_after_forward, device)
         state.casts_as_root = self.mixed_precision.cast_root_forward_inputs
-        self._unit = units[0] if units else None
 
     def _sources(
         self, module: nn.Module, found: Sequence[Found], placing: Placing
@@ -308,12 +295,6 @@ def _innermost(module: nn.Module | None) -> nn.Module:
         module = getattr(module, wrapping.CHECKPOINT_PREFIX.rstrip("."))
     assert isinstance(module, nn.Module)
     return module
-
-
-def _offload_of(offload: CPUOffload, device: torch.device) -> OffloadPolicy:
-    if not offload.offload_params:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=device.type == "cuda")
 
 
 def _warn_of_containers(module: nn.Module) -> None:

@@ -11,18 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import sharded_grad_scaler as by_torch
-from torch.distributed.tensor import DTensor
 
-from shoal._torch import distributed_tensor
 from shoal.doors.fsdp1.parameters import before_of
 from shoal.doors.fsdp1.root import ready
-from shoal.doors.fsdp1.tensor_parallel import groups_of
+from shoal.doors.fsdp1.tensor_parallel import groups_of, spec_of
+from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
-from shoal.layout.region import flat_span
-from shoal.runtime.shards import Member
-from shoal.runtime.unit import Unit
+from shoal.runtime.form import bytes_of
 
 _Groups = tuple[dist.ProcessGroup, ...]
+_Piece = tuple[_Groups, torch.Tensor | None]
+"""Some elements of a gradient, if there is one, and the groups of ranks that hold the rest."""
 
 
 class Clipping(Wrapper):
@@ -70,47 +69,36 @@ class Clipping(Wrapper):
 def _grads_of(root: Wrapper) -> dict[_Groups, list[torch.Tensor]]:
     """Pieces of gradients by the groups of ranks that hold the rest of them; none for whole ones.
 
-    _Groups are there also if this rank has no gradient of theirs: the others may have.
+    Groups are there also if this rank has no gradient of theirs: other ranks may have.
     """
     found: dict[_Groups, list[torch.Tensor]] = {(): []}
     of_wrappers: set[nn.Parameter] = set()
+    pieces: list[_Piece] = []
     for one in wrappers_below(root):
-        for member in () if one._unit is None else one._unit.shards.members:
-            of_wrappers.add(member.sharded)
-            for groups, grad in _pieces(one, one._unit, member):
-                held = found.setdefault(groups, [])
-                if grad is not None and grad.numel() > 0:
-                    held.append(grad)
+        if one._unit is not None:
+            of_wrappers.update(one._unit.sharded_parameters())
+            pieces.extend(_pieces(one, one._unit))
     for parameter in root.parameters():
-        if parameter not in of_wrappers:
-            _add_other(found, parameter)
+        if parameter not in of_wrappers:  # `fully_shard`, or nobody, has sharded it
+            grad = None if parameter.grad is None else bytes_of(parameter.grad)
+            pieces.append((groups_of(spec_of(parameter)), grad))
+    for groups, grad in pieces:
+        held = found.setdefault(groups, [])
+        if grad is not None and grad.numel() > 0:
+            held.append(grad)
     return found
 
 
-def _add_other(found: dict[_Groups, list[torch.Tensor]], parameter: nn.Parameter) -> None:
-    """Add the gradient of a parameter that `fully_shard`, or nobody, has sharded."""
-    groups, grad = (), parameter.grad
-    if isinstance(parameter, DTensor):
-        groups = groups_of(distributed_tensor.spec_of(parameter))
-        grad = None if grad is None else distributed_tensor.local_tensor(grad)
-    held = found.setdefault(groups, [])
-    if grad is not None and grad.numel() > 0:
-        held.append(grad)
-
-
-def _pieces(
-    wrapper: Wrapper, unit: Unit | None, member: Member
-) -> Iterator[tuple[_Groups, torch.Tensor | None]]:
-    """The gradient of a member, in as many pieces as its elements have kinds of groups."""
-    assert unit is not None
+def _pieces(wrapper: Wrapper, unit: WrappedUnit) -> Iterator[_Piece]:
+    """The gradients of a unit, in as many pieces as their elements have kinds of groups."""
     own = () if unit.transport is None else (unit.transport.group,)
-    grad, flat = member.sharded.grad, wrapper._flat_members
+    flat = wrapper._flat_members
     if flat is None or all(inner.before is None for inner in flat.members):
-        yield own + groups_of(before_of(member.form)), grad
+        for member in unit.shards.members:
+            yield own + groups_of(before_of(member.form)), member.sharded.grad
         return
-    piece = unit.shards.packing.piece(0, unit.rank)
-    start = flat_span(member.spec.shape, piece.regions[0])[0] if piece.regions else 0
-    for inner, elements in flat.ranges(start, piece.numel):
+    grad = unit.shards.members[0].sharded.grad
+    for inner, elements in flat.ranges(unit.own_range(0)):
         yield own + groups_of(inner.before), None if grad is None else grad.view(-1)[elements]
 
 
@@ -147,10 +135,10 @@ class _Norm:
 
 
 class ShardedGradScaler(by_torch.ShardedGradScaler):
-    """torch's, which waits for what it reads, and writes, on the host.
+    """torch's scaler, which waits for the tensors that it reads and writes on the host.
 
-    It looks for infinities in the gradients that an optimizer holds, whoever sharded them, and lets
-    the ranks agree on what they found.
+    It looks for infinities in the gradients that an optimizer holds, whichever API sharded them,
+    and lets the ranks agree on the result.
     """
 
     def _unscale_grads_(

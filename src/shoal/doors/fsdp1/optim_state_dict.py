@@ -85,16 +85,10 @@ class OptimStates(Wrapper):
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
         """The state of an optimizer with whole tensors: an older way to say it."""
-        _warn_old("full_optim_state_dict", "optim_state_dict")
-        _warn_input(optim_input)
+        _warn_old("full_optim_state_dict", "optim_state_dict", optim_input)
+        state_dict = optim.state_dict()
         return _saved(
-            model,
-            optim,
-            optim.state_dict(),
-            optim_input,
-            group=group,
-            is_full=True,
-            rank0_only=rank0_only,
+            model, optim, state_dict, optim_input, group=group, is_full=True, rank0_only=rank0_only
         )
 
     @staticmethod
@@ -115,8 +109,7 @@ class OptimStates(Wrapper):
         optim: Optimizer | None = None,
     ) -> StateDict:
         """What an optimizer loads, of whole tensors that every rank has."""
-        _warn_old("shard_full_optim_state_dict", "optim_state_dict_to_load")
-        _warn_input(optim_input)
+        _warn_old("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _loadable(model, optim, full_optim_state_dict, optim_input)
 
     @staticmethod
@@ -136,8 +129,7 @@ class OptimStates(Wrapper):
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
         """What an optimizer loads, of whole tensors that the first rank alone has."""
-        _warn_old("scatter_full_optim_state_dict", "optim_state_dict_to_load")
-        _warn_input(optim_input)
+        _warn_old("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _loadable(
             model, optim, full_optim_state_dict, optim_input, group=group, rank0_only=True
         )
@@ -279,19 +271,20 @@ def _regrouped(groups: list[dict[str, Any]], keyed: Mapping[Key, Entry]) -> list
     ]
 
 
-def _warn_old(old: str, new: str) -> None:
+def _warn_old(old: str, new: str, optim_input: OptimInput = None) -> None:
     warnings.warn(
         f"``FullyShardedDataParallel.{old}`` is being deprecated and is replaced by "
         f"``FullyShardedDataParallel.{new}``.",
         FutureWarning,
         stacklevel=3,
     )
+    _warn_input(optim_input, stacklevel=4)
 
 
-def _warn_input(optim_input: OptimInput) -> None:
+def _warn_input(optim_input: OptimInput, stacklevel: int = 3) -> None:
     if optim_input is not None:
         warnings.warn(
             "The `optim_input` argument is deprecated: pass the optimizer, or nothing.",
             FutureWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )

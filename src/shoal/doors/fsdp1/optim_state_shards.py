@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,8 @@ from torch import nn
 from shoal.doors.fsdp1.parameter_names import Entry, Key, NamedMember
 from shoal.doors.fsdp1.state_dict_values import cut_rows, whole_of
 from shoal.doors.fsdp1.tensor_parallel import local_part, whole
-from shoal.doors.fsdp1.wrapper import Wrapper
-from shoal.layout.buffer import full_tensors, shard_views
-from shoal.layout.region import flat_span
+from shoal.doors.fsdp1.unit import WrappedUnit
+from shoal.layout.buffer import shard_views
 
 State = dict[str, Any]
 """What an optimizer knows of one parameter, or of one member of a unit."""
@@ -27,6 +26,11 @@ _SAME_SCALARS = (
     "All unflattened parameters comprising a single flat parameter must have scalar state with the "
     "same value and dtype"
 )
+
+
+def _has_dims(value: object) -> TypeGuard[torch.Tensor]:
+    """Whether a value of a state is a tensor whose elements lie with those of its parameter."""
+    return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,20 +48,27 @@ class StateFormat:
         if not isinstance(value, torch.Tensor):
             return value
         if member is not None and value.dim() > 0:
-            unit, value = member.wrapper._unit, whole(value, member.before)
-            if self.is_cut and unit is not None and unit.transport is not None:
+            value = whole(value, member.before)
+            if self.is_cut and member.unit.transport is not None:
                 uses_dtensor = member.wrapper._device_mesh is not None
-                value = cut_rows(unit, kind, value, use_dtensor=uses_dtensor)
+                value = cut_rows(member.unit, kind, value, use_dtensor=uses_dtensor)
                 return value.cpu() if self.on_cpu else value
         return value.cpu() if self.on_cpu and not value.is_cpu else value.clone()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _LocalOutline:
-    """Stands for a tensor whose elements lie with those of its parameter."""
+class _Outline:
+    """Stands for a tensor with dims, whose elements are sent later."""
 
+    shape: torch.Size
     dtype: torch.dtype
-    numel: int
+
+
+def _outlined(value: Any) -> Any:
+    """A value of a state without its elements, to tell other ranks of."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    return _Outline(shape=value.shape, dtype=value.dtype) if value.dim() > 0 else value.cpu()
 
 
 @torch.no_grad()
@@ -70,68 +81,57 @@ def gather(
     """The states of a model's parameters by name. Collective over the groups that shard them."""
     own = {entry.parameter: state[key] for key, entry in keyed.items() if key in state}
     result: dict[str, State] = {}
-    units: dict[Wrapper, dict[int, Entry]] = {}
+    units: dict[WrappedUnit, dict[int, Entry]] = {}
     # In the order of the model, which is that of all ranks; optimizers may differ.
     for entry in entries:
-        if entry.wrapper is not None:
-            units.setdefault(entry.wrapper, {})[entry.index] = entry
+        if entry.members:
+            member = entry.members[0]
+            units.setdefault(member.unit, {})[member.unit_index] = entry
         elif wanted.is_kept and entry.parameter in own:
             found = own[entry.parameter].items()
             result[entry.names[0]] = {kind: wanted.put(kind, value) for kind, value in found}
     local = {
-        wrapper: {i: own[e.parameter] for i, e in members.items() if e.parameter in own}
-        for wrapper, members in units.items()
+        unit: {i: own[e.parameter] for i, e in members.items() if e.parameter in own}
+        for unit, members in units.items()
     }
     outlines = _outlines_of_all_ranks(local)
-    for wrapper, states in local.items():
-        if wrapper in outlines:
-            states = _whole(wrapper, units[wrapper], states, outlines[wrapper])
+    for unit, states in local.items():
+        if unit in outlines:
+            states = _whole(unit, units[unit], states, outlines[unit])
         for index, found in states.items() if wanted.is_kept else ():
-            for member, part in _parts(units[wrapper][index], found):
+            for member, part in _parts(units[unit][index], found):
                 result[member.name] = {k: wanted.put(k, v, member) for k, v in sorted(part.items())}
     return result
 
 
 def _outlines_of_all_ranks(
-    local: Mapping[Wrapper, dict[int, State]],
-) -> dict[Wrapper, list[dict[int, State]]]:
+    local: Mapping[WrappedUnit, dict[int, State]],
+) -> dict[WrappedUnit, list[dict[int, State]]]:
     """The states that each rank has for the members of sharded units, without their elements."""
-    by_group: dict[dist.ProcessGroup, list[Wrapper]] = {}
-    for wrapper in local:
-        unit = wrapper._unit
-        if unit is not None and unit.transport is not None:
-            by_group.setdefault(unit.transport.group, []).append(wrapper)
-    found: dict[Wrapper, list[dict[int, State]]] = {}
-    for group, wrappers in by_group.items():
-        mine = [{i: _local_outlines(s) for i, s in local[wrapper].items()} for wrapper in wrappers]
+    by_group: dict[dist.ProcessGroup, list[WrappedUnit]] = {}
+    for unit in local:
+        if unit.transport is not None:
+            by_group.setdefault(unit.transport.group, []).append(unit)
+    found: dict[WrappedUnit, list[dict[int, State]]] = {}
+    for group, units in by_group.items():
+        mine = [
+            {i: {k: _outlined(v) for k, v in state.items()} for i, state in local[unit].items()}
+            for unit in units
+        ]
         everyone: list[Any] = [None] * group.size()
         dist.all_gather_object(everyone, mine, group=group)
-        for place, wrapper in enumerate(wrappers):
-            found[wrapper] = [theirs[place] for theirs in everyone]
+        for place, unit in enumerate(units):
+            found[unit] = [theirs[place] for theirs in everyone]
     return found
 
 
-def _local_outlines(state: State) -> State:
-    def outline(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value
-        if value.dim() == 0:
-            return value.cpu()
-        return _LocalOutline(dtype=value.dtype, numel=value.numel())
-
-    return {name: outline(value) for name, value in state.items()}
-
-
 def _whole(
-    wrapper: Wrapper,
+    unit: WrappedUnit,
     members: Mapping[int, Entry],
     local: Mapping[int, State],
     outlines: list[dict[int, State]],
 ) -> dict[int, State]:
     """The states of a unit's members in full: one gather for each kind of state."""
-    unit = wrapper._unit
-    assert unit is not None
-    assert unit.transport is not None
     whole: dict[int, State] = {}
     for index in sorted({index for theirs in outlines for index in theirs}):
         numels = [unit.shards.packing.piece(index, rank).numel for rank in range(unit.size)]
@@ -140,24 +140,19 @@ def _whole(
         # Where ranks differ, the first one counts that has elements, and so has trained them.
         for rank in sorted(range(unit.size), key=lambda rank: (numels[rank] > 0, -rank)):
             whole[index].update(outlines[rank].get(index, {}))
-    kinds = {
-        k for s in whole.values() for k, value in s.items() if isinstance(value, _LocalOutline)
-    }
+    kinds = {k for s in whole.values() for k, value in s.items() if isinstance(value, _Outline)}
     for kind in sorted(kinds):
-        found = {i: s[kind] for i, s in whole.items() if isinstance(s.get(kind), _LocalOutline)}
+        found = {i: s[kind] for i, s in whole.items() if isinstance(s.get(kind), _Outline)}
         stored = [param.dtype for param in unit.shards.packing.params]
         packing = unit.shards.packing.with_dtypes(
             [found[i].dtype if i in found else dtype for i, dtype in enumerate(stored)]
         )
-        device = wrapper.compute_device
-        shard = torch.zeros(packing.shard_bytes, dtype=torch.uint8, device=device)
+        shard = torch.zeros(packing.shard_bytes, dtype=torch.uint8, device=unit.device)
         for index, view in enumerate(shard_views(packing, unit.rank, shard)):
             if index in found and view.numel() > 0:
                 view.copy_(local[index][kind].view(view.shape))
-        gathered = torch.empty(packing.gathered_bytes, dtype=torch.uint8, device=device)
         reason = f"the optimizer state {kind!r} of unit {unit.name!r}"
-        unit.transport.all_gather(gathered, shard, reason=reason).wait()
-        full = full_tensors(packing, gathered)
+        full = unit.gathered(packing, shard, reason)
         for index in found:
             whole[index][kind] = full[index]
     return whole
@@ -173,34 +168,23 @@ def _check_complete(member: Entry, outlines: Sequence[State | None], numels: Seq
                 f"{rank} is missing states for the parameters: {list(member.names)}"
             )
         for kind, value in (state or {}).items():
-            if isinstance(value, _LocalOutline) and value.numel != numel:
+            if isinstance(value, _Outline) and value.shape.numel() != numel:
                 raise NotImplementedError(
-                    f"the optimizer state {kind!r} of {list(member.names)} has {value.numel} "
-                    f"elements on rank {rank}, where the shard has {numel}: only states that are "
-                    "as large as their parameter can be gathered"
+                    f"the optimizer state {kind!r} of {list(member.names)} has "
+                    f"{value.shape.numel()} elements on rank {rank}, where the shard has {numel}: "
+                    "only states that are as large as their parameter can be gathered"
                 )
 
 
 def _parts(entry: Entry, state: State) -> list[tuple[NamedMember, State]]:
     """The state of each of the user's parameters in one member of a unit."""
-    wrapper = entry.wrapper
-    assert wrapper is not None
-    if wrapper._flat_members is None:
+    if entry.flat is None:
         return [(entry.members[0], state)]
-    flat = {k for k, v in state.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
-    views = {kind: wrapper._flat_members.views(state[kind]) for kind in flat}
+    views = {kind: entry.flat.views(value) for kind, value in state.items() if _has_dims(value)}
     return [
-        (member, {k: views[k][i] if k in flat else value for k, value in state.items()})
+        (member, {k: views[k][i] if k in views else value for k, value in state.items()})
         for i, member in enumerate(entry.members)
     ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _SentTensor:
-    """Stands for a tensor that the first rank will send."""
-
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 class LoadedState:
@@ -216,20 +200,16 @@ class LoadedState:
     ) -> None:
         self._group, self._device, self._is_on_first = group, device, is_on_first
         if is_on_first:
-            loaded = self._outline(loaded)
+            is_first = dist.get_rank(group) == 0
+            sent = [_outlined_below(loaded) if is_first else None]
+            dist.broadcast_object_list(sent, group=group, group_src=0)
+            loaded = loaded if is_first else sent[0]
         if loaded is None or "state" not in loaded:
             raise ValueError(
                 '`optim_state_dict` must have the keys "state"to be a valid optimizer state dict'
             )
         self.states: Mapping[str, Any] = loaded["state"]
         self.groups: list[dict[str, Any]] | None = loaded.get("param_groups")
-
-    def _outline(self, loaded: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-        """What the first rank has, whose tensors are still to come."""
-        is_first = dist.get_rank(self._group) == 0
-        sent = [_outlined(loaded) if is_first else None]
-        dist.broadcast_object_list(sent, group=self._group, group_src=0)
-        return loaded if is_first else sent[0]
 
     def take(self, name: str) -> State | None:
         """The state of a parameter, with whole tensors. Collective where others have parts."""
@@ -238,8 +218,7 @@ class LoadedState:
 
     def whole(self, value: Any) -> Any:
         """A value of a state, from wherever it is."""
-        is_tensor = isinstance(value, torch.Tensor) and value.dim() > 0
-        if self._is_on_first and (is_tensor or isinstance(value, _SentTensor)):
+        if self._is_on_first and (_has_dims(value) or isinstance(value, _Outline)):
             sent = (
                 value.to(self._device)
                 if isinstance(value, torch.Tensor)
@@ -250,14 +229,10 @@ class LoadedState:
         return whole_of(value, self._device)
 
 
-def _outlined(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return (
-            value.cpu() if value.dim() == 0 else _SentTensor(shape=value.shape, dtype=value.dtype)
-        )
+def _outlined_below(value: Any) -> Any:
     if isinstance(value, dict):
-        return {k: _outlined(v) for k, v in value.items()}
-    return value
+        return {k: _outlined_below(v) for k, v in value.items()}
+    return _outlined(value)
 
 
 @torch.no_grad()
@@ -268,14 +243,11 @@ def scatter(entries: Iterable[Entry], source: LoadedState) -> dict[nn.Parameter,
         found = [source.take(name) for name in entry.names]
         if all(state is None for state in found):
             continue
-        if entry.wrapper is None:
+        if not entry.members:
             result[entry.parameter] = dict(found[0] or {})
             continue
         found = [_here(state, member) for state, member in zip(found, entry.members, strict=True)]
-        whole = found[0] or {}
-        if entry.wrapper._flat_members is not None:
-            whole = _flattened(entry, found)
-        local = _local(entry, whole)
+        local = _local(entry, found[0] or {} if entry.flat is None else _flattened(entry, found))
         if local is not None:
             result[entry.parameter] = local
     return result
@@ -285,31 +257,21 @@ def _here(state: State | None, member: NamedMember) -> State | None:
     """A state, of a parameter that may be distributed over other ranks than its wrapper's."""
     if state is None or member.before is None:
         return state
-    return {
-        kind: local_part(value, member.before)
-        if isinstance(value, torch.Tensor) and value.dim() > 0
-        else value
-        for kind, value in state.items()
-    }
+    return {k: local_part(v, member.before) if _has_dims(v) else v for k, v in state.items()}
 
 
 def _local(entry: Entry, whole: State) -> State | None:
     """This rank's elements of a state; None where it has none, and optimizers keep none."""
-    assert entry.wrapper is not None
-    unit = entry.wrapper._unit
-    assert unit is not None
+    unit, index = entry.members[0].unit, entry.members[0].unit_index
     if unit.transport is None:
         return whole
-    shape = torch.Size(unit.shards.packing.params[entry.index].shape)
-    cut = {k: v for k, v in whole.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    cut = {k: v for k, v in whole.items() if _has_dims(v)}
     for value in cut.values():  # before some ranks leave
-        _check_shape(value, shape, entry.names[0])
-    piece = unit.shards.packing.piece(entry.index, unit.rank)
-    if piece.numel == 0 and entry.wrapper._flat_members is None:
+        _check_shape(value, torch.Size(unit.shards.packing.params[index].shape), entry.names[0])
+    own = unit.own_range(index)
+    if own.start == own.stop and entry.flat is None:
         return None
-    start = flat_span(shape, piece.regions[0])[0] if piece.regions else 0
-    stop = start + piece.numel
-    return whole | {kind: value.reshape(-1)[start:stop].clone() for kind, value in cut.items()}
+    return whole | {kind: value.reshape(-1)[own].clone() for kind, value in cut.items()}
 
 
 def _check_shape(value: torch.Tensor, shape: torch.Size, name: str) -> None:
@@ -338,14 +300,13 @@ def _flat(entry: Entry, kind: str, values: Sequence[Any]) -> Any:
     present = [value for value in values if value is not None]
     if not present:
         return None
-    is_tensor = [isinstance(value, torch.Tensor) and value.dim() > 0 for value in present]
-    if len({type(value) for value in present}) != 1 or len(set(is_tensor)) != 1:
+    if len({(type(value), _has_dims(value)) for value in present}) != 1:
         raise ValueError(
             f"Differing optimizer state types for state {kind}, values {present}, and unflattened "
             f"parameter names {list(entry.names)}"
         )
     dtypes = {getattr(value, "dtype", None) for value in present}
-    if not is_tensor[0]:
+    if not _has_dims(present[0]):
         plain = {v.item() if isinstance(v, torch.Tensor) else v for v in values}
         if len(plain) != 1 or len(dtypes) != 1:
             raise ValueError(

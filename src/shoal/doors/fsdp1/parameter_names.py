@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.doors.fsdp1.parameters import before_of
-from shoal.doors.fsdp1.state_dict_values import empty_rows
+from shoal.doors.fsdp1.parameters import FlatMembers, before_of
+from shoal.doors.fsdp1.state_dict_values import cut_rows
 from shoal.doors.fsdp1.tensor_parallel import Spec
+from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.errors import UsageError
 from shoal.runtime.shards import Home
@@ -45,12 +46,24 @@ class NamedMember:
         """The name that stands for it."""
         return self.names[0]
 
+    @property
+    def unit(self) -> WrappedUnit:
+        """The unit of its wrapper."""
+        assert self.wrapper._unit is not None
+        return self.wrapper._unit
+
+    @property
+    def unit_index(self) -> int:
+        """The member of that unit that holds its elements."""
+        return self.index if self.wrapper._flat_members is None else 0
+
     def empty_rows(self, name: str, dtype: torch.dtype) -> torch.Tensor | None:
         """See `WrappedParameter.empty_rows`."""
-        unit = self.wrapper._unit
-        if unit is None or unit.transport is None:
+        if self.unit.transport is None:
             return None
-        return empty_rows(unit, name, self.shape, dtype)
+        # Expanded, so that no rank needs memory for the whole.
+        whole = torch.empty((), dtype=dtype, device=self.unit.device).expand(self.shape)
+        return cut_rows(self.unit, name, whole, use_dtensor=False)
 
 
 def named_members(module: nn.Module) -> Iterator[NamedMember]:
@@ -94,20 +107,14 @@ class Entry:
     """The user's parameters, if a wrapper shards them."""
 
     @property
-    def wrapper(self) -> Wrapper | None:
-        """Who shards it."""
-        return self.members[0].wrapper if self.members else None
-
-    @property
     def num_dims(self) -> int:
         """How many dims it has as a whole; a flat parameter has one."""
         return len(self.members[0].shape) if len(self.members) == 1 else self.parameter.dim()
 
     @property
-    def index(self) -> int:
-        """Which member of the wrapper's unit it is."""
-        member = self.members[0]
-        return member.index if member.wrapper._flat_members is None else 0
+    def flat(self) -> FlatMembers | None:
+        """How it is divided, if it is a flat parameter."""
+        return self.members[0].wrapper._flat_members if self.members else None
 
 
 def entries_of(model: nn.Module) -> dict[nn.Parameter, Entry]:
@@ -117,10 +124,8 @@ def entries_of(model: nn.Module) -> dict[nn.Parameter, Entry]:
             one._unit.reshard()  # so that modules have what optimizers hold
     members: dict[nn.Parameter, list[NamedMember]] = {}
     for member in named_members(model):
-        unit = member.wrapper._unit
-        assert unit is not None
-        place = 0 if member.wrapper._flat_members is not None else member.index
-        members.setdefault(unit.shards.members[place].sharded, []).append(member)
+        held = member.unit.shards.members[member.unit_index].sharded
+        members.setdefault(held, []).append(member)
     found: dict[nn.Parameter, Entry] = {}
     for path, parameter in model.named_parameters():
         own = tuple(members.get(parameter, ()))

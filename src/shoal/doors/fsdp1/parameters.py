@@ -101,11 +101,6 @@ class FlatMember:
     homes: tuple[Home, ...]
     before: Spec
 
-    @property
-    def numel(self) -> int:
-        """How many elements it has."""
-        return self.shape.numel()
-
 
 def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembers]:
     """Put parameters after one another in one, which is the module's; theirs are taken off."""
@@ -167,7 +162,7 @@ class FlatMembers:
     def __init__(self, members: Sequence[FlatMember], home: Home) -> None:
         self.members = tuple(members)
         self._home = home
-        self._sizes = [member.numel for member in self.members]
+        self._sizes = [member.shape.numel() for member in self.members]
         self._shown: torch.Tensor | None = None
         """What the modules have views of."""
         self._modes: tuple[int | bool, ...] = ()
@@ -178,13 +173,13 @@ class FlatMembers:
         pieces = flat.split(self._sizes)
         return [p.view(m.shape) for p, m in zip(pieces, self.members, strict=True)]
 
-    def ranges(self, start: int, numel: int) -> Iterator[tuple[FlatMember, slice]]:
-        """Which elements of a piece, that begins at `start` of the flat parameter, are whose."""
+    def ranges(self, piece: slice) -> Iterator[tuple[FlatMember, slice]]:
+        """Each member with its elements of a piece of the flat parameter."""
         end = 0
-        for member in self.members:
-            begin, end = end, end + member.numel
-            first, last = max(begin - start, 0), min(end - start, numel)
-            yield member, slice(first, max(first, last))
+        for member, size in zip(self.members, self._sizes, strict=True):
+            begin, end = end, end + size
+            first, last = max(begin, piece.start), min(end, piece.stop)
+            yield member, slice(first - piece.start, max(first, last) - piece.start)
 
     def show(self, flat: torch.Tensor, step: int) -> None:
         """Let the modules compute with views of a full flat parameter; new ones in a new step."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from shoal._torch import composable
 from shoal.comm.transport import Transport
+from shoal.ddp.broadcast import broadcast
 from shoal.errors import ShardedTwiceError
 from shoal.runtime.collect import Found, collect
 from shoal.runtime.form import bytes_of
@@ -231,11 +232,4 @@ def _synchronise(
     names = [*(item.name for item in found), *(f"buffer {i}" for i in range(len(buffers)))]
     for group in groups:
         check_tensors_agree(group, dict(zip(names, tensors, strict=True)))
-        transport = Transport(group)
-        started = [
-            transport.broadcast(t.reshape(-1), 0, reason="sync_module_states") for t in tensors
-        ]
-        for tensor, pending in zip(tensors, started, strict=True):
-            flat = pending.wait()
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.shape))
+        broadcast(tensors, Transport(group), reason="sync_module_states")

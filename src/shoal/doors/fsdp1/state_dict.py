@@ -13,7 +13,7 @@ dicts keeps working. Only local state dicts are saved without communication.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -188,7 +188,7 @@ class StateDicts(StateDictTypes, Summoning):
             if self._unit is not None:
                 self._unit.reshard()
             return super().state_dict(*args, **kwargs)
-        is_shown = not (getattr(config, "rank0_only", False) and self.rank != 0)
+        is_shown = self.rank == 0 or not getattr(config, "rank0_only", False)
         # As in torch, original parameters that nobody shards are saved from where they are.
         is_own = self._unit is not None and self._unit.transport is None and self._use_orig_params
         with shown_whole(self, is_shown=is_shown, in_place=is_own):
@@ -209,38 +209,29 @@ def _finish_save(
     _rename(state_dict, prefix + PREFIX, prefix)
     _rename_versions(state_dict, prefix + PREFIX, prefix)
     kind, config = wrapper._kind()
+    unit, to_cpu = wrapper._unit, config.offload_to_cpu
     if kind is _LOCAL:
-        _save_flat(wrapper, state_dict, prefix, to_cpu=config.offload_to_cpu)
+        if unit is not None and wrapper._flat_members is not None:
+            # It says which of its elements a rank has; original parameters are the pieces alone.
+            flat = as_sharded(unit, unit.shards.packing, unit.shards.members[0].local.detach())
+            state_dict[prefix + FLAT_PARAM] = flat.cpu() if to_cpu else flat
         return
-    if kind is _FULL and getattr(config, "rank0_only", False) and wrapper.rank != 0:
+    if getattr(config, "rank0_only", False) and wrapper.rank != 0:
         _drop_own(wrapper, state_dict, prefix)
         return
-    use_dtensor = getattr(config, "_use_dtensor", False)
-
-    def saved(name: str, value: torch.Tensor) -> torch.Tensor:
-        value = value.detach()
-        if kind is not _FULL:
-            assert wrapper._unit is not None
-            value = cut_rows(wrapper._unit, name, value, use_dtensor=use_dtensor)
-            return value.cpu() if config.offload_to_cpu else value
-        return value.to(_CPU, copy=True) if config.offload_to_cpu else value.clone()
-
-    _save_members(wrapper, state_dict, prefix, saved)
-    _save_buffers(wrapper, state_dict, prefix, to_cpu=config.offload_to_cpu)
-
-
-def _save_members(
-    wrapper: StateDicts,
-    state_dict: dict[str, Any],
-    prefix: str,
-    saved: Callable[[str, torch.Tensor], torch.Tensor],
-) -> None:
-    """Replace the views of whole parameters, which go with them; shared ones stay shared."""
+    # Views of the whole parameters go with them, and are replaced; shared ones stay shared.
     for member in _members(wrapper):
         keys = [prefix + name for name in member.names if prefix + name in state_dict]
         if keys:
-            value = saved(keys[0], state_dict[keys[0]])
+            value = state_dict[keys[0]].detach()
+            if kind is _FULL:
+                value = value.to(_CPU, copy=True) if to_cpu else value.clone()
+            else:
+                use_dtensor = getattr(config, "_use_dtensor", False)
+                value = cut_rows(member.unit, keys[0], value, use_dtensor=use_dtensor)
+                value = value.cpu() if to_cpu else value
             state_dict.update(dict.fromkeys(keys, value))
+    _save_buffers(wrapper, state_dict, prefix, to_cpu=to_cpu)
 
 
 def _save_buffers(
@@ -265,17 +256,6 @@ def _drop_own(wrapper: StateDicts, state_dict: dict[str, Any], prefix: str) -> N
         state_dict.pop(prefix + name, None)
 
 
-def _save_flat(
-    wrapper: StateDicts, state_dict: dict[str, Any], prefix: str, *, to_cpu: bool
-) -> None:
-    """The flat parameter says which of its elements a rank has; others are the pieces alone."""
-    unit = wrapper._unit
-    if unit is None or wrapper._flat_members is None:
-        return
-    flat = as_sharded(unit, unit.shards.packing, unit.shards.members[0].local.detach())
-    state_dict[prefix + FLAT_PARAM] = flat.cpu() if to_cpu else flat
-
-
 @torch.no_grad()
 def _begin_load(
     wrapper: StateDicts,
@@ -294,7 +274,11 @@ def _begin_load(
     if kind is _LOCAL:
         value = state_dict.pop(prefix + FLAT_PARAM, None)
         if flat is not None:
-            _check_flat(value, prefix)
+            if value is None:
+                raise AssertionError(
+                    "No `FlatParameter` in `state_dict` for this FSDP instance but it has "
+                    f"parameters: expected {prefix + FLAT_PARAM!r}, as LOCAL_STATE_DICT saves it"
+                )
             views = flat.views(whole_of(value, wrapper.compute_device))
             for member, view in zip(_members(wrapper), views, strict=True):
                 state_dict.update((prefix + name, view) for name in member.names)
@@ -322,14 +306,6 @@ def _clean_all(*reports: list[str]) -> None:
         report[:] = [clean(line) for line in report]
 
 
-def _check_flat(value: object, prefix: str) -> None:
-    if value is None:
-        raise AssertionError(
-            "No `FlatParameter` in `state_dict` for this FSDP instance but it has parameters: "
-            f"expected {prefix + FLAT_PARAM!r}, as LOCAL_STATE_DICT saves it"
-        )
-
-
 def _members(wrapper: StateDicts) -> list[NamedMember]:
     """Each parameter that a wrapper shards itself."""
     return [member for member in named_members(wrapper) if member.wrapper is wrapper]
@@ -337,9 +313,8 @@ def _members(wrapper: StateDicts) -> list[NamedMember]:
 
 def _loadable(value: Any, member: NamedMember) -> Any:
     """A value as the modules can load it: whole on the ranks of the wrapper."""
-    if member.before is not None and isinstance(value, DTensor):
-        return whole(local_part(value, member.before), member.before)
-    value = whole_of(value, member.wrapper.compute_device)
+    if member.before is None or not isinstance(value, DTensor):
+        value = whole_of(value, member.wrapper.compute_device)
     return whole(local_part(value, member.before), member.before)
 
 

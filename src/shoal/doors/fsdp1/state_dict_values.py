@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
@@ -36,13 +35,6 @@ def cut_rows(unit: Unit, name: str, whole: torch.Tensor, *, use_dtensor: bool) -
     if use_dtensor:
         return dtensor_form(name, whole, 0, unit.mesh_info).shard(local.clone())
     return as_sharded(unit, packing, local.clone())
-
-
-def empty_rows(unit: Unit, name: str, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Uninitialised rows, as `cut_rows` would give of a whole tensor."""
-    # Expanded, so that no rank needs memory for the whole.
-    whole = torch.empty((), dtype=dtype, device=unit.device).expand(tuple(shape))
-    return cut_rows(unit, name, whole, use_dtensor=False)
 
 
 def as_sharded(unit: Unit, packing: Packing, local: torch.Tensor) -> ShardedTensor:

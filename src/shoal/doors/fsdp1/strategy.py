@@ -33,31 +33,31 @@ Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placing:
-    """Who holds what of a unit, and the groups to hand to the wrappers inside."""
+    """Over which ranks a unit is sharded and replicated."""
 
     strategy: ShardingStrategy
     mesh_info: DataParallelMeshInfo
-    groups: dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup]
+    shard_group: dist.ProcessGroup
+    """The ranks that share one copy of the parameters; without sharding, all of them."""
+    replicate_group: dist.ProcessGroup | None = None
+    """The ranks that hold the same shards, if the strategy is hybrid."""
 
     @property
     def reshard_after_forward(self) -> bool | None:
-        """What the engine is told: None frees all but the root."""
+        """The engine's option: None frees all but the root."""
         return None if self.strategy in FREES else False
 
     @property
+    def process_group(self) -> Groups:
+        """The argument of the wrappers inside."""
+        hybrid = self.replicate_group
+        return self.shard_group if hybrid is None else (self.shard_group, hybrid)
+
+    @property
     def every_group(self) -> tuple[dist.ProcessGroup, ...]:
-        """Those between hosts, then those inside: through all of them one rank reaches all."""
-        return self.groups[::-1] if isinstance(self.groups, tuple) else (self.groups,)
-
-    @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that share one copy of the parameters; without sharding, all of them."""
-        return self.groups[0] if isinstance(self.groups, tuple) else self.groups
-
-    @property
-    def replicate_group(self) -> dist.ProcessGroup | None:
-        """The ranks that hold the same shards, if the strategy is hybrid."""
-        return self.groups[1] if isinstance(self.groups, tuple) else None
+        """The group between hosts, then the one inside: through both one rank reaches all."""
+        hybrid = self.replicate_group
+        return (self.shard_group,) if hybrid is None else (hybrid, self.shard_group)
 
 
 def place(
@@ -84,8 +84,17 @@ def place(
         group = mesh.get_group(0)
         mesh = mesh if mesh.ndim == 1 else DeviceMesh.from_group(group, mesh.device_type)
     else:
-        group = groups if groups is not None else _default_group()
-        mesh = _mesh_over(group, device)
+        group = groups if groups is not None else dist.group.WORLD
+        if group is None:
+            raise ValueError(
+                "Default process group has not been initialized, please make sure to call "
+                "init_process_group before wrapping."
+            )
+        mesh = (
+            DeviceMesh.from_group(group, device.type)
+            if isinstance(group, dist.ProcessGroup)  # otherwise there is nobody to talk to
+            else meshes.lone_mesh(device.type)
+        )
     if group.size() == 1 and strategy is not ShardingStrategy.NO_SHARD:
         warnings.warn(
             f"FSDP is switching to use `NO_SHARD` instead of {strategy} since the world size is 1.",
@@ -98,7 +107,7 @@ def place(
         info = DDPMeshInfo(mesh, replicate_mesh_dim=0)
     else:
         info = FSDPMeshInfo(mesh, shard_mesh_dim=0)
-    return Placing(strategy=strategy, mesh_info=info, groups=group)
+    return Placing(strategy=strategy, mesh_info=info, shard_group=group)
 
 
 def _place_hybrid(
@@ -129,7 +138,9 @@ def _place_hybrid(
             )
         named = _mesh_of(found, device)
     info = HSDPMeshInfo(named, shard_mesh_dim=1, replicate_mesh_dim=0)
-    return Placing(strategy=strategy, mesh_info=info, groups=found)
+    return Placing(
+        strategy=strategy, mesh_info=info, shard_group=found[0], replicate_group=found[1]
+    )
 
 
 def _mesh_of(
@@ -161,29 +172,9 @@ def _groups_per_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.Proc
             f"divide {world_size} ranks: pass process_group=(shard, replicate) or a device_mesh"
         )
     shard, _ = dist.new_subgroups(per_host)
-    replicate = None
-    for index in range(per_host):
-        ranks = list(range(index, world_size, per_host))
-        made = dist.new_group(ranks)
-        if dist.get_rank() in ranks:
-            replicate = made
+    replicate, _ = dist.new_subgroups_by_enumeration(
+        [list(range(index, world_size, per_host)) for index in range(per_host)]
+    )
     assert isinstance(shard, dist.ProcessGroup)
     assert isinstance(replicate, dist.ProcessGroup)
     return shard, replicate
-
-
-def _mesh_over(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
-    """The mesh of a group; what only looks like a group has nobody to talk to."""
-    if isinstance(group, dist.ProcessGroup):
-        return DeviceMesh.from_group(group, device.type)
-    return meshes.lone_mesh(device.type)
-
-
-def _default_group() -> dist.ProcessGroup:
-    group = dist.group.WORLD
-    if group is None:
-        raise ValueError(
-            "Default process group has not been initialized, please make sure to call "
-            "init_process_group before wrapping."
-        )
-    return group

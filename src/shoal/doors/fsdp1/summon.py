@@ -13,15 +13,16 @@ from torch import nn
 
 from shoal._torch import wrapping
 from shoal.doors.fsdp1.parameters import before_of
+from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
 from shoal.runtime.form import bytes_of
 from shoal.runtime.fsdp_module import UnshardHandle
 from shoal.runtime.module_state import state_of
-from shoal.runtime.unit import Unit
 from shoal.sharding_wrapper import PREFIX
 from shoal.step.phase import COMPUTING
 
+_Grads = Sequence[torch.Tensor | None]
 _STATES = wrapping.TrainingState
 _CPU = torch.device("cpu")
 
@@ -177,16 +178,10 @@ def shown_whole(
         return
     with ExitStack() as stack:
         if unit is not None:
-            grads = _WholeGrads(unit) if with_grads else None
-            if grads is not None and is_shown:
-                # When the parameters are shards again.
-                keeps = writeback or _shows_own(wrapper, unit)
-                stack.callback(grads.put_back, writeback=keeps)
+            # A rank that holds everything shows its own memory: writing to it is for good.
+            writeback |= unit.size == 1 and not wrapper.cpu_offload.offload_params
             device = _CPU if offload_to_cpu else None if in_place else unit.device
-            stack.enter_context(_whole(wrapper, unit, writeback, is_shown, device))
-            if grads is not None and is_shown:
-                grads.show()
-                stack.callback(grads.hide)
+            stack.enter_context(_whole(wrapper, unit, writeback, is_shown, device, with_grads))
         wrapper._is_summoned = True
         try:
             yield
@@ -196,7 +191,12 @@ def shown_whole(
 
 @contextmanager
 def _whole(
-    wrapper: Wrapper, unit: Unit, writeback: bool, is_shown: bool, device: torch.device | None
+    wrapper: Wrapper,
+    unit: WrappedUnit,
+    writeback: bool,
+    is_shown: bool,
+    device: torch.device | None,
+    with_grads: bool,
 ) -> Iterator[None]:
     if unit.phase in COMPUTING:
         raise AssertionError(
@@ -205,20 +205,25 @@ def _whole(
         )
     unit.reshard()
     unit.shards.follow()
-    shard = unit.shards.buffer
+    packing, shard = unit.shards.packing, unit.shards.buffer
     if wrapper.cpu_offload.offload_params and not unit.offloads:
         shard = shard.clone()  # as where the shards are elsewhere than the compute
-    data = full_tensors(unit.shards.packing, shard) if device is None else _gathered(unit, shard)
+    grads = _whole_grads(unit) if with_grads else None
+    reason = f"the whole parameters of {unit.name!r}"
+    data = full_tensors(packing, shard) if device is None else unit.gathered(packing, shard, reason)
     if not is_shown:
         yield
         return
     parameters = unit.sharded_parameters()
     local = [parameter.data for parameter in parameters]
+    local_grads = [parameter.grad for parameter in parameters]
     for member, parameter, tensor in zip(unit.shards.members, parameters, data, strict=True):
         parameter.data = tensor if device is None else tensor.to(device)
         if before_of(member.form) is not None:
             shown = nn.Parameter(member.form.full(parameter.data), parameter.requires_grad)
             member.register(shown)
+    if grads is not None:
+        _set_grads(parameters, grads)
     flat = wrapper._flat_members
     try:
         with nullcontext() if flat is None else flat.as_parameters(parameters[0]):
@@ -230,11 +235,16 @@ def _whole(
             bytes_of((shard if other is None else other).data)
             for shard, other in zip(parameters, found, strict=True)
         ]
+        if grads is not None:
+            grads = [parameter.grad for parameter in parameters]
+            _set_grads(parameters, [None] * len(grads))
         for parameter, tensor in zip(parameters, local, strict=True):
             parameter.data = tensor
         unit.shards.register()
-        if writeback or _shows_own(wrapper, unit):
+        if writeback:
             _write(parameters, _pieces(unit, data))
+        if grads is not None:
+            _set_grads(parameters, _sharded_grads(unit, grads) if writeback else local_grads)
 
 
 @torch.no_grad()
@@ -246,73 +256,43 @@ def _write(parameters: Sequence[nn.Parameter], pieces: Sequence[torch.Tensor]) -
             parameter.copy_(new)
 
 
-class _WholeGrads:
-    """The whole gradients of a unit, of parameters of which any rank has a piece of one."""
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        self._parameters = unit.sharded_parameters()
-        local = [parameter.grad for parameter in self._parameters]
-        buffer = torch.zeros_like(unit.shards.buffer)
-        for piece, grad in zip(
-            shard_views(unit.shards.packing, unit.rank, buffer), local, strict=True
-        ):
-            if grad is not None:
-                piece.copy_(grad.view_as(piece))
-        exists = torch.tensor([g is not None for g in local], dtype=torch.int32).to(unit.device)
-        if unit.transport is not None:
-            unit.transport.all_reduce(exists, dist.ReduceOp.MAX, reason="who has gradients").wait()
-        whole = _gathered(unit, buffer)
-        self._local = local
-        self._whole = [g if e else None for g, e in zip(whole, exists.tolist(), strict=True)]
-
-    def show(self) -> None:
-        """Put them on the parameters, which are whole."""
-        for parameter, grad in zip(self._parameters, self._whole, strict=True):
-            parameter.grad = grad
-
-    def hide(self) -> None:
-        """Take them off again, as they are now."""
-        self._whole = [parameter.grad for parameter in self._parameters]
-        for parameter in self._parameters:
-            parameter.grad = None
-
-    def put_back(self, *, writeback: bool) -> None:
-        """Give the parameters, which are shards, gradients that are."""
-        grads = self._local
-        if writeback:
-            unit, params = self._unit, self._unit.shards.packing.params
-            zeros = [torch.zeros(p.shape, dtype=p.dtype, device=unit.device) for p in params]
-            whole = [z if g is None else g for z, g in zip(zeros, self._whole, strict=True)]
-            grads = [
-                None
-                if grad is None
-                else member.form.grad(member.sharded, piece.to(member.sharded.device, copy=True))
-                for grad, member, piece in zip(
-                    self._whole, unit.shards.members, _pieces(unit, whole), strict=True
-                )
-            ]
-        for parameter, grad in zip(self._parameters, grads, strict=True):
-            parameter.grad = grad
+def _set_grads(parameters: Sequence[nn.Parameter], grads: _Grads) -> None:
+    for parameter, grad in zip(parameters, grads, strict=True):
+        parameter.grad = grad
 
 
-def _gathered(unit: Unit, shard: torch.Tensor) -> list[torch.Tensor]:
-    """What shards that are laid out as a unit's are together, where it computes."""
-    shard = shard.to(unit.device)
-    if unit.transport is not None and unit.size > 1:
-        whole = shard.new_empty(unit.size * shard.numel())
-        reason = f"the whole parameters of {unit.name!r}"
-        shard = unit.transport.all_gather(whole, shard, reason=reason).wait()
-    return full_tensors(unit.shards.packing, shard)
+def _whole_grads(unit: WrappedUnit) -> _Grads:
+    """The whole gradients of a unit; None where no rank has a piece of one. Collective."""
+    packing, buffer = unit.shards.packing, torch.zeros_like(unit.shards.buffer)
+    local = [parameter.grad for parameter in unit.sharded_parameters()]
+    for piece, grad in zip(shard_views(packing, unit.rank, buffer), local, strict=True):
+        if grad is not None:
+            piece.copy_(grad.view_as(piece))
+    exists = torch.tensor([g is not None for g in local], dtype=torch.int32).to(unit.device)
+    if unit.transport is not None:
+        unit.transport.all_reduce(exists, dist.ReduceOp.MAX, reason="who has gradients").wait()
+    whole = unit.gathered(packing, buffer, f"the whole gradients of {unit.name!r}")
+    return [g if e else None for g, e in zip(whole, exists.tolist(), strict=True)]
 
 
-def _shows_own(wrapper: Wrapper, unit: Unit) -> bool:
-    """Whether what is shown is this rank's own memory, so that writing to it is for good."""
-    return unit.size == 1 and not wrapper.cpu_offload.offload_params
+def _sharded_grads(unit: WrappedUnit, whole: _Grads) -> _Grads:
+    """This rank's pieces of whole gradients, as the parameters hold them."""
+    filled = [
+        torch.zeros(param.shape, dtype=param.dtype, device=unit.device) if grad is None else grad
+        for param, grad in zip(unit.shards.packing.params, whole, strict=True)
+    ]
+    return [
+        None
+        if grad is None
+        else member.form.grad(member.sharded, piece.to(member.sharded.device, copy=True))
+        for grad, member, piece in zip(
+            whole, unit.shards.members, _pieces(unit, filled), strict=True
+        )
+    ]
 
 
-def _pieces(unit: Unit, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What this rank holds of whole tensors."""
+def _pieces(unit: WrappedUnit, whole: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """This rank's elements of whole tensors."""
     packing = unit.shards.packing
     cast = [tensor.to(param.dtype) for tensor, param in zip(whole, packing.params, strict=True)]
     return shard_views(packing, unit.rank, shard_of(packing, unit.rank, cast))

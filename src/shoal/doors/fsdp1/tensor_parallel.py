@@ -72,8 +72,9 @@ def rows_on_all_axes(value: torch.Tensor, info: DataParallelMeshInfo) -> DTensor
         return None
     spec, names = spec_of(value), root.mesh_dim_names or ()
     placements: list[Placement] = [Replicate()] * root.ndim
-    for name, placement in zip(_names(spec), spec.placements if spec else (), strict=True):
-        placements[names.index(name)] = placement
+    if spec is not None:
+        for name, placement in zip(spec.mesh.mesh_dim_names or (), spec.placements, strict=True):
+            placements[names.index(name)] = placement
     everywhere = DTensor.from_local(
         bytes_of(value),
         root,
@@ -93,7 +94,3 @@ def groups_of(spec: Spec) -> tuple[dist.ProcessGroup, ...]:
         return ()
     placements = enumerate(spec.placements)
     return tuple(spec.mesh.get_group(i) for i, p in placements if not p.is_replicate())
-
-
-def _names(spec: Spec) -> tuple[str, ...]:
-    return () if spec is None else tuple(spec.mesh.mesh_dim_names or ())

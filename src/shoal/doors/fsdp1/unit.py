@@ -7,6 +7,9 @@ from typing import Any, ClassVar
 
 import torch
 
+from shoal.layout import Packing
+from shoal.layout.buffer import full_tensors
+from shoal.layout.region import flat_span
 from shoal.runtime.gradients import Gradients
 from shoal.runtime.module_state import Reach, map_tensors
 from shoal.runtime.reduction import Reduction
@@ -86,10 +89,7 @@ class WrappedUnit(Unit):
     gradients_type: ClassVar[type[Gradients]] = WrappedGradients
     gradients: WrappedGradients
     compares_frozen: ClassVar[bool] = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._shows_shards = False
-        super().__init__(*args, **kwargs)
+    _shows_shards = False
 
     def rest(self) -> None:
         """See `Unit.rest`; here users see what optimizers hold by `show_shards`."""
@@ -107,13 +107,14 @@ class WrappedUnit(Unit):
 
     def show_after_break(self) -> None:
         """See `Unit.show_after_break`."""
-        if self.phase in (*COMPUTING, Phase.HELD) and not self.step.is_kept:
-            self.shards.register()
-            self._shows_shards = True
+        self._show_shards_in(*COMPUTING, Phase.HELD)
 
     def show_shards(self) -> None:
         """Put what optimizers hold on the modules until the unit computes again."""
-        if self.phase is Phase.HELD and not self.step.is_kept:
+        self._show_shards_in(Phase.HELD)
+
+    def _show_shards_in(self, *phases: Phase) -> None:
+        if self.phase in phases and not self.step.is_kept:
             self.shards.register()
             self._shows_shards = True
 
@@ -122,3 +123,19 @@ class WrappedUnit(Unit):
         if any(self.full.holds(tensor) for tensor in Reach.of(output).tensors):
             return map_tensors(lambda t: t.clone() if self.full.holds(t) else t, output)
         return output
+
+    def own_range(self, index: int) -> slice:
+        """The elements of a parameter that this rank holds: with the layout `Flat` one run."""
+        packing = self.shards.packing
+        piece = packing.piece(index, self.rank)
+        shape = packing.params[index].shape
+        start = flat_span(shape, piece.regions[0])[0] if piece.regions else 0
+        return slice(start, start + piece.numel)
+
+    def gathered(self, packing: Packing, shard: torch.Tensor, reason: str) -> list[torch.Tensor]:
+        """Full tensors of all ranks' shard buffers, on the device of compute. Collective."""
+        shard = shard.to(self.device)
+        if self.transport is not None and self.size > 1:
+            whole = shard.new_empty(packing.gathered_bytes)
+            shard = self.transport.all_gather(whole, shard, reason=reason).wait()
+        return full_tensors(packing, shard)

@@ -32,13 +32,13 @@ class Wrapper(ShardingWrapper):
     _use_full_prec_in_eval: bool
     _is_in_full_precision = False
     """Whether it computes so for an evaluation."""
-    _have_run: bool
+    _have_run = False
     _order: ForwardOrder | None = None
     """That of the model it belongs to, from its first forward on."""
     _unit: WrappedUnit | None
     """Its parameters; None if it has none."""
     _use_orig_params: bool
-    _flat_members: FlatMembers | None
+    _flat_members: FlatMembers | None = None
     """The parameters inside the flat one, with `use_orig_params=False`."""
     _device_mesh: DeviceMesh | None
     """The mesh that the user gave."""
