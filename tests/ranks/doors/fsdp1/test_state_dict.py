@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._shard.sharded_tensor import ShardedTensor as TorchShardedTensor
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -32,15 +31,10 @@ from shoal.fsdp import (
     StateDictType,
 )
 from shoal.sharded_tensor import ShardedTensor
+from wrapper_states import CPU, FULL, LOCAL, SHARDED, assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
-CPU = torch.device("cpu")
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
 HALF = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
 
 
@@ -89,27 +83,6 @@ def train(model: nn.Module) -> None:
         model(torch.randn(6, 3, generator=torch.Generator().manual_seed(3))).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
-
-
-def local_parts(value: Any) -> list[tuple[tuple[int, ...], torch.Tensor]]:
-    """Where a rank's elements lie, with the elements."""
-    if isinstance(value, DTensor):
-        return [((dist.get_rank(),), value.to_local())]
-    if isinstance(value, TorchShardedTensor):
-        shards = value.local_shards()
-        return [(tuple(s.metadata.shard_offsets), s.tensor) for s in shards]
-    return [((), value)]
-
-
-def assert_same(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        mine, theirs = local_parts(actual[name]), local_parts(value)
-        assert tuple(actual[name].size()) == tuple(value.size()), name
-        assert [place for place, _ in mine] == [place for place, _ in theirs], name
-        for (_, one), (_, other) in zip(mine, theirs, strict=True):
-            assert one.dtype is other.dtype, name
-            assert torch.equal(one, other), name
 
 
 OPTIONS = [

@@ -32,17 +32,10 @@ from shoal.fsdp import (
     ShardedOptimStateDictConfig,
     ShardedStateDictConfig,
     ShardingStrategy,
-    StateDictType,
 )
+from wrapper_states import CPU, FULL, LOCAL, SHARDED, assert_same
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-CPU = torch.device("cpu")
-FULL, SHARDED, LOCAL = (
-    StateDictType.FULL_STATE_DICT,
-    StateDictType.SHARDED_STATE_DICT,
-    StateDictType.LOCAL_STATE_DICT,
-)
 
 
 class Resized(nn.Linear):
@@ -65,12 +58,6 @@ def nested(seed: int = 0, **options: Any) -> FullyShardedDataParallel:
     return wrap(nn.Sequential(wrap(nn.Linear(3, 5), **options), nn.Linear(5, 1)), **options)
 
 
-def assert_equal(actual: dict[str, Any], expected: dict[str, Any]) -> None:
-    assert list(actual) == list(expected)
-    for name, value in expected.items():
-        assert torch.equal(actual[name], value), name
-
-
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_wrappers_inside_a_plain_module(use_orig_params: bool) -> None:
@@ -86,7 +73,7 @@ def test_wrappers_inside_a_plain_module(use_orig_params: bool) -> None:
         assert all(name.startswith("any.") and "_fsdp" not in name for name in saved)
         with FullyShardedDataParallel.state_dict_type(other, kind):
             other.load_state_dict({k.removeprefix("any."): v for k, v in saved.items()})
-        assert_equal(other.state_dict(), one.state_dict())
+        assert_same(other.state_dict(), one.state_dict())
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.zero_()
@@ -113,13 +100,13 @@ def test_checkpoints_on_disk() -> None:
             values = other.state_dict()
             dcp.load(values, checkpoint_id=path)
             other.load_state_dict(values)
-        assert_equal(other.state_dict(), one.state_dict())
+        assert_same(other.state_dict(), one.state_dict())
         # A plain model reads what was saved by names.
         if kind is SHARDED:
             plain = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
             values = plain.state_dict()
             dcp.load(values, checkpoint_id=path)
-            assert_equal(values, one.state_dict())
+            assert_same(values, one.state_dict())
     for kind in (FULL, SHARDED, LOCAL):
         with FullyShardedDataParallel.state_dict_type(one, kind):
             file = io.BytesIO()
@@ -132,7 +119,7 @@ def test_checkpoints_on_disk() -> None:
                     parameter.mul_(2)
             for saved in (values, copied):
                 one.load_state_dict(saved)
-        assert_equal(one.state_dict(), nested(0).state_dict())
+        assert_same(one.state_dict(), nested(0).state_dict())
 
 
 @ranks(2)
@@ -155,13 +142,13 @@ def test_modules_and_users_have_their_hooks(use_orig_params: bool) -> None:
     parameters = list(model.parameters())
     assigned = {"0.weight": torch.full((6, 3), 2.0), "0.bias": torch.full((6,), 3.0)}
     model.load_state_dict(assigned, assign=True)
-    assert_equal(model.state_dict(), assigned)
+    assert_same(model.state_dict(), assigned)
     assert all(a is b for a, b in zip(parameters, model.parameters(), strict=True))
     apply_activation_checkpointing(model, check_fn=lambda m: isinstance(m, nn.Linear))
-    assert_equal(model.state_dict(), assigned)
+    assert_same(model.state_dict(), assigned)
     model.load_state_dict(assigned)
     model(torch.ones(2, 3)).sum().backward()
-    assert_equal(model.state_dict(), assigned)
+    assert_same(model.state_dict(), assigned)
 
 
 @ranks(2)
@@ -200,7 +187,7 @@ def test_mistakes(use_orig_params: bool) -> None:
         strict=False,
     )
     assert (result.missing_keys, result.unexpected_keys) == (["0.bias"], ["extra"])
-    assert_equal(model.state_dict(), expected)
+    assert_same(model.state_dict(), expected)
     with (
         pytest.raises(RuntimeError, match="Expected state_dict_config of type"),
         FullyShardedDataParallel.state_dict_type(model, FULL, LocalStateDictConfig()),
@@ -273,7 +260,7 @@ def test_the_state_dict_functions_of_torch(use_orig_params: bool) -> None:
                 n: type(v) for n, v in one.state_dict().items()
             }
         set_model_state_dict(other, values, options=options)
-        assert_equal(other.state_dict(), one.state_dict())
+        assert_same(other.state_dict(), one.state_dict())
 
 
 @ranks(2)
