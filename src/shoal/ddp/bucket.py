@@ -42,8 +42,8 @@ class Bucket:
         self.flat = torch.zeros(sum(numels), dtype=first.dtype, device=first.device)
         pieces = self.flat.split(numels)
         self.views = [piece.view(p.shape) for piece, p in zip(pieces, parameters, strict=True)]
-        self._names = [name for name, _ in named]
-        self._pairs = list(zip(parameters, self.views, strict=True))
+        names = [name for name, _ in named]
+        self._gradients = list(zip(members, names, parameters, self.views, strict=True))
         self._pending: Pending | None = None
         self.group = transport.group
         self.reason = f"all-reduce of bucket {self.index} ({named[0][0]} to {named[-1][0]})"
@@ -72,7 +72,7 @@ class Bucket:
     def _fill(self) -> None:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        for (parameter, view), name in zip(self._pairs, self._names, strict=True):
+        for _, name, parameter, view in self._gradients:
             grad = parameter.grad
             if grad is view:
                 continue  # autograd has added to it right here
@@ -113,11 +113,9 @@ class Bucket:
         """Put the averages on the parameters, but for those that no rank has used."""
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        for index, (parameter, view) in zip(self.members, self._pairs, strict=True):
-            if index in skipped:
-                continue
+        for number, _, parameter, view in self._gradients:
             grad = parameter.grad
-            if grad is view:
+            if number in skipped or grad is view:
                 continue
             if as_views:
                 parameter.grad = view
@@ -139,7 +137,7 @@ class Bucket:
 
 
 def _averaging(transport: Transport, flat: Tensor, reason: str) -> tuple[int, Prepared | None]:
-    """By what to divide before an all-reduce, and that all-reduce; None if there is none.
+    """The divisor before an all-reduce, and the all-reduce; None if there is none.
 
     Dividing first keeps 16-bit sums in range; NCCL does it on its way.
     """

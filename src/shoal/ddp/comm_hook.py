@@ -22,7 +22,7 @@ Hook: TypeAlias = Callable[[Any, Any], "torch.futures.Future[Any]"]
 
 
 class GradBucket:
-    """What a hook sees of a bucket; c10d's own class, which has these methods, cannot be made."""
+    """A bucket as hooks see it; c10d's own class with these methods cannot be made."""
 
     def __init__(self, bucket: Bucket) -> None:
         self._bucket, self._buffer = bucket, bucket.flat

@@ -71,7 +71,7 @@ class Reducer:
         self.has_own = False
         """Whether forwards may have left gradients that are this rank's own still."""
         self.average_traced: Callable[[Tensor], Tensor] | None = None
-        """What gives the average of a gradient in a backward that a compiler traces."""
+        """Averages a gradient in a backward that a compiler traces."""
         self._device = self._named[0][1].device
         self._numbers: dict[Tensor, int] = {p: i for i, (_, p) in enumerate(self._named)}
         self._items = [Item(num_bytes=p.nbytes, key=(p.dtype, p.device)) for _, p in self._named]
@@ -85,15 +85,14 @@ class Reducer:
         """Whether this backward counts that, before it launches anything."""
         records = options.static_graph or not options.find_unused_parameters
         self._order: list[int] | None = [] if records else None
-        """In which gradients come, while a backward that must reach all of them records it."""
+        """The order in which gradients come, while a backward records it; it must reach all."""
         self._recorded: list[int] | None = None
         self._reached: set[int] | None = None
-        """What forwards have shown since the last backward; None for nothing certain."""
+        """The parameters that forwards have reached since the last backward; None if unknown."""
         self._misses_all = False
         """Whether the last forward has shown that its backward comes to no parameter."""
-        self._unused: set[int] = set()
         self._end: weakref.ref[Callable[[], None]] | None = None
-        """What is called when the backward that runs is over."""
+        """Called when the backward that runs is over."""
         self._has_begun = False
         """Whether that backward accumulates gradients, which `autograd.grad` does not."""
         self._build(assign(self._items, range(len(named)), Limits(num_bytes=sys.maxsize)))
@@ -110,10 +109,7 @@ class Reducer:
             )
             for index, members in enumerate(assigned)
         ]
-        self._bucket_of = [self._buckets[0]] * len(self._named)
-        for bucket in self._buckets:
-            for number in bucket.members:
-                self._bucket_of[number] = bucket
+        self._bucket_of = {number: one for one in self._buckets for number in one.members}
         self._forget()
 
     @property
@@ -203,11 +199,10 @@ class Reducer:
             self._expect_end()
         self._has_begun = True
         if self._reached is not None:
-            self._unused = set(range(len(self._named))) - self._reached
-            self._reached = None
-            for number in self._unused:
+            for number in set(range(len(self._named))) - self._reached:
                 self._left[number] = 0
                 self._bucket_of[number].missing -= 1
+            self._reached = None
             self._launch_complete()
 
     def mark(self, number: int) -> None:
@@ -251,7 +246,6 @@ class Reducer:
 
     def _mark_again(self, number: int) -> None:
         """More often than expected: no harm, as long as the bucket has not been copied."""
-        self._unused.discard(number)
         bucket = self._bucket_of[number]
         bucket.note_stream()
         if not bucket.is_launched:
@@ -329,7 +323,6 @@ class Reducer:
         self._next = 0
         self._reached = None
         self._misses_all = False
-        self._unused.clear()
         times = [0] * len(self._times) if self._counts else self._times
         self._left = list(times)
         for bucket in self._buckets:

@@ -152,9 +152,8 @@ def _parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[Named]:
     """Each parameter once, by its first name, in the order of `named_parameters`."""
     names: dict[nn.Parameter, str] = {}
     for prefix, module in modules:
-        for name, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(parameter, prefix + name)
+        for name, parameter in module.named_parameters(recurse=False):
+            names.setdefault(parameter, prefix + name)
     return [(name, parameter) for parameter, name in names.items()]
 
 

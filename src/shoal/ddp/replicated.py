@@ -20,7 +20,7 @@ _REPLICA = "_shoal_replica"
 
 
 class Replica:
-    """What `replicate` knows of a module."""
+    """A replicated module: its reducers, its buffers, its hooks around forward."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ def _is_captured() -> bool:
 
 
 class ReplicatedModule(nn.Module):
-    """What `replicate` adds to a module's class."""
+    """The methods that `replicate` adds to a module's class."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """A module of the class without replicas, as when a container is sliced."""
@@ -151,6 +151,6 @@ def _replica(module: nn.Module) -> Replica:
 
 
 def replicas_of(model: nn.Module) -> list[Replica]:
-    """What `replicate` knows of the replicated modules in a model."""
+    """The replicas of the replicated modules in a model."""
     found = (vars(module).get(_REPLICA) for module in model.modules())
     return [replica for replica in found if replica is not None]

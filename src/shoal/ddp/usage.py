@@ -14,7 +14,7 @@ from shoal.comm.transport import Transport
 
 
 class Usage:
-    """What this rank has used since gradients were last averaged, and what all ranks have."""
+    """The parameters that this rank, and any rank, has used since gradients were averaged."""
 
     __slots__ = ("_device", "_pending", "_transport", "_unused", "_used", "is_settled")
 

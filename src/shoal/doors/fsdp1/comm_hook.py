@@ -79,17 +79,15 @@ def _compress(
     dtype: torch.dtype,
     state: wrapping.default_hooks.LowPrecisionState,
     grad: torch.Tensor,
-    output: torch.Tensor | None = None,
+    *output: torch.Tensor,
 ) -> None:
-    """What torch's compression hooks do, but for their streams, which the CPU has none of."""
-    grad.data = grad.data.to(dtype)
-    if output is None:
-        wrapping.default_hooks.allreduce_hook(state, grad)
-        grad.data = grad.data.to(state.parameter_type)
-        return
-    output.data = output.data.to(dtype)
-    wrapping.default_hooks.reduce_scatter_hook(state, grad, output)
-    output.data = output.data.to(state.parameter_type)
+    """Do as torch's compression hooks, but without streams, which the CPU has none of."""
+    hooks = wrapping.default_hooks
+    for tensor in (grad, *output):
+        tensor.data = tensor.data.to(dtype)
+    (hooks.reduce_scatter_hook if output else hooks.allreduce_hook)(state, grad, *output)
+    result = output[0] if output else grad
+    result.data = result.data.to(state.parameter_type)
 
 
 _COMPRESSED: dict[Hook, torch.dtype] = {

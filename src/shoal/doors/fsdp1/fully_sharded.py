@@ -19,7 +19,7 @@ from shoal.doors.fsdp1.comm_hook import CommHooks
 from shoal.doors.fsdp1.gradients import Clipping
 from shoal.doors.fsdp1.optim_state_dict import OptimStates
 from shoal.doors.fsdp1.parameter_names import NamedMember, entries_of, named_members
-from shoal.doors.fsdp1.parameters import PlainForm, flatten
+from shoal.doors.fsdp1.parameters import PlainForm, UserParameter, flatten
 from shoal.doors.fsdp1.precision import FULL_PRECISION_IN_EVAL, Buffers, keep_low_grads, policy_of
 from shoal.doors.fsdp1.preparation import (
     check_unreplicated,
@@ -168,22 +168,23 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         self, module: nn.Module, found: Sequence[Found], placing: Placing
     ) -> list[ParameterSource]:
         is_whole = placing.strategy is ShardingStrategy.NO_SHARD
-        if not self._use_orig_params:
+        if self._use_orig_params:
+            self._user_parameters = [UserParameter.of(item) for item in found]
+        else:
             flat, self._flat_members = flatten(found, _innermost(module))
-            found = [flat]
+            self._user_parameters, found = self._flat_members.members, [flat]
         return [
             ParameterSource(
-                spec=ParamSpec.of(item.name, local),
+                spec=ParamSpec.of(item.name, bytes_of(item.parameter)),
                 parameter=item.parameter,
                 homes=item.homes,
                 form=PlainForm(
-                    shape=local.shape if is_whole else None,
+                    shape=bytes_of(item.parameter).shape if is_whole else None,
                     before=spec_of(item.parameter),
                     is_flat=not self._use_orig_params,
                 ),
             )
             for item in found
-            for local in (bytes_of(item.parameter),)
         ]
 
     @property
@@ -193,7 +194,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """What optimizers hold of this wrapper: the flat parameter, or the original ones."""
+        """The parameters of this wrapper for optimizers: the flat one, or the original ones."""
         return [] if self._unit is None else list(self._unit.sharded_parameters())
 
     def __getattr__(self, name: str) -> Any:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import sharded_grad_scaler as by_torch
 
-from shoal.doors.fsdp1.parameters import before_of
 from shoal.doors.fsdp1.root import ready
 from shoal.doors.fsdp1.tensor_parallel import groups_of, spec_of
 from shoal.doors.fsdp1.unit import WrappedUnit
@@ -92,14 +91,16 @@ def _grads_of(root: Wrapper) -> dict[_Groups, list[torch.Tensor]]:
 def _pieces(wrapper: Wrapper, unit: WrappedUnit) -> Iterator[_Piece]:
     """The gradients of a unit, in as many pieces as their elements have kinds of groups."""
     own = () if unit.transport is None else (unit.transport.group,)
-    flat = wrapper._flat_members
-    if flat is None or all(inner.before is None for inner in flat.members):
-        for member in unit.shards.members:
-            yield own + groups_of(before_of(member.form)), member.sharded.grad
-        return
-    grad = unit.shards.members[0].sharded.grad
-    for inner, elements in flat.ranges(unit.own_range(0)):
-        yield own + groups_of(inner.before), None if grad is None else grad.view(-1)[elements]
+    flat, grads = wrapper._flat_members, [p.grad for p in unit.sharded_parameters()]
+    if flat is None:
+        for one, grad in zip(wrapper._user_parameters, grads, strict=True):
+            yield own + groups_of(one.before), grad
+    elif all(one.before is None for one in flat.members):
+        yield own, grads[0]
+    else:
+        for one, elements in flat.ranges(unit.own_range(0)):
+            piece = None if grads[0] is None else grads[0].view(-1)[elements]
+            yield own + groups_of(one.before), piece
 
 
 class _Norm:
@@ -113,17 +114,13 @@ class _Norm:
         self.reduce_op = extreme if math.isinf(order) else dist.ReduceOp.SUM
 
     def part(self, grads: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What some gradients contribute, in fp32 or, if any parameter has it, in fp64."""
+        """The contribution of some gradients, in fp32, or in fp64 if any parameter has it."""
         if not grads:
             nothing = math.inf if self._order == -math.inf else 0.0
             return torch.tensor(nothing, dtype=self._dtype, device=self._device)
-        norms = torch.stack(
-            [
-                torch.linalg.vector_norm(grad, self._order, dtype=self._dtype).to(self._device)
-                for grad in grads
-            ]
-        )
-        norm = torch.linalg.vector_norm(norms, self._order)
+        norms = [torch.linalg.vector_norm(g, self._order, dtype=self._dtype) for g in grads]
+        stacked = torch.stack([norm.to(self._device) for norm in norms])
+        norm = torch.linalg.vector_norm(stacked, self._order)
         return norm if math.isinf(self._order) else norm**self._order
 
     def of(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:

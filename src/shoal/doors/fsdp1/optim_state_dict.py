@@ -62,7 +62,7 @@ class OptimStates(Wrapper):
         load_directly: bool = False,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """What `optim.load_state_dict` takes, of what `optim_state_dict` gave."""
+        """Turn a result of `optim_state_dict` into an argument of `optim.load_state_dict`."""
         config = StateDictTypes.get_state_dict_type(model).optim_state_dict_config
         loaded = _loadable(
             model,
@@ -108,7 +108,7 @@ class OptimStates(Wrapper):
         optim_input: OptimInput = None,
         optim: Optimizer | None = None,
     ) -> StateDict:
-        """What an optimizer loads, of whole tensors that every rank has."""
+        """The state that an optimizer loads, from whole tensors that every rank has."""
         _warn_old("shard_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _loadable(model, optim, full_optim_state_dict, optim_input)
 
@@ -116,7 +116,7 @@ class OptimStates(Wrapper):
     def flatten_sharded_optim_state_dict(
         sharded_optim_state_dict: StateDict, model: nn.Module, optim: Optimizer
     ) -> StateDict:
-        """What an optimizer loads, of chunks of tensors."""
+        """The state that an optimizer loads, from chunks of tensors."""
         _warn_old("flatten_sharded_optim_state_dict", "optim_state_dict_to_load")
         return _loadable(model, optim, sharded_optim_state_dict)
 
@@ -128,7 +128,7 @@ class OptimStates(Wrapper):
         optim: Optimizer | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> StateDict:
-        """What an optimizer loads, of whole tensors that the first rank alone has."""
+        """The state that an optimizer loads, from whole tensors that the first rank alone has."""
         _warn_old("scatter_full_optim_state_dict", "optim_state_dict_to_load", optim_input)
         return _loadable(
             model, optim, full_optim_state_dict, optim_input, group=group, rank0_only=True

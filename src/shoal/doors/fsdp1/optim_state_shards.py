@@ -21,7 +21,7 @@ from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.layout.buffer import shard_views
 
 State = dict[str, Any]
-"""What an optimizer knows of one parameter, or of one member of a unit."""
+"""An optimizer's state of one parameter, or of one member of a unit."""
 _SAME_SCALARS = (
     "All unflattened parameters comprising a single flat parameter must have scalar state with the "
     "same value and dtype"
@@ -35,10 +35,10 @@ def _has_dims(value: object) -> TypeGuard[torch.Tensor]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFormat:
-    """In which form this rank keeps what was gathered."""
+    """The form in which this rank keeps gathered states."""
 
     is_kept: bool
-    """Whether it keeps anything."""
+    """Whether this rank keeps any."""
     is_cut: bool
     """Whether each rank keeps its chunk of a tensor only."""
     on_cpu: bool

@@ -10,19 +10,18 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from shoal.doors.fsdp1.parameters import FlatMembers, before_of
+from shoal.doors.fsdp1.parameters import FlatMembers
 from shoal.doors.fsdp1.state_dict_values import cut_rows
 from shoal.doors.fsdp1.tensor_parallel import Spec
 from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.errors import UsageError
-from shoal.runtime.shards import Home
 from shoal.sharding_wrapper import clean
 
 Key = int | str
-"""What stands for a parameter in an optimizer's state dict: its place, or its name."""
+"""The key of a parameter in an optimizer's state dict: its number, or its name."""
 OptimInput = list[dict[str, Any]] | Iterable[nn.Parameter] | None
-"""What an optimizer was made of."""
+"""The parameters, or groups of them, that an optimizer was made of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +33,9 @@ class NamedMember:
     several."""
     wrapper: Wrapper
     index: int
-    """In `wrapper._flat_members.members` if there is one flat parameter, else in
-    `wrapper._unit.shards.members`."""
+    """In `wrapper._user_parameters`."""
     shape: torch.Size
-    """Of what the ranks of its wrapper have together."""
+    """The shape that the ranks of its wrapper have together."""
     before: Spec
     """How the parameter is distributed over other ranks."""
 
@@ -73,25 +71,15 @@ def named_members(module: nn.Module) -> Iterator[NamedMember]:
         prefixes.setdefault(child, []).append(f"{name}." if name else "")
     for wrapper in prefixes:
         if isinstance(wrapper, Wrapper):
-            for index, (homes, shape, before) in enumerate(_members_of(wrapper)):
-                names = [clean(p + home.name) for home in homes for p in prefixes[home.module]]
+            for index, one in enumerate(wrapper._user_parameters):
+                names = [clean(p + home.name) for home in one.homes for p in prefixes[home.module]]
                 yield NamedMember(
                     names=tuple(dict.fromkeys(names)),
                     wrapper=wrapper,
                     index=index,
-                    shape=shape,
-                    before=before,
+                    shape=one.shape,
+                    before=one.before,
                 )
-
-
-def _members_of(wrapper: Wrapper) -> list[tuple[tuple[Home, ...], torch.Size, Spec]]:
-    """Where each of a wrapper's parameters belongs, and how it looks there."""
-    if wrapper._unit is None:
-        return []
-    if wrapper._flat_members is not None:
-        return [(m.homes, m.shape, m.before) for m in wrapper._flat_members.members]
-    members = wrapper._unit.shards.members
-    return [(m.homes, torch.Size(m.spec.shape), before_of(m.form)) for m in members]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +88,7 @@ class Entry:
 
     parameter: nn.Parameter
     names: tuple[str, ...]
-    """Of the user's parameters that it stands for: one, or all of a flat parameter."""
+    """The names of the user's parameters that it stands for: one, or all of a flat parameter."""
     path: str
     """Where it is registered, with what wrappers add."""
     members: tuple[NamedMember, ...] = ()
@@ -142,7 +130,7 @@ def keys_of(
     *,
     is_named: bool,
 ) -> dict[Key, Entry]:
-    """What an optimizer calls each parameter; one that is not given was made of the model's."""
+    """Each parameter by its key in an optimizer; without one, as if made of the model's."""
     if optim is None or optim_input is not None:
         held = _listed(model, optim_input)
     else:

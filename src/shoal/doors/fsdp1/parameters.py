@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import eq
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import torch
 from torch import nn
@@ -49,7 +49,7 @@ class PlainForm(Form):
     state, even if without elements."""
 
     def adopt(self, original: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
-        """See `Form.adopt`: the object stays, so that whoever holds it holds the shard."""
+        """See `Form.adopt`: the object stays, so that optimizers that hold it hold the shard."""
         if self.before is not None:  # a DTensor stays one
             return nn.Parameter(self.shard(local), requires_grad=original.requires_grad)
         original.data = self.shard(local)
@@ -84,22 +84,23 @@ class PlainForm(Form):
         return self
 
 
-def before_of(form: Form) -> Spec:
-    """How a parameter of a wrapper is distributed over other axes."""
-    assert isinstance(form, PlainForm)
-    return form.before
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FlatMember:
-    """A parameter that is a range of a flat one."""
+class UserParameter:
+    """One of the user's parameters that a wrapper shards, by itself or as a range of a flat one."""
 
     name: str
     """Below the wrapped module."""
     shape: torch.Size
-    """Of what this rank has, where the parameter is distributed."""
+    """The shape of this rank's local tensor, where the parameter is distributed."""
     homes: tuple[Home, ...]
     before: Spec
+    """How the parameter is distributed over other axes."""
+
+    @classmethod
+    def of(cls, found: Found) -> Self:
+        """Describe a parameter before it is sharded."""
+        local, before = bytes_of(found.parameter), spec_of(found.parameter)
+        return cls(name=found.name, shape=local.shape, homes=found.homes, before=before)
 
 
 def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembers]:
@@ -125,15 +126,7 @@ def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembe
     flat = nn.Parameter(data, requires_grad=trained.pop())
     # torch's `FlatParameter` asks for this attribute when `isinstance` is asked.
     flat._is_flat_param = True  # pyright: ignore[reportAttributeAccessIssue]
-    members = tuple(
-        FlatMember(
-            name=item.name,
-            shape=bytes_of(item.parameter).shape,
-            homes=item.homes,
-            before=spec_of(item.parameter),
-        )
-        for item in found
-    )
+    members = tuple(map(UserParameter.of, found))
     # torch's checkpoints ask this of it.
     flat._fqns = [m.name.replace(wrapping.CHECKPOINT_PREFIX, "") for m in members]  # pyright: ignore
     for item in found:
@@ -147,7 +140,7 @@ def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembe
 
 
 def _blank(item: Found) -> torch.Tensor:
-    """What says how a parameter looks until a forward shows it; reading it is an error."""
+    """A parameter without memory, until a forward shows the real one; reading it is an error."""
     data = torch.empty_like(bytes_of(item.parameter), requires_grad=False)
     data.untyped_storage().resize_(0)
     blank = nn.Parameter(data, requires_grad=item.parameter.requires_grad)
@@ -159,21 +152,21 @@ def _blank(item: Found) -> torch.Tensor:
 class FlatMembers:
     """The parameters of one flat parameter, as views of it."""
 
-    def __init__(self, members: Sequence[FlatMember], home: Home) -> None:
-        self.members = tuple(members)
+    def __init__(self, members: tuple[UserParameter, ...], home: Home) -> None:
+        self.members = members
         self._home = home
         self._sizes = [member.shape.numel() for member in self.members]
         self._shown: torch.Tensor | None = None
-        """What the modules have views of."""
+        """The full flat parameter that the modules have views of."""
         self._modes: tuple[int | bool, ...] = ()
-        """When they were made: in which step, with what autograd records."""
+        """When the views were made: the step, and the modes of autograd."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The elements of each, in its shape."""
         pieces = flat.split(self._sizes)
         return [p.view(m.shape) for p, m in zip(pieces, self.members, strict=True)]
 
-    def ranges(self, piece: slice) -> Iterator[tuple[FlatMember, slice]]:
+    def ranges(self, piece: slice) -> Iterator[tuple[UserParameter, slice]]:
         """Each member with its elements of a piece of the flat parameter."""
         end = 0
         for member, size in zip(self.members, self._sizes, strict=True):

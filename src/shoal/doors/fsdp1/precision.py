@@ -18,7 +18,7 @@ FULL_PRECISION_IN_EVAL = "FSDP_USE_FULL_PREC_IN_EVAL"
 
 
 def policy_of(precision: MixedPrecision) -> MixedPrecisionPolicy:
-    """What the engine does for a wrapper's choice; the root's inputs are cast apart."""
+    """The engine's policy for a wrapper's precision; the root's inputs are cast apart."""
     return MixedPrecisionPolicy(
         param_dtype=precision.param_dtype,
         reduce_dtype=precision.reduce_dtype,

@@ -13,6 +13,7 @@ from torch import nn
 from shoal._torch import composable
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
+from shoal.doors.fsdp1.wrapper import wrappers_below
 from shoal.errors import ShardedTwiceError
 from shoal.runtime.collect import Found, collect
 from shoal.runtime.form import bytes_of
@@ -67,10 +68,8 @@ def ignored_of(
     for child in modules:
         parameters.update(p for p in child._parameters.values() if p is not None)
     # What a wrapper inside leaves alone, this one does too.
-    for child in module.modules():
-        inner = getattr(child, "_ignored_params", None)
-        if state_of(child) is not None and inner:
-            parameters.update(inner)
+    for one in wrappers_below(module):
+        parameters.update(one._ignored_params)
     return modules, parameters
 
 

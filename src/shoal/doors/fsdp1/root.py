@@ -29,7 +29,7 @@ _IN_FIRST_FORWARD = timedelta(minutes=5)
 _LATER = timedelta(minutes=1)
 """How long ranks wait for one another. They were together before a later forward."""
 _IN_BACKWARD = "_in_backward_optimizers"
-"""What torch's `_apply_optimizer_in_backward` puts on parameters."""
+"""The attribute that torch's `_apply_optimizer_in_backward` puts on parameters."""
 _STEPS = "_shoal_steps_in_backward"
 _HOMOGENEOUS = ("_use_orig_params", "limit_all_gathers", "_use_full_prec_in_eval")
 

@@ -13,7 +13,7 @@ dicts keeps working. Only local state dicts are saved without communication.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -140,14 +140,14 @@ class StateDictTypes(Wrapper):
         )
 
     def _kind(self) -> tuple[StateDictType, StateDictConfig]:
-        """What applies to this wrapper: without shards only whole state dicts make sense."""
+        """The kind of this wrapper's state dicts: without shards only whole ones make sense."""
         if self._unit is not None and self._unit.transport is None:
             return StateDictType.FULL_STATE_DICT, FullStateDictConfig()
         self._follow_mesh(self._state_dict_config)
         return self._state_dict_type, self._state_dict_config
 
     def _follow_mesh(self, config: StateDictConfig | OptimStateDictConfig) -> None:
-        """Who trains on a mesh is given tensors of that mesh."""
+        """Let state dicts of a wrapper with a `device_mesh` have `DTensor`s on that mesh."""
         if self._device_mesh is None:
             return
         if self._state_dict_type is StateDictType.LOCAL_STATE_DICT:
@@ -263,9 +263,7 @@ def _begin_load(
     prefix: str,
     local_metadata: object,
     strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
+    *reports: list[str],
 ) -> None:
     """Give the values names and wholes that the modules inside can load, and them parameters."""
     wrapper._give_up_load()
@@ -289,7 +287,7 @@ def _begin_load(
                     state_dict[key] = _loadable(state_dict[key], member)
     _rename(state_dict, prefix, prefix + PREFIX)
     with ExitStack() as stack:
-        stack.callback(_clean_all, missing_keys, unexpected_keys, error_msgs)
+        stack.callback(_clean_all, reports)
         if kind is not _LOCAL or flat is not None:  # otherwise pieces go where pieces are
             stack.enter_context(shown_whole(wrapper, writeback=True))
         wrapper._loading = stack.pop_all()
@@ -300,8 +298,8 @@ def _end_load(wrapper: StateDicts, incompatible_keys: object) -> None:
     wrapper._give_up_load()
 
 
-def _clean_all(*reports: list[str]) -> None:
-    """Report names as the user knows them."""
+def _clean_all(reports: Iterable[list[str]]) -> None:
+    """Give missing keys, unexpected keys and errors the names that the user knows."""
     for report in reports:
         report[:] = [clean(line) for line in report]
 

@@ -38,7 +38,7 @@ def cut_rows(unit: Unit, name: str, whole: torch.Tensor, *, use_dtensor: bool) -
 
 
 def as_sharded(unit: Unit, packing: Packing, local: torch.Tensor) -> ShardedTensor:
-    """What this rank has of the only parameter of a packing, as a tensor over a unit's ranks.
+    """A `ShardedTensor` over a unit's ranks, from this rank's part of a packing's only parameter.
 
     Its shards stand alone, as torch's do: who gives one another tensor changes the whole.
     """

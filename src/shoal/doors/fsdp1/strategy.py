@@ -26,7 +26,7 @@ from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMesh
 
 HYBRID = frozenset({ShardingStrategy.HYBRID_SHARD, wrapping.HYBRID_SHARD_ZERO2})
 FREES = frozenset({ShardingStrategy.FULL_SHARD, ShardingStrategy.HYBRID_SHARD})
-"""Those whose units are freed after forward."""
+"""The strategies whose units are freed after forward."""
 
 Groups = dist.ProcessGroup | tuple[dist.ProcessGroup, dist.ProcessGroup] | None
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal._torch import wrapping
-from shoal.doors.fsdp1.parameters import before_of
 from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
@@ -37,7 +36,7 @@ class Summoning(Wrapper):
 
     @property
     def training_state(self) -> wrapping.TrainingState:
-        """What the wrapper is doing, in torch's terms."""
+        """The state of the wrapper, in torch's terms."""
         if self._is_summoned:
             return _STATES.SUMMON_FULL_PARAMS
         computes = self._unit is not None and self._unit.phase in COMPUTING
@@ -153,7 +152,7 @@ class Summoning(Wrapper):
         return None
 
     def _wait_unshard_streams_on_current_stream(self) -> None:
-        """What belongs between a step and `_unshard` in torch; here each gather waits by itself."""
+        """Do nothing: torch calls it between a step and `_unshard`, and here each gather waits."""
 
 
 @contextmanager
@@ -210,18 +209,20 @@ def _whole(
         shard = shard.clone()  # as where the shards are elsewhere than the compute
     grads = _whole_grads(unit) if with_grads else None
     reason = f"the whole parameters of {unit.name!r}"
-    data = full_tensors(packing, shard) if device is None else unit.gathered(packing, shard, reason)
+    whole = (
+        full_tensors(packing, shard) if device is None else unit.gathered(packing, shard, reason)
+    )
     if not is_shown:
         yield
         return
     parameters = unit.sharded_parameters()
     local = [parameter.data for parameter in parameters]
     local_grads = [parameter.grad for parameter in parameters]
-    for member, parameter, tensor in zip(unit.shards.members, parameters, data, strict=True):
-        parameter.data = tensor if device is None else tensor.to(device)
-        if before_of(member.form) is not None:
-            shown = nn.Parameter(member.form.full(parameter.data), parameter.requires_grad)
-            member.register(shown)
+    for member, parameter, tensor in zip(unit.shards.members, parameters, whole, strict=True):
+        parameter.data = data = tensor if device is None else tensor.to(device)
+        full = member.form.full(data)
+        if full is not data:  # tensor parallelism has distributed it
+            member.register(nn.Parameter(full, parameter.requires_grad))
     if grads is not None:
         _set_grads(parameters, grads)
     flat = wrapper._flat_members
@@ -231,9 +232,9 @@ def _whole(
     finally:
         # `load_state_dict(assign=True)` puts others in their places.
         found = [m.places[0][0].get(m.places[0][1]) for m in unit.shards.members]
-        data = [
-            bytes_of((shard if other is None else other).data)
-            for shard, other in zip(parameters, found, strict=True)
+        whole = [
+            bytes_of((own if other is None else other).data)
+            for own, other in zip(parameters, found, strict=True)
         ]
         if grads is not None:
             grads = [parameter.grad for parameter in parameters]
@@ -242,7 +243,7 @@ def _whole(
             parameter.data = tensor
         unit.shards.register()
         if writeback:
-            _write(parameters, _pieces(unit, data))
+            _write(parameters, _pieces(unit, whole))
         if grads is not None:
             _set_grads(parameters, _sharded_grads(unit, grads) if writeback else local_grads)
 

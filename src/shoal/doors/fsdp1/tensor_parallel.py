@@ -49,7 +49,7 @@ def view(local: torch.Tensor, spec: Spec) -> torch.Tensor:
 
 
 def local_part(value: torch.Tensor, spec: Spec) -> torch.Tensor:
-    """What this rank has of a loaded value, which may be distributed in another way, or not at all.
+    """This rank's part of a loaded value, which may be distributed in another way, or not at all.
 
     Collective over the axes on which the value is distributed.
     """

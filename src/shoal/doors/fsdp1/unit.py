@@ -119,7 +119,7 @@ class WrappedUnit(Unit):
             self._shows_shards = True
 
     def apart(self, output: Any) -> Any:
-        """What a forward returns, without the unit's memory: a parameter is returned as a copy."""
+        """The output of a forward, in which parameters of the unit are replaced by copies."""
         if any(self.full.holds(tensor) for tensor in Reach.of(output).tensors):
             return map_tensors(lambda t: t.clone() if self.full.holds(t) else t, output)
         return output

@@ -1,7 +1,8 @@
-"""What the methods of the wrapper, which are in several files, know of one another."""
+"""The base class of the wrapper: the attributes that its methods, in several files, share."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch.distributed as dist
@@ -9,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffload, MixedPrecision, ShardingStrategy
 
-from shoal.doors.fsdp1.parameters import FlatMembers
+from shoal.doors.fsdp1.parameters import FlatMembers, UserParameter
 from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.sharding_wrapper import ShardingWrapper
 
@@ -34,12 +35,14 @@ class Wrapper(ShardingWrapper):
     """Whether it computes so for an evaluation."""
     _have_run = False
     _order: ForwardOrder | None = None
-    """That of the model it belongs to, from its first forward on."""
+    """The order of the model it belongs to, from its first forward on."""
     _unit: WrappedUnit | None
     """Its parameters; None if it has none."""
+    _user_parameters: Sequence[UserParameter] = ()
+    """The user's parameters in that unit."""
     _use_orig_params: bool
     _flat_members: FlatMembers | None = None
-    """The parameters inside the flat one, with `use_orig_params=False`."""
+    """The flat parameter as views, with `use_orig_params=False`."""
     _device_mesh: DeviceMesh | None
     """The mesh that the user gave."""
     _buffers_cast: Buffers
