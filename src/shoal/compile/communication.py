@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from shoal.comm.buckets import FIRST_BUCKET_BYTES, MIB
+from shoal.comm.collectives import Kind as CommKind
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.compare_ranks import collectives_of, tell_groups
 from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import run_passes, say
 from shoal.compile.options import BackendOptions
-from shoal.compile.passes.collectives import CommKind
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.contract import Pipeline, Report
 from shoal.compile.passes.cost import Costs

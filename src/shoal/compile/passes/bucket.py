@@ -20,7 +20,7 @@ from shoal.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Member:
+class BucketMember:
     """A collective that may go into a bucket."""
 
     block: CommBlock
@@ -58,12 +58,39 @@ class Member:
         return self.block.node_list[1:start]
 
 
-Bucket = tuple[Member, ...]
-"""Members that become one collective."""
+class Bucket(tuple[BucketMember, ...]):
+    """Members that become one collective, which takes the arguments of the last one."""
+
+    __slots__ = ()
+
+    @property
+    def last(self) -> CommBlock:
+        """The collective of the last member."""
+        return self[-1].block
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        """The nodes that go into the bucket, one for each wait."""
+        return [node for member in self for node in member.sources]
+
+    @property
+    def waits(self) -> list[fx.Node]:
+        """The nodes that wait for the members' results."""
+        return [node for member in self for node in member.block.wait_nodes]
+
+    @property
+    def departure(self) -> list[fx.Node]:
+        """The nodes that the new collective takes the place of."""
+        return [node for member in self for node in member.departure]
+
+    @property
+    def arrival(self) -> list[fx.Node]:
+        """The nodes that new results take the place of."""
+        return [node for member in self for node in member.arrival]
 
 
 def decide_buckets(
-    dependencies: Dependencies, members: Sequence[Member], limits: Limits
+    dependencies: Dependencies, members: Sequence[BucketMember], limits: Limits
 ) -> list[Bucket]:
     """Put each member into a bucket of its key."""
     paths = _Paths(dependencies, members)
@@ -84,7 +111,7 @@ def decide_buckets(
         else:
             paths.join(bucket[0], i)
         bucket.append(i)
-    return [tuple(members[i] for i in bucket) for bucket in buckets]
+    return [Bucket(members[i] for i in bucket) for bucket in buckets]
 
 
 class _Paths:
@@ -93,7 +120,7 @@ class _Paths:
     A set of members is an integer with a bit for each.
     """
 
-    def __init__(self, dependencies: Dependencies, members: Sequence[Member]) -> None:
+    def __init__(self, dependencies: Dependencies, members: Sequence[BucketMember]) -> None:
         owner: dict[fx.Node, int] = {}
         for i, member in enumerate(members):
             owner.update(dict.fromkeys((*member.departure, *member.arrival), 1 << i))

@@ -16,15 +16,13 @@ from shoal.compile.passes.collectives import collective
 from shoal.errors import InvariantError, UsageError
 
 
-def compute_metadata(node: fx.Node) -> None:
-    """Write down what a node gives: `val`, a value without elements, and `tensor_meta`."""
-    node.meta["val"] = result_of(node)
+def compute_metadata(node: fx.Node, mode: fakes.FakeTensorMode | None = None) -> None:
+    """Write down what a node gives: `val`, a value without elements, and `tensor_meta`.
+
+    `mode` is for nodes that read no tensors.
+    """
+    node.meta["val"] = Reading.of(node).result(mode)
     node.meta["tensor_meta"] = traces.tensor_metadata(node.meta["val"])
-
-
-def result_of(node: fx.Node) -> Any:
-    """What a node gives, computed without elements from the metadata of what it is given."""
-    return Reading.of(node).result()
 
 
 def inconsistencies(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -58,18 +56,14 @@ class CheckedGraph:
         now = {node: Reading.of(node) for node in self._graph.nodes}
         wrong: list[str] = []
         for node, reading in now.items():
-            before = self._last.get(node)
-            if before is not None and reading.is_like(before):
+            first, last = self._first.get(node), self._last.get(node)
+            if last is not None and reading.is_like(last):
                 continue
             what = reading.complaint()
-            if what is not None and not self._was_wrong(node):
+            if what is not None and (first is None or first.complaint() is None):
                 wrong.append(what)
         _raise_if(wrong)
         self._last = now
-
-    def _was_wrong(self, node: fx.Node) -> bool:
-        first = self._first.get(node)
-        return first is not None and first.complaint() is not None
 
 
 def _raise_if(wrong: list[str]) -> None:
@@ -132,9 +126,9 @@ class Reading:
             return None
         return f"{self.node.name} ({self.target}) says {said}, and gives {computed}"
 
-    def result(self) -> Any:
-        """What the node gives, computed without elements."""
-        mode = self._mode()
+    def result(self, mode: fakes.FakeTensorMode | None = None) -> Any:
+        """What the node gives, computed without elements; in a mode where it reads no tensors."""
+        mode = self._mode() or mode
         missing = [read.name for read, held in self.given.items() if held is _NOTHING]
         if missing:
             raise UsageError(
@@ -153,11 +147,8 @@ class Reading:
         """The mode in which to compute; a new one where values disagree."""
         tensors = [one for one in flat(list(self.given.values())) if isinstance(one, Tensor)]
         modes = {getattr(one, "fake_mode", None) for one in tensors}
-        if len(modes) == 1:
-            mode = modes.pop()
-            if mode is not None:
-                return mode
-        return fakes.new_fake_mode(dynamic=False) if tensors else None
+        mode = modes.pop() if len(modes) == 1 else None
+        return fakes.new_fake_mode(dynamic=False) if tensors and mode is None else mode
 
     def _can_be_computed(self) -> bool:
         if self.node.op != "call_function" or self.said is _NOTHING:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal.compile.node_kinds import Kind, flat, kind, op_name, value
+from shoal.compile.node_kinds import NodeKind, flat, kind, op_name, value
 from shoal.compile.passes.metadata import compute_metadata
 
 aten = torch.ops.aten
@@ -87,7 +87,7 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 def _is_pure_view(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
-        and kind(node) is Kind.VIEW
+        and kind(node) is NodeKind.VIEW
         and op_name(node) not in MAY_COPY
         and len(node.all_input_nodes) == 1
     )
