@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from shoal._torch import fakes, operators, symbols, traces
+from shoal._torch import fakes, operators, symbols, traces, trees
 from shoal.compile.node_kinds import flat
 from shoal.compile.passes.collectives import collective
 from shoal.errors import InvariantError, UsageError
@@ -135,13 +136,15 @@ class Reading:
                 f"expected what {missing[0]} gives in its metadata ('val'), got none: trace the "
                 "graph with make_fx or a compiler"
             )
-        values = {read: _in_mode(held, mode) for read, held in self.given.items()}
+        values = trees.tree_map(partial(_in_mode, mode=mode), self.given)
         args, kwargs = map_arg((self.args, self.kwargs), values.__getitem__)  # pyright: ignore[reportGeneralTypeIssues]
         if mode is None:
             return self.target(*args, **kwargs)
+        op = collective(self.node)
         with fakes.below_python(mode), torch.no_grad():
             result = self.target(*args, **kwargs)
-            return _as_received(result) if self._gives_new_tensors() else result
+            is_received = op is not None and not op.writes
+            return trees.tree_map(_as_received, result) if is_received else result
 
     def _mode(self) -> fakes.FakeTensorMode | None:
         """The mode in which to compute; a new one where values disagree."""
@@ -160,15 +163,9 @@ class Reading:
         is_known = all(held is not _NOTHING for held in self.given.values())
         return is_known and BY_CONTENT.isdisjoint(self.target.tags)
 
-    def _gives_new_tensors(self) -> bool:
-        op = collective(self.node)
-        return op is not None and not op.writes
-
 
 def _in_mode(held: Any, mode: fakes.FakeTensorMode | None) -> Any:
     """A value in a mode: a trace of real tensors makes one mode for each."""
-    if isinstance(held, list | tuple):
-        return type(held)(_in_mode(one, mode) for one in held)
     if not isinstance(held, Tensor) or getattr(held, "fake_mode", None) is mode:
         return held
     assert mode is not None
@@ -176,13 +173,11 @@ def _in_mode(held: Any, mode: fakes.FakeTensorMode | None) -> Any:
         return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
 
 
-def _as_received(result: Any) -> Any:
-    """What a collective gives is contiguous, though torch says of some that strides are kept."""
-    if isinstance(result, list | tuple):
-        return type(result)(map(_as_received, result))
-    if not isinstance(result, Tensor):
-        return result
-    return torch.empty_like(result, memory_format=torch.contiguous_format)
+def _as_received(held: Any) -> Any:
+    """A collective gives contiguous tensors, though torch says of some that strides are kept."""
+    if not isinstance(held, Tensor):
+        return held
+    return torch.empty_like(held, memory_format=torch.contiguous_format)
 
 
 def _describe(held: Any) -> list[Any]:
