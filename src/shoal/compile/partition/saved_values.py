@@ -129,14 +129,10 @@ def kept_by_min_cut(
 
 def is_keepable(joint: Joint, node: fx.Node, banned: Collection[fx.Node]) -> bool:
     """Whether a value can cross from forward to backward, and is not tagged to be made again."""
-    held = value(node)
-    if (
-        joint.kinds[node] is NodeKind.CONSTANT
-        or held is None
-        or isinstance(held, list | tuple | dict)
-    ):
+    kind, held = joint.kinds[node], value(node)
+    if kind is NodeKind.CONSTANT or held is None or isinstance(held, list | tuple | dict):
         return False
-    if joint.kinds[node] is NodeKind.COLLECTIVE and not is_wait(node):
+    if kind is NodeKind.COLLECTIVE and not is_wait(node):
         return False  # nobody has waited for it yet
     return not wants_recompute(node) or node in banned or is_symbolic(node)
 

@@ -16,25 +16,17 @@ from shoal.comm.buckets import Limits
 from shoal.compile.passes.collectives import sent_nodes
 from shoal.compile.passes.comm_block import CommBlock
 from shoal.compile.passes.dependencies import Dependencies
-from shoal.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class BucketMember:
-    """A collective that may go into a bucket."""
+    """A collective that may go into a bucket; it sends as many tensors as it has waits."""
 
     block: CommBlock
     key: Hashable
     """Members of one bucket have equal keys."""
     absorbed: tuple[fx.Node, ...] = ()
     """Nodes before the collective that the bucket does for all of its members."""
-
-    def __post_init__(self) -> None:
-        if len(self.sources) != len(self.block.wait_nodes):
-            raise UsageError(
-                f"expected a source for each of {len(self.block.wait_nodes)} waits of "
-                f"{self.block.comm_node.name}, got {len(self.sources)}"
-            )
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
@@ -58,7 +50,7 @@ class BucketMember:
         return self.block.node_list[1:start]
 
 
-class Bucket(tuple[BucketMember, ...]):
+class CommBucket(tuple[BucketMember, ...]):
     """Members that become one collective, which takes the arguments of the last one."""
 
     __slots__ = ()
@@ -91,7 +83,7 @@ class Bucket(tuple[BucketMember, ...]):
 
 def decide_buckets(
     dependencies: Dependencies, members: Sequence[BucketMember], limits: Limits
-) -> list[Bucket]:
+) -> list[CommBucket]:
     """Put each member into a bucket of its key."""
     paths = _Paths(dependencies, members)
     buckets: list[list[int]] = []
@@ -111,7 +103,7 @@ def decide_buckets(
         else:
             paths.join(bucket[0], i)
         bucket.append(i)
-    return [Bucket(members[i] for i in bucket) for bucket in buckets]
+    return [CommBucket(members[i] for i in bucket) for bucket in buckets]
 
 
 class _Paths:

@@ -11,7 +11,7 @@ from torch import fx
 from shoal.comm.buckets import Limits
 from shoal.comm.collectives import Kind as CommKind
 from shoal.compile.node_kinds import NodeKind, is_tensor, kind, value
-from shoal.compile.passes.bucket import Bucket, BucketMember
+from shoal.compile.passes.bucket import BucketMember, CommBucket
 from shoal.compile.passes.collectives import collective
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.fuse import first_of, fuse, launch_together, send, wait_for
@@ -20,7 +20,7 @@ from shoal.compile.passes.rewrite import call_function, flatten, sizes, split, u
 aten = torch.ops.aten
 
 
-def bucket_all_reduces(graph: fx.Graph, limits: Limits) -> list[Bucket]:
+def bucket_all_reduces(graph: fx.Graph, limits: Limits) -> list[CommBucket]:
     """Make one all-reduce of those with equal keys."""
     return fuse(graph, match_all_reduces(graph), limits, rewrite_as_row)
 
@@ -49,7 +49,7 @@ def _member(block: CommBlock) -> BucketMember | None:
     )
 
 
-def rewrite_as_row(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
+def rewrite_as_row(graph: fx.Graph, bucket: CommBucket) -> list[fx.Node]:
     """Write one all-reduce of one row of elements; give the new result for each old one."""
     sources, waits, common = bucket.sources, bucket.waits, _common_scaling(bucket)
     with graph.inserting_before(first_of(bucket.departure)):
@@ -68,7 +68,7 @@ def rewrite_as_row(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
         ]
 
 
-def rewrite_as_list(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
+def rewrite_as_list(graph: fx.Graph, bucket: CommBucket) -> list[fx.Node]:
     """Write one all-reduce of a list; give the new result for each old one."""
     given, common = bucket.sources, _common_scaling(bucket)
     if common is not None:
@@ -79,28 +79,27 @@ def rewrite_as_list(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
     return launch_together(graph, bucket, given, f"all_reduce_coalesced{_in_place(bucket)}")
 
 
-def _common_scaling(bucket: Bucket) -> Scaling | None:
+def _common_scaling(bucket: CommBucket) -> Scaling | None:
     """The scaling that all members share, which the bucket does once."""
     absorbed = bucket[0].absorbed
     return scaling(absorbed[0]) if absorbed else None
 
 
-def _in_place(bucket: Bucket) -> str:
+def _in_place(bucket: CommBucket) -> str:
     """How the name of the operator ends: with `_` if the members' collectives are in place."""
     op = collective(bucket.last.comm_node)
     return "_" if op is not None and op.writes else ""
 
 
+SHARED = frozenset(
+    {NodeKind.INPUT, NodeKind.CONSTANT, NodeKind.VIEW, NodeKind.ITEM, NodeKind.MUTATION}
+)
+"""The kinds of nodes whose results may lie in memory that other nodes know."""
+
+
 def _is_private(node: fx.Node) -> bool:
     """Whether a node's result lies in memory of its own that one node alone reads."""
-    own = kind(node) not in (
-        NodeKind.INPUT,
-        NodeKind.CONSTANT,
-        NodeKind.VIEW,
-        NodeKind.ITEM,
-        NodeKind.MUTATION,
-    )
-    return own and len(node.users) == 1
+    return kind(node) not in SHARED and len(node.users) == 1
 
 
 FOREACH = {

@@ -24,7 +24,7 @@ from torch import fx
 from shoal.comm.buckets import Limits
 from shoal.comm.collectives import Kind as CommKind
 from shoal.compile.node_kinds import is_tensor, value
-from shoal.compile.passes.bucket import Bucket, BucketMember
+from shoal.compile.passes.bucket import BucketMember, CommBucket
 from shoal.compile.passes.collectives import collective, group_size
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.fuse import Rewrite, first_of, fuse, launch_together, send, wait_for
@@ -39,24 +39,24 @@ OPERATORS = {
 
 def bucket_all_gathers(
     graph: fx.Graph, limits: Limits, *, together: bool | None = None
-) -> list[Bucket]:
+) -> list[CommBucket]:
     """Make one all-gather of those with equal keys; `together`, by one launch without copies."""
     return _bucket(graph, limits, CommKind.ALL_GATHER, rewrite_all_gathers, together)
 
 
 def bucket_reduce_scatters(
     graph: fx.Graph, limits: Limits, *, together: bool | None = None
-) -> list[Bucket]:
+) -> list[CommBucket]:
     """Make one reduce-scatter of those with equal keys; `together`, by one launch."""
     return _bucket(graph, limits, CommKind.REDUCE_SCATTER, rewrite_reduce_scatters, together)
 
 
 def _bucket(
     graph: fx.Graph, limits: Limits, kind: CommKind, in_one_row: Rewrite, together: bool | None
-) -> list[Bucket]:
+) -> list[CommBucket]:
     """Bucket the collectives of a kind: by one launch or in one row, by the device if unsaid."""
 
-    def rewrite(graph: fx.Graph, bucket: Bucket) -> Sequence[fx.Node]:
+    def rewrite(graph: fx.Graph, bucket: CommBucket) -> Sequence[fx.Node]:
         on_cuda = bucket.last.key.device.type == "cuda"
         if on_cuda if together is None else together:
             return launch_together(graph, bucket, bucket.sources, f"{OPERATORS[kind]}_coalesced")
@@ -82,7 +82,7 @@ def _is_by_rank(block: CommBlock) -> bool:
     )
 
 
-def rewrite_all_gathers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
+def rewrite_all_gathers(graph: fx.Graph, bucket: CommBucket) -> list[fx.Node]:
     """Write one all-gather of a row for a bucket; give the new result for each old one."""
     sources, ranks = bucket.sources, group_size(bucket.last.comm_node)
     with graph.inserting_before(first_of(bucket.departure)):
@@ -99,7 +99,7 @@ def rewrite_all_gathers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
         return [reshape(graph, one, shape) for one, shape in zip(pieces, full, strict=True)]
 
 
-def rewrite_reduce_scatters(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
+def rewrite_reduce_scatters(graph: fx.Graph, bucket: CommBucket) -> list[fx.Node]:
     """Write one reduce-scatter of a row for a bucket; give the new result for each old one."""
     sources, ranks = bucket.sources, group_size(bucket.last.comm_node)
     with graph.inserting_before(first_of(bucket.departure)):

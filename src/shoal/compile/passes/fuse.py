@@ -15,18 +15,18 @@ from collections.abc import Callable, Sequence
 from torch import fx
 
 from shoal.comm.buckets import Limits
-from shoal.compile.passes.bucket import Bucket, BucketMember, decide_buckets
+from shoal.compile.passes.bucket import BucketMember, CommBucket, decide_buckets
 from shoal.compile.passes.collectives import variant
 from shoal.compile.passes.dependencies import Dependencies, bring_together, put_in_order
 from shoal.compile.passes.rewrite import call_again, call_function
 
-Rewrite = Callable[[fx.Graph, Bucket], Sequence[fx.Node]]
+Rewrite = Callable[[fx.Graph, CommBucket], Sequence[fx.Node]]
 """Writes the collective of a bucket into a graph, and gives the new result for each old wait."""
 
 
 def fuse(
     graph: fx.Graph, members: Sequence[BucketMember], limits: Limits, rewrite: Rewrite
-) -> list[Bucket]:
+) -> list[CommBucket]:
     """Make one collective of each bucket; return the buckets, with those that stay as they are."""
     dependencies = Dependencies(graph)
     buckets = decide_buckets(dependencies, members, limits)
@@ -49,7 +49,7 @@ def first_of(nodes: Sequence[fx.Node]) -> fx.Node:
     return node
 
 
-def _replace(graph: fx.Graph, bucket: Bucket, results: Sequence[fx.Node]) -> None:
+def _replace(graph: fx.Graph, bucket: CommBucket, results: Sequence[fx.Node]) -> None:
     """Let new results take the place of the waits of a bucket, and drop what they replace."""
     for wait, result in zip(bucket.waits, results, strict=True):
         wait.replace_all_uses_with(result)
@@ -57,19 +57,19 @@ def _replace(graph: fx.Graph, bucket: Bucket, results: Sequence[fx.Node]) -> Non
         graph.erase_node(node)
 
 
-def send(graph: fx.Graph, bucket: Bucket, given: list[fx.Node] | fx.Node, name: str) -> fx.Node:
+def send(graph: fx.Graph, bucket: CommBucket, given: list[fx.Node] | fx.Node, name: str) -> fx.Node:
     """Write one collective of a name in the place of a bucket's."""
     last = bucket.last.comm_node
     return call_again(graph, last, given, variant(last, name))
 
 
-def wait_for(graph: fx.Graph, bucket: Bucket, sent: fx.Node) -> fx.Node:
+def wait_for(graph: fx.Graph, bucket: CommBucket, sent: fx.Node) -> fx.Node:
     """Write the wait for one result of a bucket's new collective."""
     return call_again(graph, bucket.waits[-1], sent)
 
 
 def launch_together(
-    graph: fx.Graph, bucket: Bucket, given: list[fx.Node] | fx.Node, name: str
+    graph: fx.Graph, bucket: CommBucket, given: list[fx.Node] | fx.Node, name: str
 ) -> list[fx.Node]:
     """Write one call of an operator that takes a list; give the new result for each old one."""
     with graph.inserting_before(first_of(bucket.departure)):
