@@ -22,7 +22,7 @@ from shoal.compile.passes.traffic import timeline
 from shoal.errors import UsageError
 
 SAME_SIZE = (CommKind.ALL_REDUCE, CommKind.BROADCAST)
-"""What takes as much memory before as after: to wait for it early would free nothing."""
+"""Collectives whose input and result are equally large: waiting early would free nothing."""
 
 
 def schedule_collectives(lowered: Lowered, options: BackendOptions, prefetch_depth: int) -> None:
@@ -68,7 +68,7 @@ def _passes(blocks: Sequence[CommBlock], options: BackendOptions, prefetch_depth
 
 
 def _edited(passes: Pipeline, edit: Callable[[Pipeline], object]) -> Pipeline:
-    """What a user's function makes of the passes; a pipeline has checked itself."""
+    """The pipeline that a user's function makes of the passes; it has checked itself."""
     edited = edit(passes)
     if not isinstance(edited, Pipeline):
         raise UsageError(

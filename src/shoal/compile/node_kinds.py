@@ -18,7 +18,7 @@ Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float, bool)
 
 
 class NodeKind(Enum):
-    """What a node does, as far as it matters for computing it again."""
+    """The work of a node, as far as it matters for computing it again."""
 
     INPUT = "an input"
     CONSTANT = "a constant of the module"
@@ -148,7 +148,7 @@ def communicates(node: fx.Node) -> bool:
 
 
 def kind(node: fx.Node) -> NodeKind:
-    """What a node does."""
+    """The kind of work that a node does."""
     if node.op == "placeholder":
         return NodeKind.INPUT
     if node.op == "get_attr":

@@ -1,4 +1,4 @@
-"""Which values of forward backward must not compute again."""
+"""The values of forward that backward must not compute again."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SMALL_RESULT = 4
 """A reduction whose result is so many times smaller than what it reads is kept."""
 
 WITH_OTHERS = frozenset({NodeKind.VIEW, NodeKind.SIZE, NodeKind.ITEM, NodeKind.CONSTANT})
-"""What takes no kernel of its own."""
+"""The kinds of nodes that take no kernel of their own."""
 
 
 class Strength(IntEnum):

@@ -1,4 +1,4 @@
-"""What a value costs to keep, and what it costs to make."""
+"""The cost of keeping a value in memory, and of computing it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def work(node: fx.Node) -> int:
 
 
 def _sized(node: fx.Node) -> Any:
-    """What stands for a node where only sizes are read: its value with hints for symbols."""
+    """A node's value with hints for symbolic sizes, for functions that read only sizes."""
     return _with_hints(value(node))
 
 

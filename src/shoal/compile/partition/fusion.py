@@ -1,4 +1,4 @@
-"""What one kernel can do at once, and where computing again would cost one more.
+"""The work that one kernel can do at once, and where computing again would cost one more.
 
 Computing a cheap value again is as good as free while it happens inside a kernel that runs anyway.
 The three rules here name the nodes for which it would not.

@@ -26,7 +26,7 @@ from shoal.errors import InvariantError
 CheckpointPolicy = checkpoint.CheckpointPolicy
 
 PINNED = frozenset({NodeKind.RANDOM, NodeKind.COLLECTIVE, NodeKind.EFFECT, NodeKind.MUTATION})
-"""What runs in the phase where it was traced: order, or the outside, would see it move."""
+"""The kinds of nodes that stay in the phase where they were traced, since a move would show."""
 
 TRACED_THERE = PINNED | {NodeKind.INPUT, NodeKind.EXPENSIVE}
 """What backward does itself. Much work of forward's values alone is a checkpoint's: it was asked
@@ -46,7 +46,7 @@ class Joint:
     """One joint graph, read."""
 
     root: fx.GraphModule
-    """What holds the graph's constants."""
+    """The module that holds the graph's constants."""
     graph: fx.Graph
     nodes: tuple[fx.Node, ...]
     """All but the output, in order."""

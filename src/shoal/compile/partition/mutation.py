@@ -1,7 +1,7 @@
 """Copy the old values of inputs that forward writes to, where backward reads them.
 
-In a functional graph an input means the value it came in with. Forward's last nodes, or whoever
-calls it, write the new value over it, so backward would read that instead. Where backward reads
+In a functional graph an input means the value it came in with. Forward's last nodes, or the
+caller, write the new value over it, so backward would read that instead. Where backward reads
 such an input, or a view of it, forward copies the old value first.
 """
 

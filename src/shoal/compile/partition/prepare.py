@@ -31,8 +31,8 @@ PHASES = {
 def complete_phases(graph: fx.Graph) -> None:
     """Give a graph phases if it has none: by torch's tags, or by what its values depend on.
 
-    Dataflow does not tell where a write ran: one without a tag is left without a phase, which is
-    refused by whoever asks for it. What depends on no gradient counts as forward's.
+    Dataflow does not tell where a write ran: one without a tag is left without a phase, and
+    `phase` refuses it. A node that depends on no gradient counts as forward's.
     """
     if not any("phase" in node.meta for node in _calls(graph)):
         infer_phases(graph)

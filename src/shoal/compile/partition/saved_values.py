@@ -211,7 +211,7 @@ def _is_cheap_again(joint: Joint, node: fx.Node, kept: set[fx.Node]) -> bool:
 
 
 FUSED = (NodeKind.CHEAP, NodeKind.REDUCTION)
-"""What takes views of its arguments along."""
+"""The kinds of nodes whose kernels read their arguments through views."""
 
 
 def as_last_views(joint: Joint, kept: Sequence[fx.Node]) -> list[fx.Node]:

@@ -52,7 +52,7 @@ def split(joint: Joint, kept: Iterable[fx.Node]) -> tuple[fx.GraphModule, fx.Gra
 
 
 def needed_by_backward(joint: Joint, kept: set[fx.Node]) -> set[fx.Node]:
-    """What backward reads or computes, down to what is kept."""
+    """The nodes that backward reads or computes, down to the values that are kept."""
     roots = nodes_in(joint.backward_outputs)
     roots += [node for node in joint.nodes if _stays(joint, node, "backward")]
 

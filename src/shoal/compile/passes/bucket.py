@@ -1,4 +1,4 @@
-"""Which collectives become one.
+"""Decide the collectives that become one.
 
 Buckets hold collectives of equal keys, in the order of the graph, up to a size. Between two members
 there is no path, not even one through another bucket: then all members can start together, and
@@ -30,7 +30,7 @@ class BucketMember:
 
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """What goes into the bucket for each wait of the block.
+        """The tensors that go into the bucket, one for each wait of the block.
 
         Read from the graph, where the results of other buckets take the place of what was there.
         """

@@ -108,22 +108,22 @@ FOREACH = {
     aten.mul.Tensor: (aten._foreach_mul.Scalar, aten._foreach_mul.Tensor),
     aten.mul.Scalar: (aten._foreach_mul.Scalar, aten._foreach_mul.Tensor),
 }
-"""What does the same to a list, by a number or by a tensor of one."""
+"""The operators that scale a list of tensors: by a number, and by a tensor of one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scaling:
-    """What is done to each element."""
+    """A multiplication or division of each element."""
 
     target: Any
     factor: Any
     """A number, or the node of a tensor of one."""
     dtype: torch.dtype
-    """Of what is scaled: integers become floats."""
+    """Of the tensor before it is scaled: integers become floats."""
 
 
 def scaling(node: fx.Node) -> Scaling | None:
-    """What a node does, if it scales."""
+    """The scaling that a node computes; None if it does something else."""
     if node.target not in FOREACH or len(node.args) != 2 or node.kwargs:
         return None
     scaled, factor = node.args

@@ -17,7 +17,7 @@ from shoal.errors import UsageError
 
 
 def collective(node: fx.Node) -> Operator | None:
-    """What a node communicates; None if it does not."""
+    """The collective that a node calls; None if it calls none."""
     return OPERATORS.get(op_name(node))
 
 

@@ -27,7 +27,7 @@ GROUP = ("group_name", "process_group", "tag", "ranks")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommKey:
-    """What two collectives must have in common to become one."""
+    """The properties that two collectives must share to become one."""
 
     kind: CommKind
     group: tuple[Any, ...]
@@ -49,10 +49,10 @@ class CommBlock:
     """Collective, items, waits, views: each after what it reads."""
     outputs: tuple[fx.Node, ...]
     shape: torch.Size | list[torch.Size]
-    """Of what is sent: a list where the collective takes a list."""
+    """Of the tensor that is sent; a list of shapes where the collective takes a list."""
     key: CommKey
     num_bytes: int
-    """What one rank holds while it runs: the larger of what it gives and what it gets."""
+    """The memory of one rank while it runs: the larger of its input and its result."""
 
     def __post_init__(self) -> None:
         if not self.wait_nodes or not all(map(is_wait, self.wait_nodes)):
@@ -115,7 +115,7 @@ def get_all_comm_blocks(
 
 
 def _given(node: fx.Node, names: tuple[str, ...]) -> Iterator[Any]:
-    """What an operator's node is given for those of some arguments that it has."""
+    """The values of some arguments of an operator's node, without those it does not have."""
     for name in names:
         given = operators.argument_of(node, name)
         if given is not None:
@@ -150,13 +150,13 @@ def _arrival(
 
 
 def _place(item: fx.Node) -> int:
-    """Which of several results an item is."""
+    """The place of an item among several results."""
     place: Any = item.args[1]
     return place
 
 
 def _views(waits: Iterable[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """The views of some results, and the last of them that others read."""
+    """The views of some results, and the last of them that other nodes read."""
     views: list[fx.Node] = []
     outputs: dict[fx.Node, None] = {}
     pending = list(waits)

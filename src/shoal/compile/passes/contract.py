@@ -82,7 +82,7 @@ def check_passes(passes: Sequence[Pass], given: Iterable[str] = ()) -> frozenset
 
 
 def _explain(one: Pass, missing: frozenset[str], passes: Sequence[Pass], place: int) -> str:
-    """What is missing, who could have provided it, and who took it away."""
+    """Name the missing facts, the passes that provide them, and the passes that undo them."""
     earlier = [other.name for other in passes[:place]]
     lost = [other.name for other in passes[:place] if other.undoes & missing]
     later = [other.name for other in passes[place + 1 :] if other.provides & missing]
@@ -106,7 +106,7 @@ def _listed(facts: Iterable[str]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """What one pass did."""
+    """The work of one pass: counts before and after it, its time and its result."""
 
     name: str
     before: GraphTraffic
@@ -115,17 +115,17 @@ class PassResult:
     num_nodes: tuple[int, int] = (0, 0)
     """Before the pass, and after it."""
     result: object = None
-    """What the function of the pass returned."""
+    """The value that the function of the pass returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the passes of a pipeline did."""
+    """The results of the passes of a pipeline."""
 
     steps: tuple[PassResult, ...]
 
     def result_of(self, name: str) -> object:
-        """What the function of a pass returned; None if no pass of that name ran."""
+        """The value that the function of a pass returned; None if no pass of that name ran."""
         return next((step.result for step in self.steps if step.name == name), None)
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ class Pipeline:
 
     passes: tuple[Pass, ...]
     given: frozenset[str] = frozenset()
-    """What holds for the graphs that come in."""
+    """The facts that hold for graphs before the first pass."""
     verify: bool = True
     """Whether metadata of what a pass changed is computed again and compared; lint always runs."""
     counts: bool = True
@@ -170,7 +170,7 @@ class Pipeline:
 
     @property
     def provides(self) -> frozenset[str]:
-        """What holds for the graphs that come out."""
+        """The facts that hold for graphs after the last pass."""
         return check_passes(self.passes, self.given)
 
     def run(self, graph: fx.Graph) -> Report:
@@ -238,7 +238,7 @@ class Pipeline:
 
 
 def _ends(graph: fx.Graph) -> tuple[int, int]:
-    """How many inputs and outputs a graph has, which whoever calls it counts on."""
+    """The numbers of a graph's inputs and outputs, which its callers count on."""
     (output,) = graph.find_nodes(op="output")
     returned = output.args[0]
     num_outputs = len(returned) if isinstance(returned, (list, tuple)) else 1

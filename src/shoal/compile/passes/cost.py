@@ -19,19 +19,19 @@ from shoal.compile.passes.comm_block import comm_bytes
 from shoal.errors import UsageError
 
 FREE = (NodeKind.INPUT, NodeKind.CONSTANT, NodeKind.ITEM, NodeKind.SIZE, NodeKind.VIEW)
-"""What moves no bytes."""
+"""The kinds of nodes that move no bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """What a rank computes with, and the link that it sends over."""
+    """The speed of a rank's device, and of the link that it sends over."""
 
     flops_per_us: float = 4e8
     """400 TFLOP/s."""
     memory_bytes_per_us: float = 3e6
     """3 TB/s."""
     call_us: float = 2.0
-    """What every operator costs, however small."""
+    """The time of every operator, however small."""
     link_bytes_per_us: float = NVLINK.bytes_per_us
     link_latency_us: float = NVLINK.latency_us
 
@@ -45,7 +45,7 @@ class Hardware:
 
     @property
     def network(self) -> Network:
-        """What collectives are timed by."""
+        """The model of the link that times collectives."""
         return Network("graph", self.link_bytes_per_us / 1e3, self.link_latency_us)
 
 

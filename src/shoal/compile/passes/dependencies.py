@@ -1,4 +1,4 @@
-"""What must run before each node of a graph.
+"""The nodes that must run before each node of a graph.
 
 Values are not all: a node that writes into memory comes after those that read the old bytes and
 before those that read the new ones, even where no value goes from one to the other. A
@@ -34,7 +34,7 @@ from shoal.compile.passes.collectives import sent_nodes
 from shoal.errors import InvariantError
 
 Memory = frozenset[Hashable]
-"""Which pieces of memory a value may lie in."""
+"""The pieces of memory that a value may lie in."""
 NOWHERE: Memory = frozenset()
 
 
@@ -116,7 +116,7 @@ class Dependencies:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node must keep its place among others that do something besides their result."""
+    """Whether a node must keep its place among nodes that do more than compute a result."""
     if node.op in ("call_module", "call_method"):
         return True
     if node.op != "call_function" or node.target is operator.getitem or is_wait(node):
@@ -165,7 +165,7 @@ def _shared_inputs(node: fx.Node) -> Iterable[fx.Node]:
 
 
 def _sent_before(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """What the collective was given that a wait belongs to."""
+    """The tensors that the collective of a wait sends."""
     source = wait.args[0]
     if isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]

@@ -42,7 +42,7 @@ TWINS: dict[Any, Twin] = {
         aten._native_batch_norm_legit.default, {3: 3, 4: 4}
     ),
 }
-"""Those that are not found by their names."""
+"""The twins that are not found by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +147,7 @@ def _are_alike(a: Any, b: Any) -> bool:
 ALL_REDUCE = "_c10d_functional::all_reduce"
 SCALED_IN_PLACE: dict[Any, Any] = {op: operators.in_place_of(op) for op in FOREACH}
 NEW = frozenset({aten.cat.default, aten._to_copy.default, *FOREACH, *SCALED_IN_PLACE.values()})
-"""What gives memory that nothing else knows of, or memory that it alone was given to write to."""
+"""The operators that return new memory, or memory that they alone were given to write to."""
 
 
 def average_in_place(graph: fx.Graph) -> int:

@@ -78,7 +78,7 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
 
 
 COPIES: dict[Any, int] = {aten.clone.default: 0, aten.copy.default: 1}
-"""What gives elements as they are in other memory, and where it takes them from."""
+"""The operators that copy a tensor, and the place of the argument that they copy."""
 
 
 def keep_old_values(graph: fx.Graph) -> int:

@@ -119,7 +119,7 @@ class Reading:
         return map_arg((self.args, self.kwargs), described.__getitem__)  # pyright: ignore[reportGeneralTypeIssues]
 
     def complaint(self) -> str | None:
-        """What is wrong with what the node says it gives; None if nothing is, or nobody can say."""
+        """Say how the node's `val` differs from its result; None if equal, or not to be told."""
         if not self._can_be_computed():
             return None
         said, computed = _describe(self.said), _describe(self.result())
@@ -128,7 +128,7 @@ class Reading:
         return f"{self.node.name} ({self.target}) says {said}, and gives {computed}"
 
     def result(self, mode: fakes.FakeTensorMode | None = None) -> Any:
-        """What the node gives, computed without elements; in a mode where it reads no tensors."""
+        """The node's result, computed without elements; in `mode` if it reads no tensors."""
         mode = self._mode() or mode
         missing = [read.name for read, held in self.given.items() if held is _NOTHING]
         if missing:

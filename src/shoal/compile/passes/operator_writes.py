@@ -64,7 +64,7 @@ def _last_rewritable(graph: fx.Graph) -> tuple[fx.Node, list[fx.Node]] | None:
 
 
 def _results(form: fx.Node, num_bases: int) -> list[fx.Node | None]:
-    """What a call makes of the tensors that it writes to."""
+    """The nodes of the new values of the tensors that a call writes to."""
     first = _num_returned(form)
     items = {node.args[1]: node for node in form.users if node.target is operator.getitem}
     return [items.get(first + number) for number in range(num_bases)]
@@ -98,7 +98,7 @@ def _is_result_of_form(node: Any) -> bool:
 
 
 def _readers(given: fx.Node) -> Iterator[fx.Node]:
-    """What reads a tensor, by itself or as a view."""
+    """The nodes that read a tensor, by itself or as a view."""
     for one in given.users:
         yield one
         if _is_view(one):

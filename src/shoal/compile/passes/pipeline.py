@@ -42,7 +42,7 @@ from shoal.compile.passes.view_cleanup import drop_idle_views
 
 
 class Target(StrEnum):
-    """What makes a function of the graphs, which decides what is worth rewriting."""
+    """The compiler that makes functions of the graphs, which decides the rewrites that pay."""
 
     DIRECT = "direct"
     """Operators are called one by one: each view, copy and operator less saves a call."""

@@ -33,7 +33,7 @@ from shoal.compile.passes.dependencies import Dependencies, put_in_order
 from shoal.errors import UsageError
 
 CHEAP = (NodeKind.VIEW, NodeKind.ITEM, NodeKind.CHEAP, NodeKind.SIZE)
-"""What is cheap enough to move with a collective: to be done early, or put off."""
+"""The kinds of nodes that may move with a collective: cheap to do early, or to put off."""
 
 
 def delay_waits(graph: fx.Graph, kinds: Collection[CommKind] = tuple(CommKind)) -> None:
@@ -79,7 +79,7 @@ class _PendingCollective:
 
     block: CommBlock
     nodes: list[fx.Node]
-    """What prepares the collective and serves nothing else, and the collective."""
+    """The nodes that prepare the collective and serve nothing else, then the collective."""
     need: int
     """The place of the first node that needs a result."""
     missing: int = 0
@@ -141,7 +141,7 @@ class _ScheduleWalk:
         return self.order
 
     def _lazy(self, blocks: Sequence[CommBlock]) -> set[fx.Node]:
-        """What is put off: items, waits, and cheap work on nothing but results."""
+        """The nodes to put off: items, waits, and cheap work on nothing but results."""
         lazy = {node for block in blocks for node in block.node_list[1:]}
         for node in self.nodes:
             alone = bool(node.all_input_nodes) and lazy.issuperset(node.all_input_nodes)
@@ -150,7 +150,7 @@ class _ScheduleWalk:
         return lazy
 
     def _needs(self) -> dict[fx.Node, int]:
-        """For what is put off, the place of the first node that needs it."""
+        """For each node that is put off, the place of the first node that needs it."""
         needs: dict[fx.Node, int] = {}
         for node in reversed(self.nodes):
             if node in self.lazy:
@@ -180,7 +180,7 @@ class _ScheduleWalk:
         return sorted(found - {comm_node}, key=self.index.__getitem__)
 
     def _watch(self) -> None:
-        """Note what each collective still needs."""
+        """Note the nodes that each collective still needs."""
         for launch in self.launches:
             needed = {one for node in launch.nodes for one in self.before[node]}
             needed -= set(launch.nodes)
@@ -237,7 +237,7 @@ class _ScheduleWalk:
         )
 
     def _start_early(self) -> None:
-        """Start what is ready, as long as there is room."""
+        """Start collectives that are ready, as long as there is room."""
         while self.ready:
             launch = self.ready[0][2]
             comm_node = launch.block.comm_node
@@ -255,7 +255,7 @@ class _ScheduleWalk:
 
 
 MARGIN = 2.0
-"""By how much longer than estimated a gather is taken to be: too late costs more than too early."""
+"""A factor on the estimated time of a gather: too late costs more than too early."""
 
 
 def start_places(

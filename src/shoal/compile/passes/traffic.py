@@ -1,4 +1,4 @@
-"""What a graph communicates: counted, and laid out in time."""
+"""The collectives of a graph: counted, and laid out in time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GraphTraffic:
 
 
 def count_traffic(graph: fx.Graph) -> GraphTraffic:
-    """Count what a graph communicates, in its order."""
+    """Count the collectives, waits and bytes of a graph, in its order."""
     num_collectives = num_bytes = num_waits = in_flight = most = 0
     landing: dict[fx.Node, tuple[set[fx.Node], int]] = {}
     for node in graph.nodes:
@@ -51,7 +51,7 @@ def count_traffic(graph: fx.Graph) -> GraphTraffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What a graph takes, in its order."""
+    """The estimated times of a graph, in its order."""
 
     total_us: float
     exposed_us: float
