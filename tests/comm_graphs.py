@@ -19,8 +19,10 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from shoal._torch import groups
+from shoal.compile.passes import pipeline
 from shoal.compile.passes.metadata import inconsistencies
-from shoal.passes import check_graph, count_traffic
+from shoal.compile.passes.pipeline import Target
+from shoal.passes import Pipeline, check_graph, count_traffic
 
 comm = torch.ops._c10d_functional
 Function = Callable[..., Any]
@@ -120,3 +122,15 @@ def check_same(
         assert torch.equal(one, other), f"{one} became {other} in\n{module.graph}"
     assert count_traffic(module.graph).num_bytes == traffic.num_bytes
     return module
+
+
+def stages(target: Target) -> dict[str, Pipeline]:
+    """All passes of a training function in the order in which they run, by stage."""
+    return {
+        "joint": pipeline.joint(target, trains=True),
+        "before_cut": pipeline.before_cut(num_fwd_outputs=0),
+        "forward": pipeline.forward(target),
+        "backward": pipeline.backward(target),
+        "collectives": pipeline.sharded(bucket_bytes=1, max_in_flight_bytes=None),
+        "after_collectives": pipeline.after_collectives(target),
+    }

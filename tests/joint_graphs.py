@@ -12,7 +12,10 @@ from torch import Tensor, fx
 from torch._dispatch.python import enable_python_dispatcher
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 
-from shoal.compile.partition.split import Split
+from shoal.compile.partition.partitioners import (
+    default_partition,
+    min_cut_rematerialization_partition,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +81,52 @@ def trace_joint(
         num_fwd_outputs=len(outputs),
         primals=tuple(primals),
         tangents=tuple(tangents),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A forward graph and a backward graph, and how much goes from one to the other."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    num_saved_tensors: int
+    num_saved_symints: int
+    """Symbolic numbers, and whatever else is no tensor."""
+
+
+def split_as_traced(module: fx.GraphModule, *, num_fwd_outputs: int, **options: Any) -> Split:
+    """Take a joint graph apart by `default_partition`."""
+    parts = default_partition(module, None, num_fwd_outputs=num_fwd_outputs, **options)
+    return _counted(*parts, num_fwd_outputs)
+
+
+def split_by_min_cut(
+    module: fx.GraphModule,
+    *,
+    num_fwd_outputs: int,
+    static_inputs: Sequence[int] = (),
+    **options: Any,
+) -> Split:
+    """Take a joint graph apart by `min_cut_rematerialization_partition`."""
+    parts = min_cut_rematerialization_partition(
+        module,
+        None,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_indices=static_inputs,
+        **options,
+    )
+    return _counted(*parts, num_fwd_outputs)
+
+
+def _counted(forward: fx.GraphModule, backward: fx.GraphModule, num_fwd_outputs: int) -> Split:
+    saved = forward.graph.output_node().args[0][num_fwd_outputs:]
+    num_tensors = sum(isinstance(node.meta["val"], Tensor) for node in saved)
+    return Split(
+        forward=forward,
+        backward=backward,
+        num_saved_tensors=num_tensors,
+        num_saved_symints=len(saved) - num_tensors,
     )
 
 

@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch.fx import GraphModule
 
 from shoal.comm.buckets import FIRST_BUCKET_BYTES, MIB
+from shoal.comm.collectives import Kind as CommKind
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.compare_ranks import collectives_of, tell_groups
 from shoal.compile.observe.logs import Topic
 from shoal.compile.observe.observation import run_passes, say
 from shoal.compile.options import BackendOptions
-from shoal.compile.passes.collectives import CommKind
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.contract import Pipeline, Report
 from shoal.compile.passes.cost import Costs
@@ -22,7 +22,7 @@ from shoal.compile.passes.traffic import timeline
 from shoal.errors import UsageError
 
 SAME_SIZE = (CommKind.ALL_REDUCE, CommKind.BROADCAST)
-"""What takes as much memory before as after: to wait for it early would free nothing."""
+"""Collectives whose input and result are equally large: waiting early would free nothing."""
 
 
 def schedule_collectives(lowered: Lowered, options: BackendOptions, prefetch_depth: int) -> None:
@@ -68,7 +68,7 @@ def _passes(blocks: Sequence[CommBlock], options: BackendOptions, prefetch_depth
 
 
 def _edited(passes: Pipeline, edit: Callable[[Pipeline], object]) -> Pipeline:
-    """What a user's function makes of the passes; a pipeline has checked itself."""
+    """The pipeline that a user's function makes of the passes; it has checked itself."""
     edited = edit(passes)
     if not isinstance(edited, Pipeline):
         raise UsageError(

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from shoal.comm.buckets import MIB
 from shoal.errors import UsageError
 from shoal.runtime.fsdp_module import FSDPModule
 from shoal.runtime.module_state import state_of
-
-_MIB = 2**20
 
 
 def choose_kept(num_bytes: Sequence[int], budget_bytes: int) -> list[int]:
@@ -49,7 +48,7 @@ def keep_gathered(model: nn.Module, budget_mb: float) -> list[str]:
         raise UsageError("keep_gathered needs a model with fully_shard on it; this one has none")
     if "" in found:
         found[""] = found.pop("")
-    kept = choose_kept([size for _, size in found.values()], int(budget_mb * _MIB))
+    kept = choose_kept([size for _, size in found.values()], int(budget_mb * MIB))
     for place, (module, _) in enumerate(found.values()):
         module.set_reshard_after_forward(place not in kept, recurse=False)
     return [name for place, name in enumerate(found) if place in kept]

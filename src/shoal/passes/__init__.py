@@ -11,12 +11,14 @@ from shoal.compile.passes.comm_block import (
     get_comm_block,
 )
 from shoal.compile.passes.contract import Fact, Pass, Pipeline, Report
-from shoal.compile.passes.cost import Costs, Machine
+from shoal.compile.passes.cost import Costs
+from shoal.compile.passes.cost import Hardware as Machine
 from shoal.compile.passes.in_place import average_in_place
 from shoal.compile.passes.metadata import check_graph
 from shoal.compile.passes.pipeline import replicated, sharded
 from shoal.compile.passes.schedule import delay_waits, overlap
-from shoal.compile.passes.traffic import Timeline, Traffic, count_traffic, timeline
+from shoal.compile.passes.traffic import GraphTraffic as Traffic
+from shoal.compile.passes.traffic import Timeline, count_traffic, timeline
 from shoal.compile.passes.view_cleanup import drop_idle_views
 
 __all__ = [

@@ -7,17 +7,17 @@ import torch
 from torch import fx
 
 from compile_compare import compare, leaf
-from shoal.compile.node_kinds import Kind, kind
+from shoal.compile.node_kinds import NodeKind, kind
 
 aten = torch.ops.aten
 
 
 @pytest.mark.parametrize(
     ("source", "expected"),
-    [(2, Kind.CHEAP), ("cpu", Kind.CHEAP), ("meta", Kind.EXPENSIVE)],
+    [(2, NodeKind.CHEAP), ("cpu", NodeKind.CHEAP), ("meta", NodeKind.EXPENSIVE)],
     ids=["of a number", "on one device", "between devices"],
 )
-def test_copies(source: int | str, expected: Kind) -> None:
+def test_copies(source: int | str, expected: NodeKind) -> None:
     graph = fx.Graph()
     given: int | fx.Node = 2
     if isinstance(source, str):

@@ -21,7 +21,8 @@ from harness import ranks
 from shoal import replicate
 from shoal.compile import backend
 from shoal.compile.aot.inner import Task, directly
-from shoal.compile.passes.collectives import collective, is_wait
+from shoal.compile.node_kinds import is_wait
+from shoal.compile.passes.collectives import collective
 from shoal.ddp.bucket import Bucket
 from shoal.passes import count_traffic
 from zoo import CASES, SAMPLED, assert_same, batches, build, loss_of, trained

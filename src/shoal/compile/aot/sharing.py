@@ -18,7 +18,7 @@ from shoal._torch import dynamo, fakes, storage
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.aot.signature import OutputKind
 from shoal.compile.aot.subclasses import places
-from shoal.compile.node_kinds import Kind, kind, op_name
+from shoal.compile.node_kinds import NodeKind, kind, op_name
 
 
 def where_shared_alike(
@@ -82,7 +82,7 @@ def _counted_in(lowered: Lowered) -> set[int]:
 def _root_of(node: Node) -> str:
     """What the first argument of an operator is a view of, by name."""
     root = node.all_input_nodes[0]
-    while kind(root) is Kind.VIEW:
+    while kind(root) is NodeKind.VIEW:
         root = root.all_input_nodes[0]
     return root.name
 

@@ -18,7 +18,7 @@ from shoal.compile.cache.data import from_json, to_json
 from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.compile.cache.graphs import graph_from_json, graph_to_json
 from shoal.compile.cache.values import Json
-from shoal.compile.node_kinds import Kind, kind
+from shoal.compile.node_kinds import NodeKind, kind
 
 _NUMBERS = ("num_visible", "num_saved", "saved_bytes")
 
@@ -88,7 +88,7 @@ def entry_from_json(
 def communicates(module: fx.GraphModule | None) -> bool:
     """Whether a graph has a collective in it."""
     nodes = module.graph.nodes if module is not None else ()
-    return any(kind(node) is Kind.COLLECTIVE for node in nodes if node.op == "call_function")
+    return any(kind(node) is NodeKind.COLLECTIVE for node in nodes if node.op == "call_function")
 
 
 def _inputs(arrangement: Arrangement, args: Sequence[Any], mode: fakes.FakeTensorMode) -> list[Any]:

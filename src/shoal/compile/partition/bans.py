@@ -1,13 +1,12 @@
-"""Which values of forward backward must not compute again, with the reason."""
+"""The values of forward that backward must not compute again."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 
 from torch import fx
 
-from shoal.compile.node_kinds import Kind
+from shoal.compile.node_kinds import NodeKind
 from shoal.compile.partition.cost import kept_bytes
 from shoal.compile.partition.fusion import costly_again
 from shoal.compile.partition.joint import (
@@ -22,10 +21,8 @@ from shoal.compile.partition.mutation import reads_any
 SMALL_RESULT = 4
 """A reduction whose result is so many times smaller than what it reads is kept."""
 
-WITH_OTHERS = frozenset({Kind.VIEW, Kind.SIZE, Kind.ITEM, Kind.CONSTANT})
-"""What takes no kernel of its own."""
-
-SEEN_OUTSIDE = frozenset({Kind.EFFECT, Kind.MUTATION})
+WITH_OTHERS = frozenset({NodeKind.VIEW, NodeKind.SIZE, NodeKind.ITEM, NodeKind.CONSTANT})
+"""The kinds of nodes that take no kernel of their own."""
 
 
 class Strength(IntEnum):
@@ -39,68 +36,48 @@ class Strength(IntEnum):
     """The result could be wrong."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ban:
-    """Why a value is not computed again."""
-
-    strength: Strength
-    reason: str
-
-
-def find_bans(joint: Joint) -> dict[fx.Node, Ban]:
+def find_bans(joint: Joint) -> dict[fx.Node, Strength]:
     """The nodes of forward that are not computed again; those tagged for it are, where they may."""
-    bans = find_firm_bans(joint)
+    bans = dict.fromkeys(find_firm_bans(joint), Strength.ALWAYS)
     costly = costly_again(joint)
     for node in joint.nodes:
         if node in bans or joint.sides[node] is not Side.FORWARD or wants_recompute(node):
             continue
-        if (reason := _work(joint, node)) is not None:
-            bans[node] = Ban(strength=Strength.WORK, reason=reason)
+        if _is_much_work(joint, node):
+            bans[node] = Strength.WORK
         elif node in costly and joint.kinds[node] not in WITH_OTHERS:
-            bans[node] = Ban(strength=Strength.FUSION, reason=costly[node])
+            bans[node] = Strength.FUSION
     return bans
 
 
-def find_firm_bans(joint: Joint) -> dict[fx.Node, Ban]:
+def find_firm_bans(joint: Joint) -> set[fx.Node]:
     """The nodes of forward that no budget and no tag may have computed again."""
-    bans: dict[fx.Node, Ban] = {}
+    bans: set[fx.Node] = set()
     for node in joint.nodes:
-        if joint.sides[node] is not Side.FORWARD:
-            continue
-        reason = _always(joint, node)
-        if reason is None and joint.kinds[node] is Kind.ITEM:
-            producer = bans.get(node.all_input_nodes[0])
-            reason = producer.reason if producer is not None else None
-        if reason is not None:
-            bans[node] = Ban(strength=Strength.ALWAYS, reason=reason)
+        if joint.sides[node] is Side.FORWARD:
+            is_item = joint.kinds[node] is NodeKind.ITEM
+            if _is_firm(joint, node) or (is_item and node.all_input_nodes[0] in bans):
+                bans.add(node)
     return bans
 
 
-def _always(joint: Joint, node: fx.Node) -> str | None:
+def _is_firm(joint: Joint, node: fx.Node) -> bool:
     kind = joint.kinds[node]
-    if kind in SEEN_OUTSIDE or kind is Kind.INPUT:
-        return f"it is {kind.value}"
-    if is_size_of_tensor(node, kind):
-        return "it is kept instead of the tensor"
-    if reads_any(node, joint.written):
-        return "it reads memory that is written to"
-    if node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE:
-        return "a checkpoint says so"
-    if kind in (Kind.RANDOM, Kind.COLLECTIVE) and not wants_recompute(node):
-        return f"it is {kind.value}"
-    return None
+    return (
+        kind in (NodeKind.INPUT, NodeKind.EFFECT, NodeKind.MUTATION)
+        or is_size_of_tensor(node, kind)  # kept instead of the tensor
+        or reads_any(node, joint.written)
+        or node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
+        or (kind in (NodeKind.RANDOM, NodeKind.COLLECTIVE) and not wants_recompute(node))
+    )
 
 
-def _work(joint: Joint, node: fx.Node) -> str | None:
+def _is_much_work(joint: Joint, node: fx.Node) -> bool:
     kind = joint.kinds[node]
-    if kind is Kind.EXPENSIVE:
-        return f"it is {kind.value}"
+    if kind is NodeKind.EXPENSIVE or node.meta.get("recompute") is CheckpointPolicy.PREFER_SAVE:
+        return True
     if kind not in WITH_OTHERS and reads_any(node, joint.handed_out):
-        return "the caller sees what it reads, and may write to it"
-    if node.meta.get("recompute") is CheckpointPolicy.PREFER_SAVE:
-        return "a checkpoint prefers so"
-    if kind is Kind.REDUCTION:
-        read = sum(kept_bytes(one) for one in node.all_input_nodes)
-        if kept_bytes(node) * SMALL_RESULT < read:
-            return "its result is small"
-    return None
+        return True  # the caller sees what it reads, and may write to it
+    if kind is not NodeKind.REDUCTION:
+        return False
+    return kept_bytes(node) * SMALL_RESULT < sum(map(kept_bytes, node.all_input_nodes))

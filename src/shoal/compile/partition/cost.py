@@ -1,4 +1,4 @@
-"""What a value costs to keep, and what it costs to make."""
+"""The cost of keeping a value in memory, and of computing it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from torch.utils.flop_counter import flop_registry
 
 from shoal._torch import operators, storage, symbols
-from shoal.compile.node_kinds import value
+from shoal.compile.node_kinds import tensors_of, value
 
 SYMBOL_BYTES = 8
 """A Python integer that is kept, as good as free."""
@@ -23,7 +23,7 @@ def kept_bytes(node: fx.Node) -> int:
 
 def _bytes(held: Any) -> int:
     if isinstance(held, Tensor):
-        own = math.prod(map(symbols.size_hint, held.shape)) * held.element_size()
+        own = symbols.num_bytes(held)
         if storage.storage_key(held) is None:
             return own
         whole = symbols.size_hint(held.untyped_storage().nbytes())
@@ -44,17 +44,12 @@ def work(node: fx.Node) -> int:
         if count is not None:
             args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), _sized)  # type: ignore[misc]
             return max(1, int(count(*args, **kwargs, out_val=_sized(node))))
-    held = value(node)
-    several = held if isinstance(held, list | tuple) else (held,)
-    return max(1, sum(_numel(one) for one in several if isinstance(one, Tensor)))
-
-
-def _numel(tensor: Tensor) -> int:
-    return math.prod(map(symbols.size_hint, tensor.shape))
+    given = tensors_of([node])
+    return max(1, sum(math.prod(map(symbols.size_hint, one.shape)) for one in given))
 
 
 def _sized(node: fx.Node) -> Any:
-    """What stands for a node where only sizes are read: its value with hints for symbols."""
+    """A node's value with hints for symbolic sizes, for functions that read only sizes."""
     return _with_hints(value(node))
 
 

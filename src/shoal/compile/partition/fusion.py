@@ -1,4 +1,4 @@
-"""What one kernel can do at once, and where computing again would cost one more.
+"""The work that one kernel can do at once, and where computing again would cost one more.
 
 Computing a cheap value again is as good as free while it happens inside a kernel that runs anyway.
 The three rules here name the nodes for which it would not.
@@ -6,14 +6,21 @@ The three rules here name the nodes for which it would not.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch import fx
 
-from shoal.compile.node_kinds import Kind, op_name
+from shoal.compile.node_kinds import NodeKind, op_name
 from shoal.compile.partition.joint import Joint, Side
 
-FUSIBLE = frozenset({Kind.VIEW, Kind.CHEAP, Kind.REDUCTION, Kind.RANDOM, Kind.SIZE, Kind.CONSTANT})
+FUSIBLE = frozenset(
+    {
+        NodeKind.VIEW,
+        NodeKind.CHEAP,
+        NodeKind.REDUCTION,
+        NodeKind.RANDOM,
+        NodeKind.SIZE,
+        NodeKind.CONSTANT,
+    }
+)
 
 LONGEST_CHAIN = 100
 """How many nodes may be computed again one from another before the chain is broken."""
@@ -23,7 +30,7 @@ def fusible(joint: Joint, node: fx.Node) -> bool:
     """Whether a node can share a kernel."""
     if node.op == "output":
         return False
-    if joint.kinds[node] is Kind.ITEM:
+    if joint.kinds[node] is NodeKind.ITEM:
         producer = node.args[0]
         assert isinstance(producer, fx.Node)
         return fusible(joint, producer)
@@ -42,25 +49,19 @@ def is_materialized(joint: Joint, node: fx.Node) -> bool:
     return node.op == "placeholder" or not all(can_fuse(joint, node, user) for user in node.users)
 
 
-def costly_again(joint: Joint) -> dict[fx.Node, str]:
-    """The cheap nodes of forward that would not be cheap a second time, each with the reason."""
+def costly_again(joint: Joint) -> set[fx.Node]:
+    """The cheap nodes of forward that would not be cheap a second time."""
     forward = [node for node in joint.nodes if joint.sides[node] is Side.FORWARD]
-    found: dict[fx.Node, str] = {}
+    found = {node for node in forward if _is_read_in_memory(joint, node)}
     for node in forward:
-        reader = _reader_in_memory(joint, node)
-        if reader is not None:
-            found[node] = f"backward's {reader.name} reads it from memory"
-    for node in forward:
-        for user in _readers_past_barrier(joint, node):
-            found.setdefault(user, f"it reads {node.name} from before an operator that cannot fuse")
-    found.update(_long_chains(joint, forward, found))
-    return found
+        found.update(_readers_past_barrier(joint, node))
+    return found | _long_chains(joint, forward, found)
 
 
-def _reader_in_memory(joint: Joint, node: fx.Node) -> fx.Node | None:
-    """A reader in backward that cannot fuse with a node, or with a view of it."""
-    if joint.kinds[node] is Kind.VIEW:
-        return None
+def _is_read_in_memory(joint: Joint, node: fx.Node) -> bool:
+    """Whether a reader in backward cannot fuse with a node, or with a view of it."""
+    if joint.kinds[node] is NodeKind.VIEW:
+        return False
     pending = [node]
     while pending:
         seen = pending.pop()
@@ -68,13 +69,13 @@ def _reader_in_memory(joint: Joint, node: fx.Node) -> fx.Node | None:
             if user.op == "output":
                 continue
             if joint.sides[user] is not Side.FORWARD and not can_fuse(joint, seen, user):
-                return user
-            if joint.kinds[user] is Kind.VIEW:
+                return True
+            if joint.kinds[user] is NodeKind.VIEW:
                 pending.append(user)
-    return None
+    return False
 
 
-def _readers_past_barrier(joint: Joint, node: fx.Node) -> Iterator[fx.Node]:
+def _readers_past_barrier(joint: Joint, node: fx.Node) -> list[fx.Node]:
     """Readers of a node that come after something that cannot fuse, reached from the node too.
 
     A residual connection is one: computed again, it would pull the whole block's result along.
@@ -83,7 +84,7 @@ def _readers_past_barrier(joint: Joint, node: fx.Node) -> Iterator[fx.Node]:
         user for user in node.users if user.op != "output" and joint.sides[user] is Side.FORWARD
     ]
     if len(readers) < 2:
-        return
+        return []
     last = max(joint.order[user] for user in readers)
     reached = set(readers)
     for place in range(joint.order[node] + 1, last + 1):
@@ -92,20 +93,16 @@ def _readers_past_barrier(joint: Joint, node: fx.Node) -> Iterator[fx.Node]:
         if joint.sides[one] is not Side.FORWARD or not sources:
             continue
         if not all(can_fuse(joint, source, one) for source in sources):
-            yield from (
-                user
-                for user in readers
-                if joint.order[user] > place and can_fuse(joint, node, user)
-            )
-            return
+            later = (user for user in readers if joint.order[user] > place)
+            return [user for user in later if can_fuse(joint, node, user)]
         reached.add(one)
+    return []
 
 
-def _long_chains(
-    joint: Joint, forward: list[fx.Node], broken: dict[fx.Node, str]
-) -> dict[fx.Node, str]:
+def _long_chains(joint: Joint, forward: list[fx.Node], broken: set[fx.Node]) -> set[fx.Node]:
+    """The nodes before which `LONGEST_CHAIN` operators would be computed again."""
     length: dict[fx.Node, int] = {}
-    found: dict[fx.Node, str] = {}
+    found: set[fx.Node] = set()
     for node in forward:
         chains = [
             # A size that backward asked for may be of what was traced there.
@@ -115,6 +112,6 @@ def _long_chains(
         ]
         length[node] = 1 + max(chains, default=0)
         if length[node] > LONGEST_CHAIN and node not in broken:
-            found[node] = f"{LONGEST_CHAIN} operators before it would be computed again"
+            found.add(node)
             length[node] = 0
     return found

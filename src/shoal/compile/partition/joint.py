@@ -20,15 +20,15 @@ from typing import Any
 from torch import fx
 from torch.utils import checkpoint
 
-from shoal.compile.node_kinds import Kind, flat, is_tensor, kind
+from shoal.compile.node_kinds import NodeKind, flat, is_tensor, kind, nodes_in
 from shoal.errors import InvariantError
 
 CheckpointPolicy = checkpoint.CheckpointPolicy
 
-PINNED = frozenset({Kind.RANDOM, Kind.COLLECTIVE, Kind.EFFECT, Kind.MUTATION})
-"""What runs in the phase where it was traced: order, or the outside, would see it move."""
+PINNED = frozenset({NodeKind.RANDOM, NodeKind.COLLECTIVE, NodeKind.EFFECT, NodeKind.MUTATION})
+"""The kinds of nodes that stay in the phase where they were traced, since a move would show."""
 
-TRACED_THERE = PINNED | {Kind.INPUT, Kind.EXPENSIVE}
+TRACED_THERE = PINNED | {NodeKind.INPUT, NodeKind.EXPENSIVE}
 """What backward does itself. Much work of forward's values alone is a checkpoint's: it was asked
 for there."""
 
@@ -46,12 +46,12 @@ class Joint:
     """One joint graph, read."""
 
     root: fx.GraphModule
-    """What holds the graph's constants."""
+    """The module that holds the graph's constants."""
     graph: fx.Graph
     nodes: tuple[fx.Node, ...]
     """All but the output, in order."""
     order: Mapping[fx.Node, int]
-    kinds: Mapping[fx.Node, Kind]
+    kinds: Mapping[fx.Node, NodeKind]
     sides: Mapping[fx.Node, Side]
     forward_inputs: tuple[fx.Node, ...]
     backward_inputs: tuple[fx.Node, ...]
@@ -93,14 +93,9 @@ def phase(node: fx.Node) -> str:
     return found
 
 
-def is_size_of_tensor(node: fx.Node, kind: Kind) -> bool:
+def is_size_of_tensor(node: fx.Node, kind: NodeKind) -> bool:
     """Whether a node asks a tensor for its shape: the answer is kept, and not the tensor."""
-    return kind is Kind.SIZE and any(is_tensor(one) for one in node.all_input_nodes)
-
-
-def output_of(graph: fx.Graph) -> fx.Node:
-    """The output of a graph."""
-    return next(iter(reversed(graph.nodes)))
+    return kind is NodeKind.SIZE and any(is_tensor(one) for one in node.all_input_nodes)
 
 
 def read_joint(
@@ -113,7 +108,7 @@ def read_joint(
 ) -> Joint:
     """Read a module's joint graph, or one made of it: outputs of a function, then gradients."""
     graph = module.graph if graph is None else graph
-    outputs = tuple(flat(output_of(graph).args))
+    outputs = tuple(flat(graph.output_node().args))
     if not 0 <= num_fwd_outputs <= len(outputs):
         raise ValueError(
             f"expected num_fwd_outputs between 0 and the {len(outputs)} outputs of the joint "
@@ -123,8 +118,8 @@ def read_joint(
     kinds = {node: kind(node) for node in nodes}
     sides = _sides(nodes, kinds)
     inputs = [node for node in nodes if node.op == "placeholder"]
-    for one in outputs[:num_fwd_outputs]:
-        if isinstance(one, fx.Node) and sides[one] is Side.BACKWARD:
+    for one in nodes_in(outputs[:num_fwd_outputs]):
+        if sides[one] is Side.BACKWARD:
             raise InvariantError(
                 f"forward's output {one.name} depends on backward: the first {num_fwd_outputs} "
                 "outputs of a joint graph must be the function's own"
@@ -145,7 +140,7 @@ def read_joint(
     )
 
 
-def _sides(nodes: Iterable[fx.Node], kinds: Mapping[fx.Node, Kind]) -> dict[fx.Node, Side]:
+def _sides(nodes: Iterable[fx.Node], kinds: Mapping[fx.Node, NodeKind]) -> dict[fx.Node, Side]:
     sides: dict[fx.Node, Side] = {}
     for node in nodes:
         needs_backward = any(sides[one] is Side.BACKWARD for one in node.all_input_nodes)

@@ -1,7 +1,7 @@
 """Copy the old values of inputs that forward writes to, where backward reads them.
 
-In a functional graph an input means the value it came in with. Forward's last nodes, or whoever
-calls it, write the new value over it, so backward would read that instead. Where backward reads
+In a functional graph an input means the value it came in with. Forward's last nodes, or the
+caller, write the new value over it, so backward would read that instead. Where backward reads
 such an input, or a view of it, forward copies the old value first.
 """
 
@@ -11,35 +11,36 @@ from collections.abc import Collection, Iterable
 from collections.abc import Set as AbstractSet
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
 from shoal._torch import operators, storage
-from shoal.compile.node_kinds import Kind, flat, is_tensor, kind, mutated_inputs, op_name, value
-from shoal.compile.partition.joint import CheckpointPolicy, output_of, phase
+from shoal.compile.node_kinds import (
+    NodeKind,
+    flat,
+    is_tensor,
+    kind,
+    mutated_inputs,
+    op_name,
+    tensors_of,
+    value,
+)
+from shoal.compile.partition.joint import CheckpointPolicy, phase
 
 RUNNING_STATISTICS = frozenset({"running_mean", "running_var"})
 BATCH_NORMS = frozenset(
-    f"aten::{name}"
-    for name in (
-        *("native_batch_norm_backward", "cudnn_batch_norm_backward"),
-        *("miopen_batch_norm_backward", "batch_norm_backward"),
-    )
+    f"aten::{library}batch_norm_backward" for library in ("", "native_", "cudnn_", "miopen_")
 )
 
 
 def written_in(graph: fx.Graph, where: str) -> set[int]:
     """The memory that nodes of one phase write to."""
-    written = set()
-    for node in graph.nodes:
-        if node.op == "call_function" and phase(node) == where:
-            written |= storages(mutated_inputs(node))
-    return written
+    nodes = (node for node in graph.nodes if node.op == "call_function" and phase(node) == where)
+    return storages(written for node in nodes for written in mutated_inputs(node))
 
 
 def storages(nodes: Iterable[fx.Node]) -> set[int]:
     """The memory in which the values of some nodes lie."""
-    tensors = (one for node in nodes for one in flat(value(node)) if isinstance(one, Tensor))
-    keys = map(storage.storage_key, tensors)
+    keys = map(storage.storage_key, tensors_of(nodes))
     return {key for key in keys if key is not None}
 
 
@@ -75,19 +76,20 @@ def protect_old_values(
             and phase(node) == "forward"
             and is_tensor(node)
             and not written.isdisjoint(storages([node]))
-            and kind(node) is not Kind.MUTATION
+            and kind(node) is not NodeKind.MUTATION
         ):
             _copy_for_backward(graph, node, num_fwd_outputs)
 
 
 def _copy_for_backward(graph: fx.Graph, node: fx.Node, num_fwd_outputs: int) -> None:
     readers = [user for user in node.users if _reads_in_backward(user, node)]
-    output = output_of(graph)
+    output = graph.output_node()
     outputs = list(flat(output.args))
     if not readers and node not in outputs[num_fwd_outputs:]:
         return
-    first_call = next(one for one in graph.nodes if one.op != "placeholder")
-    place = first_call if node.op == "placeholder" else node.next
+    place = node.next
+    while place.op == "placeholder":
+        place = place.next
     with graph.inserting_before(place):
         copy = graph.call_function(torch.ops.aten.clone.default, (node,))
     copy.meta = {
@@ -106,7 +108,7 @@ def _reads_in_backward(user: fx.Node, node: fx.Node) -> bool:
     return (
         user.op == "call_function"
         and phase(user) == "backward"
-        and kind(user) is not Kind.SIZE
+        and kind(user) is not NodeKind.SIZE
         and node not in mutated_inputs(user)
     )
 

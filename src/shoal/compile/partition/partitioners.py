@@ -8,6 +8,7 @@ from typing import Any
 from torch import fx
 
 from shoal._torch import settings
+from shoal.compile.node_kinds import closure, nodes_in
 from shoal.compile.observe.observation import tell_passes
 from shoal.compile.partition.bans import find_firm_bans
 from shoal.compile.partition.joint import Joint, Side, read_joint
@@ -19,38 +20,8 @@ from shoal.compile.partition.saved_values import (
     keep_within,
     without_outputs,
 )
-from shoal.compile.partition.split import Split, split
+from shoal.compile.partition.split import split
 from shoal.compile.passes import pipeline
-
-
-def split_as_traced(
-    joint_module: fx.GraphModule, *, num_fwd_outputs: int, mutated_inputs: Collection[int] = ()
-) -> Split:
-    """Run each node where it was traced; only what a checkpoint tags is computed again.
-
-    `mutated_inputs` are the places of inputs that are written to outside, after forward.
-    """
-    joint = _prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=False)
-    return split(joint, _read_across(joint))
-
-
-def split_by_min_cut(
-    joint_module: fx.GraphModule,
-    *,
-    num_fwd_outputs: int,
-    memory_budget: float = 1.0,
-    static_inputs: Collection[int] = (),
-    mutated_inputs: Collection[int] = (),
-) -> Split:
-    """Keep as few bytes as can be where only cheap work is done again.
-
-    A budget below 1 does more work again to keep less. `static_inputs` are the places of inputs
-    that are free to keep, `mutated_inputs` of those that are written to outside, after forward.
-    """
-    joint = _prepare(joint_module, num_fwd_outputs, mutated_inputs=mutated_inputs, dedupe=True)
-    static = {node for i, node in enumerate(joint.forward_inputs) if i in set(static_inputs)}
-    kept = without_outputs(joint, keep_within(joint, memory_budget, static=static))
-    return split(joint, as_last_views(joint, kept))
 
 
 def default_partition(
@@ -64,12 +35,12 @@ def default_partition(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The forward and backward graphs, each node where it was traced.
 
-    What lives on anyway is kept like everything else: the `static` arguments change nothing.
+    Only nodes that a checkpoint tags are computed again. `mutated_inputs` are the places of inputs
+    that are written to outside, after forward. What lives on anyway is kept like everything else:
+    the `static` arguments change nothing.
     """
-    parts = split_as_traced(
-        joint_module, num_fwd_outputs=num_fwd_outputs, mutated_inputs=mutated_inputs
-    )
-    return parts.forward, parts.backward
+    joint = _prepare(joint_module, num_fwd_outputs, mutated_inputs, dedupe=False)
+    return split(joint, _read_across(joint))
 
 
 def min_cut_rematerialization_partition(
@@ -82,26 +53,23 @@ def min_cut_rematerialization_partition(
     memory_budget: float = 1.0,
     mutated_inputs: Collection[int] = (),
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """The forward and backward graphs that keep the fewest bytes; `compiler` changes nothing.
+    """The forward and backward graphs that keep as few bytes as can be, with cheap work done again.
 
-    The budget that is set for torch's own runtime (`activation_memory_budget`) holds too.
+    A budget below 1 does more work again to keep less. The budget that is set for torch's own
+    runtime (`activation_memory_budget`) holds too. `static_lifetime_input_indices` are the places
+    of inputs that are free to keep, `mutated_inputs` of those that are written to outside, after
+    forward. `compiler` changes nothing.
     """
-    parts = split_by_min_cut(
-        joint_module,
-        num_fwd_outputs=num_fwd_outputs,
-        memory_budget=min(memory_budget, settings.memory_budget()),
-        static_inputs=static_lifetime_input_indices or (),
-        mutated_inputs=mutated_inputs,
-    )
-    return parts.forward, parts.backward
+    joint = _prepare(joint_module, num_fwd_outputs, mutated_inputs, dedupe=True)
+    places = set(static_lifetime_input_indices or ())
+    static = {node for i, node in enumerate(joint.forward_inputs) if i in places}
+    budget = min(memory_budget, settings.memory_budget())
+    kept = without_outputs(joint, keep_within(joint, budget, static=static))
+    return split(joint, as_last_views(joint, kept))
 
 
 def _prepare(
-    module: fx.GraphModule,
-    num_fwd_outputs: int,
-    *,
-    mutated_inputs: Collection[int] = (),
-    dedupe: bool,
+    module: fx.GraphModule, num_fwd_outputs: int, mutated_inputs: Collection[int], *, dedupe: bool
 ) -> Joint:
     """Copy a joint graph, run the passes before the cut over the copy, and read it."""
     graph = copy_graph(module.graph)
@@ -124,17 +92,11 @@ def _prepare(
 def _read_across(joint: Joint) -> list[fx.Node]:
     """The values of forward that backward reads, or needs to compute what is tagged again."""
     firm = find_firm_bans(joint)
-    pending = [one for one in joint.backward_outputs if isinstance(one, fx.Node)]
-    pending += [node for node in joint.nodes if joint.sides[node] is not Side.FORWARD]
-    seen: set[fx.Node] = set()
-    kept: list[fx.Node] = []
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
-        if joint.sides[node] is Side.FORWARD and is_keepable(joint, node, firm):
-            kept.append(node)
-        else:
-            pending.extend(node.all_input_nodes)
-    return kept
+
+    def is_kept(node: fx.Node) -> bool:
+        return joint.sides[node] is Side.FORWARD and is_keepable(joint, node, firm)
+
+    roots = nodes_in(joint.backward_outputs)
+    roots += [node for node in joint.nodes if joint.sides[node] is not Side.FORWARD]
+    read = closure(roots, lambda node: () if is_kept(node) else node.all_input_nodes)
+    return [node for node in read if is_kept(node)]

@@ -6,14 +6,8 @@ from typing import Any
 
 from torch import fx
 
-from shoal.compile.node_kinds import Kind, is_wait, kind
-from shoal.compile.partition.joint import (
-    PINNED,
-    CheckpointPolicy,
-    output_of,
-    phase,
-    wants_recompute,
-)
+from shoal.compile.node_kinds import NodeKind, is_wait, kind
+from shoal.compile.partition.joint import PINNED, CheckpointPolicy, phase, wants_recompute
 from shoal.compile.partition.mutation import storages
 
 
@@ -27,10 +21,9 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
 
 
 PHASES = {
-    "is_forward": "forward",
-    "must_be_in_forward": "forward",
-    "is_backward": "backward",
-    "must_be_in_backward": "backward",
+    f"{prefix}_{phase}": phase
+    for prefix in ("is", "must_be_in")
+    for phase in ("forward", "backward")
 }
 """By torch's tags, `node.meta["partitioner_tag"]`."""
 
@@ -38,8 +31,8 @@ PHASES = {
 def complete_phases(graph: fx.Graph) -> None:
     """Give a graph phases if it has none: by torch's tags, or by what its values depend on.
 
-    Dataflow does not tell where a write ran: one without a tag is left without a phase, which is
-    refused by whoever asks for it. What depends on no gradient counts as forward's.
+    Dataflow does not tell where a write ran: one without a tag is left without a phase, and
+    `phase` refuses it. A node that depends on no gradient counts as forward's.
     """
     if not any("phase" in node.meta for node in _calls(graph)):
         infer_phases(graph)
@@ -51,7 +44,7 @@ def infer_phases(graph: fx.Graph) -> None:
         if "phase" in node.meta:
             continue
         found = PHASES.get(node.meta.get("partitioner_tag", ""))
-        if found is None and kind(node) is not Kind.MUTATION:
+        if found is None and kind(node) is not NodeKind.MUTATION:
             reads_backward = any(phase(one) == "backward" for one in node.all_input_nodes)
             found = "backward" if reads_backward else "forward"
         if found is not None:
@@ -65,7 +58,7 @@ def _calls(graph: fx.Graph) -> list[fx.Node]:
 def complete_tags(graph: fx.Graph) -> None:
     """Give results, pending collectives and the borders of regions the tags that they need."""
     for node in graph.nodes:
-        if node.op == "call_function" and kind(node) is Kind.ITEM:
+        if node.op == "call_function" and kind(node) is NodeKind.ITEM:
             _inherit(node)
     for node in graph.nodes:
         if is_wait(node):
@@ -90,9 +83,9 @@ def _inherit(item: fx.Node) -> None:
 def _join_collective(wait: fx.Node) -> None:
     """A collective and its wait are computed again together, or not at all."""
     together = [wait, wait.all_input_nodes[0]]
-    while kind(together[-1]) is Kind.ITEM:
+    while kind(together[-1]) is NodeKind.ITEM:
         together.append(together[-1].all_input_nodes[0])
-    if kind(together[-1]) is Kind.COLLECTIVE and any(map(wants_recompute, together)):
+    if kind(together[-1]) is NodeKind.COLLECTIVE and any(map(wants_recompute, together)):
         for node in together:
             node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
@@ -110,7 +103,7 @@ def _ends_region(node: fx.Node) -> bool:
     )
 
 
-UNTOUCHED = PINNED | {Kind.INPUT, Kind.CONSTANT}
+UNTOUCHED = PINNED | {NodeKind.INPUT, NodeKind.CONSTANT}
 
 
 def drop_repeated(graph: fx.Graph) -> None:
@@ -119,31 +112,22 @@ def drop_repeated(graph: fx.Graph) -> None:
     Forward and backward stay apart: what backward computes again, it was asked to. What is
     returned stays apart too: two results must not become one tensor.
     """
-    returned = storages(output_of(graph).all_input_nodes)
+    returned = storages(graph.output_node().all_input_nodes)
     first: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or kind(node) in UNTOUCHED or node.is_impure():
             continue
         if storages([node]) & returned:
             continue
-        key = _key(node)
-        if key is None:
+        tags = (node.meta.get("recompute"), node.meta.get("ac_graph_id"))
+        key = (phase(node), node.target, tags, _frozen(node.args), _frozen(dict(node.kwargs)))
+        try:
+            known = first.setdefault(key, node)
+        except TypeError:  # an argument without a hash: nobody can tell whether others equal it
             continue
-        known = first.setdefault(key, node)
         if known is not node:
             node.replace_all_uses_with(known)
             graph.erase_node(node)
-
-
-def _key(node: fx.Node) -> Any:
-    """What makes two nodes equal; None where that cannot be told."""
-    tags = (node.meta.get("recompute"), node.meta.get("ac_graph_id"))
-    key = (phase(node), node.target, tags, _frozen(node.args), _frozen(dict(node.kwargs)))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key
 
 
 def _frozen(given: Any) -> Any:

@@ -13,19 +13,27 @@ write to them, and `as_last_views` keeps a chain of views as the view that backw
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 from torch import fx
 
-from shoal.compile.node_kinds import Kind, is_symbolic, is_tensor, is_wait, value
-from shoal.compile.partition.bans import Ban, Strength, find_bans, find_firm_bans
+from shoal.compile.node_kinds import (
+    NodeKind,
+    closure,
+    is_symbolic,
+    is_tensor,
+    is_wait,
+    nodes_in,
+    value,
+)
+from shoal.compile.partition.bans import Strength, find_bans, find_firm_bans
 from shoal.compile.partition.cost import SYMBOL_BYTES, kept_bytes, work
 from shoal.compile.partition.fusion import is_materialized
 from shoal.compile.partition.joint import Joint, Side, phase, wants_recompute
 from shoal.compile.partition.min_cut import CutNode, cheapest_kept
 from shoal.compile.partition.mutation import storages
-from shoal.compile.partition.split import closure, needed_by_backward
+from shoal.compile.partition.split import needed_by_backward
 
 MAX_STEPS = 10_000
 """How finely memory is counted where exact sizes would take too long."""
@@ -39,16 +47,33 @@ def keep_within(joint: Joint, budget: float, *, static: Collection[fx.Node]) -> 
     if not 0 <= budget <= 1:
         raise ValueError(f"expected a memory budget between 0 and 1, got {budget}")
     bans = find_bans(joint)
-    most = kept_by_min_cut(joint, bans, static=static)
+
+    def keep(banned: Collection[fx.Node]) -> tuple[list[fx.Node], int]:
+        kept = kept_by_min_cut(joint, banned, static=static)
+        return kept, sum(kept_bytes(node) for node in kept if node not in static)
+
+    most, ceiling = keep(bans)
     if budget == 1:
         return most
-    least = kept_by_min_cut(joint, _firm(bans, Strength.ALWAYS), static=static)
-    floor, ceiling = _total(least, static), _total(most, static)
-    allowed = floor + int(budget * max(ceiling - floor, 0))
-    for kept in (most, kept_by_min_cut(joint, _firm(bans, Strength.WORK), static=static)):
-        if _total(kept, static) <= allowed:
+    firm = {node for node, strength in bans.items() if strength is Strength.ALWAYS}
+    loose = [node for node, strength in bans.items() if strength is Strength.WORK]
+    _, floor = keep(firm)
+    capacity = int(budget * max(ceiling - floor, 0))
+    allowed = floor + capacity
+    for kept, num_bytes in ((most, ceiling), keep(firm.union(loose))):
+        if num_bytes <= allowed:
             return kept
-    return _keep_most_work(joint, bans, allowed, floor, static)
+    sizes = [kept_bytes(node) for node in loose]
+    gains = [work(node) for node in loose]
+    kept = most
+    for _ in range(MAX_ATTEMPTS):
+        chosen = [loose[place] for place in most_worth(sizes, gains, capacity)]
+        kept, num_bytes = keep(firm.union(chosen))
+        if num_bytes <= allowed or capacity <= 0:
+            break
+        # Values that keep each other company were counted apart: leave as much room for them.
+        capacity = max(capacity - (num_bytes - allowed), 0)
+    return kept
 
 
 def most_worth(sizes: Sequence[int], worth: Sequence[int], capacity: int) -> list[int]:
@@ -75,59 +100,25 @@ def most_worth(sizes: Sequence[int], worth: Sequence[int], capacity: int) -> lis
     return sorted(chosen)
 
 
-def _keep_most_work(
-    joint: Joint,
-    bans: Mapping[fx.Node, Ban],
-    allowed: int,
-    floor: int,
-    static: Collection[fx.Node],
-) -> list[fx.Node]:
-    firm = _firm(bans, Strength.ALWAYS)
-    loose = [node for node, ban in bans.items() if ban.strength is Strength.WORK]
-    sizes = [kept_bytes(node) for node in loose]
-    gains = [work(node) for node in loose]
-    capacity = allowed - floor
-    kept = kept_by_min_cut(joint, firm, static=static)
-    for _ in range(MAX_ATTEMPTS):
-        chosen = [loose[place] for place in most_worth(sizes, gains, capacity)]
-        kept = kept_by_min_cut(
-            joint, {**firm, **{node: bans[node] for node in chosen}}, static=static
-        )
-        over = _total(kept, static) - allowed
-        if over <= 0 or capacity <= 0:
-            break
-        # Values that keep each other company were counted apart: leave as much room for them.
-        capacity = max(capacity - over, 0)
-    return kept
-
-
-def _firm(bans: Mapping[fx.Node, Ban], least: Strength) -> dict[fx.Node, Ban]:
-    return {node: ban for node, ban in bans.items() if ban.strength >= least}
-
-
-def _total(kept: Sequence[fx.Node], static: Collection[fx.Node]) -> int:
-    return sum(kept_bytes(node) for node in kept if node not in static)
-
-
 FARTHEST = 100
 """A value this many nodes away from backward weighs twice what it takes: chains stay short."""
 
 
 def kept_by_min_cut(
-    joint: Joint, bans: Mapping[fx.Node, Ban], *, static: Collection[fx.Node] = ()
+    joint: Joint, banned: Collection[fx.Node], *, static: Collection[fx.Node] = ()
 ) -> list[fx.Node]:
     """The values to keep: as few bytes as can be where the banned nodes are not computed again.
 
     `static` are inputs that live on anyway, such as parameters: keeping them is free.
     """
-    needed = {one for one in joint.backward_outputs if isinstance(one, fx.Node)}
+    needed = set(nodes_in(joint.backward_outputs))
     distances = _distances(joint)
     nodes = [
         CutNode(
             name=node.name,
-            cost=0 if node in static else _cost(joint, node, distances[node], bans),
+            cost=0 if node in static else _cost(joint, node, distances[node], banned),
             reads=tuple(joint.order[one] for one in node.all_input_nodes),
-            only_forward=node in bans,
+            only_forward=node in banned,
             only_backward=joint.sides[node] is Side.BACKWARD,
             needed=node in needed,
         )
@@ -136,23 +127,23 @@ def kept_by_min_cut(
     return [joint.nodes[place] for place in cheapest_kept(nodes)]
 
 
-def is_keepable(joint: Joint, node: fx.Node, bans: Mapping[fx.Node, Ban]) -> bool:
+def is_keepable(joint: Joint, node: fx.Node, banned: Collection[fx.Node]) -> bool:
     """Whether a value can cross from forward to backward, and is not tagged to be made again."""
-    held = value(node)
-    if joint.kinds[node] is Kind.CONSTANT or held is None or isinstance(held, list | tuple | dict):
+    kind, held = joint.kinds[node], value(node)
+    if kind is NodeKind.CONSTANT or held is None or isinstance(held, list | tuple | dict):
         return False
-    if joint.kinds[node] is Kind.COLLECTIVE and not is_wait(node):
+    if kind is NodeKind.COLLECTIVE and not is_wait(node):
         return False  # nobody has waited for it yet
-    return not wants_recompute(node) or node in bans or is_symbolic(node)
+    return not wants_recompute(node) or node in banned or is_symbolic(node)
 
 
-def _cost(joint: Joint, node: fx.Node, distance: int, bans: Mapping[fx.Node, Ban]) -> int | None:
-    if not is_keepable(joint, node, bans):
+def _cost(joint: Joint, node: fx.Node, distance: int, banned: Collection[fx.Node]) -> int | None:
+    if not is_keepable(joint, node, banned):
         return None
     if not is_tensor(node):
         return SYMBOL_BYTES if is_symbolic(node) else 0
     cost = kept_bytes(node) * (FARTHEST + min(distance, FARTHEST))
-    if joint.kinds[node] is Kind.VIEW:
+    if joint.kinds[node] is NodeKind.VIEW:
         return kept_bytes(node) * 4 * FARTHEST + 1  # more than what it is a view of, which will do
     return cost if is_materialized(joint, node) else 2 * cost  # it would also have to be written
 
@@ -169,7 +160,7 @@ def _distances(joint: Joint) -> dict[fx.Node, int]:
     return distances
 
 
-FREE = frozenset({Kind.VIEW, Kind.SIZE})
+FREE = frozenset({NodeKind.VIEW, NodeKind.SIZE})
 
 FEW = 4
 """How many cheap operators may run again so that an output is not kept."""
@@ -186,11 +177,11 @@ def without_outputs(joint: Joint, kept: Sequence[fx.Node]) -> list[fx.Node]:
     reads and nothing that is only computed with, so that there a caller may write to such an
     output.
     """
-    returned = storages(one for one in joint.forward_outputs if isinstance(one, fx.Node))
+    returned = storages(nodes_in(joint.forward_outputs))
     left = set(kept)
     for node in kept:
         if (
-            joint.kinds[node] is Kind.CHEAP
+            joint.kinds[node] is NodeKind.CHEAP
             and not returned.isdisjoint(storages([node]))
             and not _is_read_by_backward(joint, node)
             and _is_cheap_again(joint, node, left - {node})
@@ -203,7 +194,7 @@ def _is_read_by_backward(joint: Joint, node: fx.Node) -> bool:
     """Whether backward reads a value itself, or a view of it: then eager has kept it too."""
     return node in joint.backward_outputs or any(
         phase(user) == "backward"
-        or (joint.kinds[user] is Kind.VIEW and _is_read_by_backward(joint, user))
+        or (joint.kinds[user] is NodeKind.VIEW and _is_read_by_backward(joint, user))
         for user in node.users
         if user.op != "output"
     )
@@ -214,13 +205,13 @@ def _is_cheap_again(joint: Joint, node: fx.Node, kept: set[fx.Node]) -> bool:
     calls = [one for one in again if joint.kinds[one] not in FREE]
     return (
         len(calls) <= FEW
-        and all(joint.kinds[one] is Kind.CHEAP for one in calls)
-        and find_firm_bans(joint).keys().isdisjoint(again)
+        and all(joint.kinds[one] is NodeKind.CHEAP for one in calls)
+        and find_firm_bans(joint).isdisjoint(again)
     )
 
 
-FUSED = (Kind.CHEAP, Kind.REDUCTION)
-"""What takes views of its arguments along."""
+FUSED = (NodeKind.CHEAP, NodeKind.REDUCTION)
+"""The kinds of nodes whose kernels read their arguments through views."""
 
 
 def as_last_views(joint: Joint, kept: Sequence[fx.Node]) -> list[fx.Node]:
@@ -238,10 +229,8 @@ def as_last_views(joint: Joint, kept: Sequence[fx.Node]) -> list[fx.Node]:
     """
     chosen = set(kept)
     needed = needed_by_backward(joint, chosen)
-    given = {one for one in joint.backward_outputs if isinstance(one, fx.Node)}
-    fixed = joint.written | storages(
-        one for one in (*joint.forward_inputs, *joint.forward_outputs) if isinstance(one, fx.Node)
-    )
+    given = set(nodes_in(joint.backward_outputs))
+    fixed = joint.written | storages(nodes_in((joint.forward_inputs, joint.forward_outputs)))
     last: list[fx.Node] = []
     for node in kept:
         view = node
@@ -256,7 +245,7 @@ def as_last_views(joint: Joint, kept: Sequence[fx.Node]) -> list[fx.Node]:
 
 def _is_free_view(joint: Joint, node: fx.Node) -> bool:
     return (
-        joint.kinds[node] is Kind.VIEW
+        joint.kinds[node] is NodeKind.VIEW
         and joint.sides[node] is Side.FORWARD
         and is_tensor(node)
         and len(node.all_input_nodes) == 1
@@ -268,7 +257,7 @@ def _only_fuses(joint: Joint, view: fx.Node, needed: set[fx.Node]) -> bool:
     """Whether all that backward does with a view takes it along, or looks at it in another way."""
     return all(
         _only_fuses(joint, one, needed)
-        if joint.kinds[one] is Kind.VIEW
+        if joint.kinds[one] is NodeKind.VIEW
         else joint.kinds[one] in FUSED
         for one in view.users
         if one in needed

@@ -11,8 +11,7 @@ draws again come from forward's generator state, which is kept too.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,24 +19,25 @@ from torch import Tensor, fx
 
 from shoal._torch import fakes, operators
 from shoal._torch import symbols as torch_symbols
-from shoal.compile.node_kinds import Kind, flat, is_tensor, kind, value
-from shoal.compile.partition.joint import Joint, Side, output_of, phase
+from shoal.compile.node_kinds import (
+    NodeKind,
+    closure,
+    flat,
+    is_tensor,
+    kind,
+    nodes_in,
+    tensors_of,
+    value,
+)
+from shoal.compile.partition.joint import Joint, Side, phase
 from shoal.errors import InvariantError
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
-    """A forward graph and a backward graph, and what goes from one to the other."""
-
-    forward: fx.GraphModule
-    backward: fx.GraphModule
-    num_saved_tensors: int
-    num_saved_symints: int
-    """Symbolic numbers, and whatever else is no tensor."""
+ONCE = frozenset({NodeKind.INPUT, NodeKind.EFFECT, NodeKind.MUTATION})
+"""Nodes of forward that backward cannot run again."""
 
 
-def split(joint: Joint, kept: Iterable[fx.Node]) -> Split:
-    """Take a joint graph apart; forward keeps these values if backward uses them."""
+def split(joint: Joint, kept: Iterable[fx.Node]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Make a forward and a backward graph; forward keeps these values if backward uses them."""
     kept = joint.in_order(set(kept))
     again = needed_by_backward(joint, set(kept))
     used = [node for node in kept if node in again]
@@ -45,30 +45,21 @@ def split(joint: Joint, kept: Iterable[fx.Node]) -> Split:
     symbols = _with_bindings(joint, [node for node in used if not is_tensor(node)], tensors)
     forward = _forward_graph(joint, [*tensors, *symbols])
     backward = _backward_graph(joint, [*symbols, *tensors], again)
-    num_states = replay_random_numbers(
-        forward, backward, num_symbols=len(symbols), num_kept=len(symbols) + len(tensors)
-    )
+    replay_random_numbers(forward, backward, len(symbols), len(tensors))
     for graph in (forward, backward):
         graph.lint()
-    return Split(
-        forward=fx.GraphModule(joint.root, forward),
-        backward=fx.GraphModule(joint.root, backward),
-        num_saved_tensors=len(tensors) + num_states,
-        num_saved_symints=len(symbols),
-    )
+    return fx.GraphModule(joint.root, forward), fx.GraphModule(joint.root, backward)
 
 
 def needed_by_backward(joint: Joint, kept: set[fx.Node]) -> set[fx.Node]:
-    """What backward reads or computes, down to what is kept."""
-    roots = [one for one in joint.backward_outputs if isinstance(one, fx.Node)]
+    """The nodes that backward reads or computes, down to the values that are kept."""
+    roots = nodes_in(joint.backward_outputs)
     roots += [node for node in joint.nodes if _stays(joint, node, "backward")]
 
     def inputs(node: fx.Node) -> Sequence[fx.Node]:
         if node in kept:
             return ()
-        if joint.sides[node] is Side.FORWARD and joint.kinds[node] in (
-            *(Kind.INPUT, Kind.EFFECT, Kind.MUTATION),
-        ):
+        if joint.sides[node] is Side.FORWARD and joint.kinds[node] in ONCE:
             raise InvariantError(
                 f"backward needs {node.name} ({node.target}), which is {joint.kinds[node].value} "
                 "of forward, and it is not kept: add it, or what is computed of it, to the kept"
@@ -80,7 +71,7 @@ def needed_by_backward(joint: Joint, kept: set[fx.Node]) -> set[fx.Node]:
 
 def _forward_graph(joint: Joint, kept: list[fx.Node]) -> fx.Graph:
     returned = [*joint.forward_outputs, *kept]
-    roots = [one for one in returned if isinstance(one, fx.Node)]
+    roots = nodes_in(returned)
     roots += [node for node in joint.nodes if _stays(joint, node, "forward")]
     wanted = closure(roots, lambda node: node.all_input_nodes)
     graph = fx.Graph()
@@ -88,7 +79,7 @@ def _forward_graph(joint: Joint, kept: list[fx.Node]) -> fx.Graph:
     for node in (*joint.forward_inputs, *joint.in_order(wanted)):
         if node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
-    _give(graph, returned, copies)
+    _give(graph.output(()), fx.map_arg(tuple(returned), copies.__getitem__))
     return graph
 
 
@@ -100,7 +91,8 @@ def _backward_graph(joint: Joint, kept: list[fx.Node], wanted: set[fx.Node]) -> 
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in (*kept, *joint.backward_inputs):
-        copies[node] = _input(graph, node)
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
 
     def copy(node: fx.Node) -> None:
         missing = closure([node], lambda one: () if one in copies else one.all_input_nodes)
@@ -110,13 +102,12 @@ def _backward_graph(joint: Joint, kept: list[fx.Node], wanted: set[fx.Node]) -> 
     for node in joint.in_order(wanted - copies.keys()):
         if node.op == "call_function" and phase(node) == "backward":
             copy(node)
-    for one in joint.backward_outputs:
-        if isinstance(one, fx.Node):
-            copy(one)
+    for one in nodes_in(joint.backward_outputs):
+        copy(one)
     _take_parts_at_once(graph)
     for node in graph.nodes:
         node.meta["autograd_backward"] = True  # as passes that read torch's graphs expect
-    _give(graph, joint.backward_outputs, copies)
+    _give(graph.output(()), fx.map_arg(joint.backward_outputs, copies.__getitem__))
     return graph
 
 
@@ -129,16 +120,10 @@ def _take_parts_at_once(graph: fx.Graph) -> None:
             whole.append(part)
 
 
-def _input(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    taken = graph.placeholder(node.name)
-    taken.meta = dict(node.meta)
-    return taken
-
-
-def _give(graph: fx.Graph, returned: Iterable[Any], copies: dict[fx.Node, fx.Node]) -> None:
-    values = tuple(copies[one] if isinstance(one, fx.Node) else one for one in returned)
-    output = graph.output(values)
-    output.meta["val"] = tuple(value(one) if isinstance(one, fx.Node) else one for one in values)
+def _give(output: fx.Node, returned: Any) -> None:
+    """Let a graph return a tuple of nodes and constants, with their values as metadata."""
+    output.args = (returned,)
+    output.meta["val"] = fx.map_arg(returned, value)  # type: ignore[misc]
 
 
 def _stays(joint: Joint, node: fx.Node, where: str) -> bool:
@@ -148,21 +133,7 @@ def _stays(joint: Joint, node: fx.Node, where: str) -> bool:
     kind = joint.kinds[node]
     # A collective that nobody reads is dropped, on every rank alike. Random numbers that nobody
     # reads are drawn, or all that come later would differ.
-    return kind in (Kind.EFFECT, Kind.MUTATION, Kind.RANDOM)
-
-
-def closure(
-    roots: Iterable[fx.Node], inputs: Callable[[fx.Node], Iterable[fx.Node]]
-) -> set[fx.Node]:
-    """Some nodes, and all that they are made of; `inputs` says where that ends."""
-    found: set[fx.Node] = set()
-    pending = list(roots)
-    while pending:
-        node = pending.pop()
-        if node not in found:
-            found.add(node)
-            pending.extend(inputs(node))
-    return found
+    return kind in (NodeKind.EFFECT, NodeKind.MUTATION, NodeKind.RANDOM)
 
 
 def _with_bindings(joint: Joint, symbols: list[fx.Node], tensors: list[fx.Node]) -> list[fx.Node]:
@@ -183,9 +154,9 @@ def _with_bindings(joint: Joint, symbols: list[fx.Node], tensors: list[fx.Node])
 
 
 def replay_random_numbers(
-    forward: fx.Graph, backward: fx.Graph, *, num_symbols: int, num_kept: int
-) -> int:
-    """Let backward draw again what forward drew; returns how many states are kept for that.
+    forward: fx.Graph, backward: fx.Graph, num_symbols: int, num_tensors: int
+) -> None:
+    """Let backward draw again what forward drew, from the states of the generator before that.
 
     A node with one name in both graphs is computed again. The states join the kept tensors: last
     of forward's outputs but the symbols, and of backward's inputs right after the kept ones.
@@ -195,25 +166,21 @@ def replay_random_numbers(
     states = []
     for number, node in enumerate(again):
         state = _draw_and_keep(forward, first[node.name])
-        with backward.inserting_before(list(backward.nodes)[num_kept + number]):
+        place = num_symbols + num_tensors + number
+        with backward.inserting_before(list(backward.nodes)[place]):
             taken = backward.placeholder(f"rng_state_output_{number}")
         taken.meta = {"val": value(state)}
         _draw_from(backward, node, taken)
         states.append(state)
     if states:
-        output = output_of(forward)
-        returned = list(flat(output.args))
+        returned = list(flat(forward.output_node().args))
         place = len(returned) - num_symbols
         returned[place:place] = states
-        output.args = (tuple(returned),)
-        output.meta["val"] = tuple(
-            value(one) if isinstance(one, fx.Node) else one for one in returned
-        )
-    return len(states)
+        _give(forward.output_node(), tuple(returned))
 
 
 def _draws(node: fx.Node) -> bool:
-    return node.op == "call_function" and kind(node) is Kind.RANDOM
+    return node.op == "call_function" and kind(node) is NodeKind.RANDOM
 
 
 def _draw_and_keep(graph: fx.Graph, node: fx.Node) -> fx.Node:
@@ -244,7 +211,7 @@ def _draw_from(graph: fx.Graph, node: fx.Node, state: fx.Node) -> None:
 
 def _state_value(node: fx.Node) -> Tensor:
     """A generator's state of the device on which a node draws, without its elements."""
-    drawn = next(one for one in flat(value(node)) if isinstance(one, Tensor))
+    drawn = tensors_of([node])[0]
     cuda = drawn.device.type == "cuda"
     state = torch.cuda.get_rng_state(drawn.device) if cuda else torch.get_rng_state()
     if not isinstance(drawn, fakes.FakeTensor):

@@ -1,4 +1,4 @@
-"""Which collectives become one.
+"""Decide the collectives that become one.
 
 Buckets hold collectives of equal keys, in the order of the graph, up to a size. Between two members
 there is no path, not even one through another bucket: then all members can start together, and
@@ -16,12 +16,11 @@ from shoal.comm.buckets import Limits
 from shoal.compile.passes.collectives import sent_nodes
 from shoal.compile.passes.comm_block import CommBlock
 from shoal.compile.passes.dependencies import Dependencies
-from shoal.errors import UsageError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Member:
-    """A collective that may go into a bucket."""
+class BucketMember:
+    """A collective that may go into a bucket; it sends as many tensors as it has waits."""
 
     block: CommBlock
     key: Hashable
@@ -29,16 +28,9 @@ class Member:
     absorbed: tuple[fx.Node, ...] = ()
     """Nodes before the collective that the bucket does for all of its members."""
 
-    def __post_init__(self) -> None:
-        if len(self.sources) != len(self.block.wait_nodes):
-            raise UsageError(
-                f"expected a source for each of {len(self.block.wait_nodes)} waits of "
-                f"{self.block.comm_node.name}, got {len(self.sources)}"
-            )
-
     @property
     def sources(self) -> tuple[fx.Node, ...]:
-        """What goes into the bucket for each wait of the block.
+        """The tensors that go into the bucket, one for each wait of the block.
 
         Read from the graph, where the results of other buckets take the place of what was there.
         """
@@ -58,13 +50,40 @@ class Member:
         return self.block.node_list[1:start]
 
 
-Bucket = tuple[Member, ...]
-"""Members that become one collective."""
+class CommBucket(tuple[BucketMember, ...]):
+    """Members that become one collective, which takes the arguments of the last one."""
+
+    __slots__ = ()
+
+    @property
+    def last(self) -> CommBlock:
+        """The collective of the last member."""
+        return self[-1].block
+
+    @property
+    def sources(self) -> list[fx.Node]:
+        """The nodes that go into the bucket, one for each wait."""
+        return [node for member in self for node in member.sources]
+
+    @property
+    def waits(self) -> list[fx.Node]:
+        """The nodes that wait for the members' results."""
+        return [node for member in self for node in member.block.wait_nodes]
+
+    @property
+    def departure(self) -> list[fx.Node]:
+        """The nodes that the new collective takes the place of."""
+        return [node for member in self for node in member.departure]
+
+    @property
+    def arrival(self) -> list[fx.Node]:
+        """The nodes that new results take the place of."""
+        return [node for member in self for node in member.arrival]
 
 
 def decide_buckets(
-    dependencies: Dependencies, members: Sequence[Member], limits: Limits
-) -> list[Bucket]:
+    dependencies: Dependencies, members: Sequence[BucketMember], limits: Limits
+) -> list[CommBucket]:
     """Put each member into a bucket of its key."""
     paths = _Paths(dependencies, members)
     buckets: list[list[int]] = []
@@ -84,7 +103,7 @@ def decide_buckets(
         else:
             paths.join(bucket[0], i)
         bucket.append(i)
-    return [tuple(members[i] for i in bucket) for bucket in buckets]
+    return [CommBucket(members[i] for i in bucket) for bucket in buckets]
 
 
 class _Paths:
@@ -93,7 +112,7 @@ class _Paths:
     A set of members is an integer with a bit for each.
     """
 
-    def __init__(self, dependencies: Dependencies, members: Sequence[Member]) -> None:
+    def __init__(self, dependencies: Dependencies, members: Sequence[BucketMember]) -> None:
         owner: dict[fx.Node, int] = {}
         for i, member in enumerate(members):
             owner.update(dict.fromkeys((*member.departure, *member.arrival), 1 << i))

@@ -14,62 +14,60 @@ in a buffer an element lies (gloo, on more than two ranks) may round it differen
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial, reduce
+from operator import floordiv, mul
 
 import torch
 from torch import fx
 
 from shoal.comm.buckets import Limits
+from shoal.comm.collectives import Kind as CommKind
 from shoal.compile.node_kinds import is_tensor, value
-from shoal.compile.passes.bucket import Bucket, Member
-from shoal.compile.passes.collectives import CommKind, collective, group_size, variant
+from shoal.compile.passes.bucket import BucketMember, CommBucket
+from shoal.compile.passes.collectives import collective, group_size
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
-from shoal.compile.passes.fuse import arrival, as_launch_or_row, departure, fuse
-from shoal.compile.passes.rewrite import call_again, call_function, share, sizes, split, times
+from shoal.compile.passes.fuse import Rewrite, first_of, fuse, launch_together, send, wait_for
+from shoal.compile.passes.rewrite import call_function, compute, reshape, sizes, split
 
 aten = torch.ops.aten
+OPERATORS = {
+    CommKind.ALL_GATHER: "all_gather_into_tensor",
+    CommKind.REDUCE_SCATTER: "reduce_scatter_tensor",
+}
 
 
 def bucket_all_gathers(
     graph: fx.Graph, limits: Limits, *, together: bool | None = None
-) -> list[Bucket]:
+) -> list[CommBucket]:
     """Make one all-gather of those with equal keys; `together`, by one launch without copies."""
-    name = "all_gather_into_tensor_coalesced"
-    rewrite = as_launch_or_row(name, rewrite_all_gathers, together=together)
-    return fuse(graph, match_by_rank(graph, CommKind.ALL_GATHER), limits, rewrite)
+    return _bucket(graph, limits, CommKind.ALL_GATHER, rewrite_all_gathers, together)
 
 
-def match_by_rank(graph: fx.Graph, kind: CommKind) -> list[Member]:
-    """The collectives of a kind that work along the first dimension of one tensor for each wait."""
-    return [
-        Member(block=block, key=(block.key, group_size(block.comm_node)))
+def bucket_reduce_scatters(
+    graph: fx.Graph, limits: Limits, *, together: bool | None = None
+) -> list[CommBucket]:
+    """Make one reduce-scatter of those with equal keys; `together`, by one launch."""
+    return _bucket(graph, limits, CommKind.REDUCE_SCATTER, rewrite_reduce_scatters, together)
+
+
+def _bucket(
+    graph: fx.Graph, limits: Limits, kind: CommKind, in_one_row: Rewrite, together: bool | None
+) -> list[CommBucket]:
+    """Bucket the collectives of a kind: by one launch or in one row, by the device if unsaid."""
+
+    def rewrite(graph: fx.Graph, bucket: CommBucket) -> Sequence[fx.Node]:
+        on_cuda = bucket.last.key.device.type == "cuda"
+        if on_cuda if together is None else together:
+            return launch_together(graph, bucket, bucket.sources, f"{OPERATORS[kind]}_coalesced")
+        return in_one_row(graph, bucket)
+
+    members = [
+        BucketMember(block=block, key=(block.key, group_size(block.comm_node)))
         for block in get_all_comm_blocks(graph)
         if block.key.kind is kind and _is_by_rank(block)
     ]
-
-
-def rewrite_all_gathers(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
-    """Write one all-gather of a row for a bucket; give the new result for each old one."""
-    sources = [node for member in bucket for node in member.sources]
-    last = bucket[-1].block
-    ranks = group_size(last.comm_node)
-    with graph.inserting_before(departure(bucket)):
-        shapes = [sizes(graph, one) for one in sources]
-        rows = [call_function(graph, aten.reshape.default, (one, [-1])) for one in sources]
-        lengths = [sizes(graph, row)[0] for row in rows]
-        row = call_function(graph, aten.cat.default, (rows,))
-        gather = variant(last.comm_node, "all_gather_into_tensor")
-        comm = call_again(graph, last.comm_node, row, gather)
-        by_rank = [ranks, sizes(graph, row)[0]]
-    with graph.inserting_before(arrival(bucket)):
-        wait = call_again(graph, last.wait_nodes[0], comm)
-        parts = call_function(graph, aten.reshape.default, (wait, by_rank))
-        pieces = split(graph, parts, lengths, dim=1)
-        full = [[times(graph, first, ranks), *rest] for first, *rest in shapes]
-        return [
-            call_function(graph, aten.reshape.default, (piece, shape))
-            for piece, shape in zip(pieces, full, strict=True)
-        ]
+    return fuse(graph, members, limits, rewrite)
 
 
 def _is_by_rank(block: CommBlock) -> bool:
@@ -84,46 +82,37 @@ def _is_by_rank(block: CommBlock) -> bool:
     )
 
 
-def bucket_reduce_scatters(
-    graph: fx.Graph, limits: Limits, *, together: bool | None = None
-) -> list[Bucket]:
-    """Make one reduce-scatter of those with equal keys; `together`, by one launch."""
-    name = "reduce_scatter_tensor_coalesced"
-    rewrite = as_launch_or_row(name, rewrite_reduce_scatters, together=together)
-    return fuse(graph, match_by_rank(graph, CommKind.REDUCE_SCATTER), limits, rewrite)
+def rewrite_all_gathers(graph: fx.Graph, bucket: CommBucket) -> list[fx.Node]:
+    """Write one all-gather of a row for a bucket; give the new result for each old one."""
+    sources, ranks = bucket.sources, group_size(bucket.last.comm_node)
+    with graph.inserting_before(first_of(bucket.departure)):
+        shapes = [sizes(graph, one) for one in sources]
+        rows = [reshape(graph, one, [-1]) for one in sources]
+        lengths = [sizes(graph, row)[0] for row in rows]
+        row = call_function(graph, aten.cat.default, (rows,))
+        sent = send(graph, bucket, row, OPERATORS[CommKind.ALL_GATHER])
+        by_rank = [ranks, sizes(graph, row)[0]]
+    with graph.inserting_before(first_of(bucket.arrival)):
+        parts = reshape(graph, wait_for(graph, bucket, sent), by_rank)
+        pieces = split(graph, parts, lengths, dim=1)
+        full = [[compute(graph, mul, first, ranks), *rest] for first, *rest in shapes]
+        return [reshape(graph, one, shape) for one, shape in zip(pieces, full, strict=True)]
 
 
-def rewrite_reduce_scatters(graph: fx.Graph, bucket: Bucket) -> list[fx.Node]:
+def rewrite_reduce_scatters(graph: fx.Graph, bucket: CommBucket) -> list[fx.Node]:
     """Write one reduce-scatter of a row for a bucket; give the new result for each old one."""
-    sources = [node for member in bucket for node in member.sources]
-    last = bucket[-1].block
-    ranks = group_size(last.comm_node)
-    with graph.inserting_before(departure(bucket)):
-        shares = [
-            [share(graph, first, ranks), *rest]
-            for first, *rest in (sizes(graph, one) for one in sources)
-        ]
-        lengths = [_numel(graph, one) for one in shares]
+    sources, ranks = bucket.sources, group_size(bucket.last.comm_node)
+    with graph.inserting_before(first_of(bucket.departure)):
+        shapes = [sizes(graph, one) for one in sources]
+        shares = [[compute(graph, floordiv, first, ranks), *rest] for first, *rest in shapes]
+        # Not -1, which is ambiguous where there are no elements.
+        lengths = [reduce(partial(compute, graph, mul), shape, 1) for shape in shares]
         by_rank = [
-            call_function(graph, aten.reshape.default, (one, [ranks, length]))
+            reshape(graph, one, [ranks, length])
             for one, length in zip(sources, lengths, strict=True)
         ]
-        joined = call_function(graph, aten.cat.default, (by_rank, 1))
-        row = call_function(graph, aten.reshape.default, (joined, [-1]))
-        scatter = variant(last.comm_node, "reduce_scatter_tensor")
-        comm = call_again(graph, last.comm_node, row, scatter)
-    with graph.inserting_before(arrival(bucket)):
-        wait = call_again(graph, last.wait_nodes[0], comm)
-        pieces = split(graph, wait, lengths)
-        return [
-            call_function(graph, aten.reshape.default, (piece, shape))
-            for piece, shape in zip(pieces, shares, strict=True)
-        ]
-
-
-def _numel(graph: fx.Graph, shape: list[Any]) -> Any:
-    """The elements of a shape; not -1, which is ambiguous where there are none."""
-    numel: Any = 1
-    for size in shape:
-        numel = times(graph, numel, size)
-    return numel
+        row = reshape(graph, call_function(graph, aten.cat.default, (by_rank, 1)), [-1])
+        sent = send(graph, bucket, row, OPERATORS[CommKind.REDUCE_SCATTER])
+    with graph.inserting_before(first_of(bucket.arrival)):
+        pieces = split(graph, wait_for(graph, bucket, sent), lengths)
+        return [reshape(graph, one, shape) for one, shape in zip(pieces, shares, strict=True)]

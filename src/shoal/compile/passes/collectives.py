@@ -6,41 +6,19 @@ node: those are the tracer's choice.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
 
 from shoal._torch import operators
-from shoal.comm.collectives import OPERATORS, WAITS, Operator
-from shoal.comm.collectives import Kind as CommKind  # a node has a Kind of its own
-from shoal.compile.node_kinds import flat, op_name
+from shoal.comm.collectives import OPERATORS, Operator
+from shoal.compile.node_kinds import nodes_in, op_name
 from shoal.errors import UsageError
-
-REDUCE_OP = ("reduce_op", "reduceOp")
-GROUP = ("group_name", "process_group", "tag", "ranks")
-
-__all__ = [
-    "GROUP",
-    "REDUCE_OP",
-    "CommKind",
-    "collective",
-    "first_given",
-    "group_size",
-    "is_wait",
-    "sent_nodes",
-    "variant",
-]
 
 
 def collective(node: fx.Node) -> Operator | None:
-    """What a node communicates; None if it does not."""
+    """The collective that a node calls; None if it calls none."""
     return OPERATORS.get(op_name(node))
-
-
-def is_wait(node: fx.Node) -> bool:
-    """Whether a node waits for a collective."""
-    return op_name(node) in WAITS
 
 
 def sent_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
@@ -50,16 +28,7 @@ def sent_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
     if op is None or not given:
         return ()
     chosen = [one for argument, one in given if argument.name == op.reads] or [given[0][1]]
-    return tuple(one for one in flat(chosen[0]) if isinstance(one, fx.Node))
-
-
-def first_given(node: fx.Node, names: tuple[str, ...]) -> Iterator[Any]:
-    """What an operator's node is given for those of some arguments that it has."""
-    for name in names:
-        given = operators.argument_of(node, name)
-        if given is not None:
-            # Ranks are lists, and what is compared must be hashable.
-            yield tuple(given) if isinstance(given, list | tuple) else given
+    return tuple(nodes_in(chosen[0]))
 
 
 def group_size(node: fx.Node) -> int:

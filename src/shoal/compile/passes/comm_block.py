@@ -13,32 +13,28 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from shoal._torch import symbols
-from shoal.compile.node_kinds import Kind, flat, kind, value
-from shoal.compile.passes.collectives import (
-    GROUP,
-    REDUCE_OP,
-    CommKind,
-    collective,
-    first_given,
-    is_wait,
-    sent_nodes,
-)
+from shoal._torch import operators, symbols
+from shoal.comm.collectives import Kind as CommKind
+from shoal.compile.node_kinds import NodeKind, is_wait, kind, tensors_of
+from shoal.compile.passes.collectives import collective, sent_nodes
 from shoal.errors import UsageError
+
+REDUCE_OP = ("reduce_op", "reduceOp")
+GROUP = ("group_name", "process_group", "tag", "ranks")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommKey:
-    """What two collectives must have in common to become one."""
+    """The properties that two collectives must share to become one."""
 
     kind: CommKind
     group: tuple[Any, ...]
     reduce_op: str | None
     dtype: torch.dtype | None
     """None where the tensors of one coalesced collective differ."""
-    device: torch.device | None
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -53,10 +49,10 @@ class CommBlock:
     """Collective, items, waits, views: each after what it reads."""
     outputs: tuple[fx.Node, ...]
     shape: torch.Size | list[torch.Size]
-    """Of what is sent: a list where the collective takes a list."""
+    """Of the tensor that is sent; a list of shapes where the collective takes a list."""
     key: CommKey
     num_bytes: int
-    """What one rank holds while it runs: the larger of what it gives and what it gets."""
+    """The memory of one rank while it runs: the larger of its input and its result."""
 
     def __post_init__(self) -> None:
         if not self.wait_nodes or not all(map(is_wait, self.wait_nodes)):
@@ -77,14 +73,28 @@ def get_comm_block(comm_node: fx.Node) -> CommBlock | None:
         return None
     items, waits = arrival
     views, outputs = _views(waits)
+    tensors = tensors_of(inputs)
+    if not tensors:
+        raise UsageError(
+            f"expected what {inputs[0].name} gives in its metadata ('val'), got none: trace the "
+            "graph with make_fx or a compiler"
+        )
+    dtypes = {tensor.dtype for tensor in tensors}
+    key = CommKey(
+        kind=op.kind,
+        group=tuple(_given(comm_node, GROUP)),
+        reduce_op=next(map(str, _given(comm_node, REDUCE_OP)), None),
+        dtype=dtypes.pop() if len(dtypes) == 1 else None,
+        device=tensors[0].device,
+    )
     return CommBlock(
         comm_node=comm_node,
         inputs=inputs,
         wait_nodes=waits,
         node_list=(comm_node, *items, *waits, *views),
         outputs=outputs,
-        shape=_shape(inputs, coalesced=op.coalesced),
-        key=comm_key(comm_node),
+        shape=[tensor.shape for tensor in tensors] if op.coalesced else tensors[0].shape,
+        key=key,
         num_bytes=comm_bytes(comm_node),
     )
 
@@ -104,43 +114,24 @@ def get_all_comm_blocks(
     return blocks
 
 
-def comm_key(comm_node: fx.Node) -> CommKey:
-    """What a collective must share with others to become one with them."""
-    op = collective(comm_node)
-    assert op is not None
-    tensors = list(tensors_of(sent_nodes(comm_node)))
-    dtypes = {tensor.dtype for tensor in tensors}
-    return CommKey(
-        kind=op.kind,
-        group=tuple(first_given(comm_node, GROUP)),
-        reduce_op=next(iter(map(str, first_given(comm_node, REDUCE_OP))), None),
-        dtype=dtypes.pop() if len(dtypes) == 1 else None,
-        device=tensors[0].device if tensors else None,
-    )
+def _given(node: fx.Node, names: tuple[str, ...]) -> Iterator[Any]:
+    """The values of some arguments of an operator's node, without those it does not have."""
+    for name in names:
+        given = operators.argument_of(node, name)
+        if given is not None:
+            # Ranks are lists, and what is compared must be hashable.
+            yield tuple(given) if isinstance(given, list | tuple) else given
 
 
 def comm_bytes(comm_node: fx.Node) -> int:
     """The larger of what a rank gives and what it gets; symbolic sizes by what they were."""
-    given = sum(map(tensor_bytes, tensors_of(sent_nodes(comm_node))))
-    return max(given, sum(map(tensor_bytes, tensors_of([comm_node]))))
-
-
-def tensor_bytes(tensor: Tensor) -> int:
-    """The bytes of a tensor's elements."""
-    return symbols.size_hint(tensor.numel()) * tensor.dtype.itemsize
-
-
-def tensors_of(nodes: Iterable[fx.Node]) -> Iterator[Tensor]:
-    """The tensors that some nodes give, without their elements."""
-    for node in nodes:
-        for one in flat(value(node)):
-            if isinstance(one, Tensor):
-                yield one
+    given, got = tensors_of(sent_nodes(comm_node)), tensors_of([comm_node])
+    return max(sum(map(symbols.num_bytes, given)), sum(map(symbols.num_bytes, got)))
 
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node only looks at a result in another way, or picks one of several."""
-    return node.op == "call_function" and kind(node) in (Kind.VIEW, Kind.ITEM)
+    return node.op == "call_function" and kind(node) in (NodeKind.VIEW, NodeKind.ITEM)
 
 
 def _arrival(
@@ -159,13 +150,13 @@ def _arrival(
 
 
 def _place(item: fx.Node) -> int:
-    """Which of several results an item is."""
+    """The place of an item among several results."""
     place: Any = item.args[1]
     return place
 
 
 def _views(waits: Iterable[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node, ...]]:
-    """The views of some results, and the last of them that others read."""
+    """The views of some results, and the last of them that other nodes read."""
     views: list[fx.Node] = []
     outputs: dict[fx.Node, None] = {}
     pending = list(waits)
@@ -177,13 +168,3 @@ def _views(waits: Iterable[fx.Node]) -> tuple[tuple[fx.Node, ...], tuple[fx.Node
                 views.append(user)
                 pending.append(user)
     return tuple(views), tuple(outputs)
-
-
-def _shape(inputs: tuple[fx.Node, ...], *, coalesced: bool) -> torch.Size | list[torch.Size]:
-    shapes = [tensor.shape for tensor in tensors_of(inputs)]
-    if not shapes:
-        raise UsageError(
-            f"expected what {inputs[0].name} gives in its metadata ('val'), got none: trace the "
-            "graph with make_fx or a compiler"
-        )
-    return shapes if coalesced else shapes[0]

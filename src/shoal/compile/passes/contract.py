@@ -16,7 +16,7 @@ from enum import StrEnum
 from torch import fx
 
 from shoal.compile.passes.metadata import CheckedGraph
-from shoal.compile.passes.traffic import Traffic, count_traffic
+from shoal.compile.passes.traffic import GraphTraffic, count_traffic
 from shoal.errors import InvariantError, UsageError
 
 
@@ -42,6 +42,9 @@ ORDER = frozenset({Fact.LATE_WAITS, Fact.EARLY_STARTS, Fact.BOUNDED_BYTES})
 """The facts that hold only as long as nobody adds or moves collectives."""
 
 
+PROMISES = ("requires", "provides", "undoes")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pass:
     """A function that changes a graph in place, and what it promises."""
@@ -57,7 +60,7 @@ class Pass:
             raise UsageError("expected a name for the pass, got an empty one")
         if not callable(self.run):
             raise UsageError(f"pass {self.name}: expected a function of a graph, got {self.run!r}")
-        for kind in ("requires", "provides", "undoes"):
+        for kind in PROMISES:
             facts = getattr(self, kind)
             if isinstance(facts, str):
                 raise UsageError(f"pass {self.name}: expected a set for {kind}, got {facts!r}")
@@ -79,7 +82,7 @@ def check_passes(passes: Sequence[Pass], given: Iterable[str] = ()) -> frozenset
 
 
 def _explain(one: Pass, missing: frozenset[str], passes: Sequence[Pass], place: int) -> str:
-    """What is missing, who could have provided it, and who took it away."""
+    """Name the missing facts, the passes that provide them, and the passes that undo them."""
     earlier = [other.name for other in passes[:place]]
     lost = [other.name for other in passes[:place] if other.undoes & missing]
     later = [other.name for other in passes[place + 1 :] if other.provides & missing]
@@ -102,49 +105,47 @@ def _listed(facts: Iterable[str]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What one pass did."""
+class PassResult:
+    """The work of one pass: counts before and after it, its time and its result."""
 
     name: str
-    before: Traffic
-    after: Traffic
+    before: GraphTraffic
+    after: GraphTraffic
     seconds: float
     num_nodes: tuple[int, int] = (0, 0)
     """Before the pass, and after it."""
     result: object = None
-    """What the function of the pass returned."""
+    """The value that the function of the pass returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the passes of a pipeline did."""
+    """The results of the passes of a pipeline."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[PassResult, ...]
 
     def result_of(self, name: str) -> object:
-        """What the function of a pass returned; None if no pass of that name ran."""
+        """The value that the function of a pass returned; None if no pass of that name ran."""
         return next((step.result for step in self.steps if step.name == name), None)
 
     def __str__(self) -> str:
         """A table of counts, before and after each pass."""
-        head = ("pass", "nodes", "collectives", "MB", "waits", "max MB in flight", "ms")
-        rows = [head] + [
-            (
-                step.name,
-                _change(*step.num_nodes),
-                _change(step.before.num_collectives, step.after.num_collectives),
-                _change(_mb(step.before.num_bytes), _mb(step.after.num_bytes)),
-                _change(step.before.num_waits, step.after.num_waits),
-                _change(_mb(step.before.max_in_flight_bytes), _mb(step.after.max_in_flight_bytes)),
-                f"{step.seconds * 1000:.1f}",
+        rows = [("pass", "nodes", "collectives", "MB", "waits", "max MB in flight", "ms")]
+        for step in self.steps:
+            old, new = step.before, step.after
+            rows.append(
+                (
+                    step.name,
+                    _change(*step.num_nodes),
+                    _change(old.num_collectives, new.num_collectives),
+                    _change(_mb(old.num_bytes), _mb(new.num_bytes)),
+                    _change(old.num_waits, new.num_waits),
+                    _change(_mb(old.max_in_flight_bytes), _mb(new.max_in_flight_bytes)),
+                    f"{step.seconds * 1000:.1f}",
+                )
             )
-            for step in self.steps
-        ]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = (
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-            for row in rows
-        )
+        lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
         return "\n".join(line.rstrip() for line in lines)
 
 
@@ -154,7 +155,7 @@ class Pipeline:
 
     passes: tuple[Pass, ...]
     given: frozenset[str] = frozenset()
-    """What holds for the graphs that come in."""
+    """The facts that hold for graphs before the first pass."""
     verify: bool = True
     """Whether metadata of what a pass changed is computed again and compared; lint always runs."""
     counts: bool = True
@@ -169,7 +170,7 @@ class Pipeline:
 
     @property
     def provides(self) -> frozenset[str]:
-        """What holds for the graphs that come out."""
+        """The facts that hold for graphs after the last pass."""
         return check_passes(self.passes, self.given)
 
     def run(self, graph: fx.Graph) -> Report:
@@ -184,69 +185,60 @@ class Pipeline:
             seconds = time.perf_counter() - start
             _check_left(one, graph, ends, checked)
             after, num_after = self._traffic(graph), len(graph.nodes)
-            steps.append(
-                Step(
-                    name=one.name,
-                    before=before,
-                    after=after,
-                    seconds=seconds,
-                    num_nodes=(num_before, num_after),
-                    result=result,
-                )
+            done = PassResult(
+                name=one.name,
+                before=before,
+                after=after,
+                seconds=seconds,
+                num_nodes=(num_before, num_after),
+                result=result,
             )
+            steps.append(done)
             before, num_before = after, num_after
         return Report(steps=tuple(steps))
 
     def before(self, name: str, *new: Pass) -> Pipeline:
         """The same with passes put before the one of a name."""
-        place = self._place(name)
-        return self._with((*self.passes[:place], *new, *self.passes[place:]))
+        return self._spliced(name, lambda one: (*new, one))
 
     def after(self, name: str, *new: Pass) -> Pipeline:
         """The same with passes put after the one of a name."""
-        place = self._place(name) + 1
-        return self._with((*self.passes[:place], *new, *self.passes[place:]))
+        return self._spliced(name, lambda one: (one, *new))
 
     def without(self, name: str) -> Pipeline:
         """The same without the pass of a name."""
-        place = self._place(name)
-        return self._with((*self.passes[:place], *self.passes[place + 1 :]))
+        return self._spliced(name, lambda _: ())
 
     def replacing(self, name: str, new: Pass) -> Pipeline:
         """The same with another pass in the place of the one of a name."""
-        place = self._place(name)
-        return self._with((*self.passes[:place], new, *self.passes[place + 1 :]))
+        return self._spliced(name, lambda _: (new,))
 
     def __str__(self) -> str:
         """The passes, with what each requires, provides and undoes."""
         return "\n".join(
             f"{number}. {one.name}"
             + "".join(
-                f"\n   {word}: {'; '.join(sorted(facts))}"
-                for word, facts in (
-                    *(("requires", one.requires), ("provides", one.provides)),
-                    ("undoes", one.undoes),
-                )
-                if facts
+                f"\n   {word}: {'; '.join(sorted(getattr(one, word)))}"
+                for word in PROMISES
+                if getattr(one, word)
             )
             for number, one in enumerate(self.passes, start=1)
         )
 
-    def _traffic(self, graph: fx.Graph) -> Traffic:
-        return count_traffic(graph) if self.counts else Traffic()
+    def _traffic(self, graph: fx.Graph) -> GraphTraffic:
+        return count_traffic(graph) if self.counts else GraphTraffic()
 
-    def _place(self, name: str) -> int:
+    def _spliced(self, name: str, instead: Callable[[Pass], tuple[Pass, ...]]) -> Pipeline:
         names = [one.name for one in self.passes]
         if name not in names:
             raise UsageError(f"expected one of the passes {', '.join(names)}, got {name!r}")
-        return names.index(name)
-
-    def _with(self, passes: Iterable[Pass]) -> Pipeline:
-        return replace(self, passes=tuple(passes))
+        place = names.index(name)
+        before, found, after = self.passes[:place], self.passes[place], self.passes[place + 1 :]
+        return replace(self, passes=(*before, *instead(found), *after))
 
 
 def _ends(graph: fx.Graph) -> tuple[int, int]:
-    """How many inputs and outputs a graph has, which whoever calls it counts on."""
+    """The numbers of a graph's inputs and outputs, which its callers count on."""
     (output,) = graph.find_nodes(op="output")
     returned = output.args[0]
     num_outputs = len(returned) if isinstance(returned, (list, tuple)) else 1

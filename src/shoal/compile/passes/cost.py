@@ -10,27 +10,28 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
+from shoal._torch import symbols
 from shoal.comm.network import NVLINK, Network
-from shoal.compile.node_kinds import Kind, kind
+from shoal.compile.node_kinds import NodeKind, kind, tensors_of
 from shoal.compile.partition.cost import work
 from shoal.compile.passes.collectives import collective
-from shoal.compile.passes.comm_block import comm_bytes, tensor_bytes, tensors_of
+from shoal.compile.passes.comm_block import comm_bytes
 from shoal.errors import UsageError
 
-FREE = (Kind.INPUT, Kind.CONSTANT, Kind.ITEM, Kind.SIZE, Kind.VIEW)
-"""What moves no bytes."""
+FREE = (NodeKind.INPUT, NodeKind.CONSTANT, NodeKind.ITEM, NodeKind.SIZE, NodeKind.VIEW)
+"""The kinds of nodes that move no bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """What a rank computes with, and the link that it sends over."""
+class Hardware:
+    """The speed of a rank's device, and of the link that it sends over."""
 
     flops_per_us: float = 4e8
     """400 TFLOP/s."""
     memory_bytes_per_us: float = 3e6
     """3 TB/s."""
     call_us: float = 2.0
-    """What every operator costs, however small."""
+    """The time of every operator, however small."""
     link_bytes_per_us: float = NVLINK.bytes_per_us
     link_latency_us: float = NVLINK.latency_us
 
@@ -44,7 +45,7 @@ class Machine:
 
     @property
     def network(self) -> Network:
-        """What collectives are timed by."""
+        """The model of the link that times collectives."""
         return Network("graph", self.link_bytes_per_us / 1e3, self.link_latency_us)
 
 
@@ -52,7 +53,7 @@ class Machine:
 class Costs:
     """The time of each node: measured where it was, estimated otherwise."""
 
-    machine: Machine = Machine()
+    machine: Hardware = Hardware()
     measured_us: Mapping[str, float] = field(default_factory=dict)
     """By the name of a node."""
 
@@ -62,7 +63,7 @@ class Costs:
             return self.measured_us[node.name]
         if node.op != "call_function" or kind(node) in FREE:
             return 0.0
-        moved = sum(map(tensor_bytes, tensors_of((node, *node.all_input_nodes))))
+        moved = sum(map(symbols.num_bytes, tensors_of((node, *node.all_input_nodes))))
         machine = self.machine
         busy = max(work(node) / machine.flops_per_us, moved / machine.memory_bytes_per_us)
         return machine.call_us + busy

@@ -17,15 +17,15 @@ from torch import Tensor, fx
 
 from shoal._torch import dynamo
 from shoal.comm.buckets import Limits
-from shoal.compile.node_kinds import op_name, value
-from shoal.compile.passes.bucket import Member
+from shoal.comm.collectives import Kind as CommKind
+from shoal.compile.node_kinds import is_wait, op_name, value
+from shoal.compile.passes.bucket import BucketMember
 from shoal.compile.passes.bucket_all_reduce import (
     match_all_reduces,
     rewrite_as_list,
     rewrite_as_row,
     scaling,
 )
-from shoal.compile.passes.collectives import CommKind, is_wait
 from shoal.compile.passes.comm_block import is_view
 from shoal.compile.passes.fuse import Rewrite, fuse
 from shoal.compile.passes.schedule import delay_waits
@@ -104,12 +104,12 @@ def _alike(one: Tensor, other: Tensor) -> bool:
     return kinds[0] == kinds[1]
 
 
-def match_gradients(graph: fx.Graph) -> list[Member]:
+def match_gradients(graph: fx.Graph) -> list[BucketMember]:
     """The all-reduces that DDP's reducer put into a graph."""
     return [member for member in match_all_reduces(graph) if _is_gradient(member)]
 
 
-def _is_gradient(member: Member) -> bool:
+def _is_gradient(member: BucketMember) -> bool:
     """Whether results are averages over ranks that nothing reads but what keeps gradients."""
     block = member.block
     chains = [_to_the_end(wait) for wait in block.wait_nodes]

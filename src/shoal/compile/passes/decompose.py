@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from shoal.compile.node_kinds import value
-from shoal.compile.passes.metadata import compute_metadata
+from shoal.compile.passes.rewrite import call_instead
 
 aten = torch.ops.aten
 
@@ -29,22 +29,13 @@ def decompose_dropout_backward(graph: fx.Graph) -> int:
         if _is_plain(value(node.args[1]))  # type: ignore[arg-type]
     ]
     for node in found:
-        _rewrite(graph, node)
+        grad, mask, scale = node.args
+        kept = call_instead(node, aten.mul.Tensor, (grad, mask))
+        node.replace_all_uses_with(call_instead(node, aten.mul_.Tensor, (kept, scale)))
+        graph.erase_node(node)
     return len(found)
 
 
 def _is_plain(mask: Any) -> bool:
     is_mask = isinstance(mask, Tensor) and mask.dtype is torch.bool
     return is_mask and mask.device.type == "cpu"
-
-
-def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
-    grad, mask, scale = node.args
-    with graph.inserting_before(node):
-        kept = graph.call_function(aten.mul.Tensor, (grad, mask))
-        scaled = graph.call_function(aten.mul_.Tensor, (kept, scale))
-    for new in (kept, scaled):
-        new.meta.update({key: held for key, held in node.meta.items() if key != "val"})
-        compute_metadata(new)
-    node.replace_all_uses_with(scaled)
-    graph.erase_node(node)

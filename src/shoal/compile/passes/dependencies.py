@@ -1,4 +1,4 @@
-"""What must run before each node of a graph.
+"""The nodes that must run before each node of a graph.
 
 Values are not all: a node that writes into memory comes after those that read the old bytes and
 before those that read the new ones, even where no value goes from one to the other. A
@@ -9,10 +9,11 @@ as the writer of the results. Random numbers and effects stay in their order.
 from __future__ import annotations
 
 import heapq
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -20,12 +21,20 @@ from torch import Tensor, fx
 
 from shoal._torch import operators
 from shoal._torch import storage as torch_storage
-from shoal.compile.node_kinds import VIEWS, flat, op_name, value
-from shoal.compile.passes.collectives import collective, is_wait, sent_nodes
+from shoal.compile.node_kinds import (
+    VIEWS,
+    aliased_arguments,
+    is_wait,
+    nodes_in,
+    op_name,
+    tensors_of,
+    value,
+)
+from shoal.compile.passes.collectives import sent_nodes
 from shoal.errors import InvariantError
 
 Memory = frozenset[Hashable]
-"""Which pieces of memory a value may lie in."""
+"""The pieces of memory that a value may lie in."""
 NOWHERE: Memory = frozenset()
 
 
@@ -57,14 +66,7 @@ class Dependencies:
             return NOWHERE
         if is_wait(node) or _is_opaque(node) or op_name(node).startswith("c10d::"):
             return self.memory(*node.all_input_nodes)
-        written = [
-            one
-            for argument, given in operators.schema_arguments(node)
-            if argument.alias_info is not None and argument.alias_info.is_write
-            for one in flat(given)
-            if isinstance(one, fx.Node)
-        ]
-        return self.memory(*written)
+        return self.memory(*nodes_in(aliased_arguments(node, written=True)))
 
     def _connect(self) -> None:
         writes = {node: self.writes(node) for node in self.nodes}
@@ -91,8 +93,7 @@ class Dependencies:
             return [frozenset({_outside(node)})]
         if node.op == "output":
             return []
-        tensors = [one for one in flat(value(node)) if isinstance(one, Tensor)]
-        if not tensors and "val" in node.meta:
+        if "val" in node.meta and not tensors_of([node]):
             return []  # numbers, or nothing
         if node.target is operator.getitem:
             return [self._item(node)]
@@ -115,7 +116,7 @@ class Dependencies:
 
 
 def has_effect(node: fx.Node) -> bool:
-    """Whether a node must keep its place among others that do something besides their result."""
+    """Whether a node must keep its place among nodes that do more than compute a result."""
     if node.op in ("call_module", "call_method"):
         return True
     if node.op != "call_function" or node.target is operator.getitem or is_wait(node):
@@ -137,8 +138,7 @@ def _is_opaque(node: fx.Node) -> bool:
         return node.op in ("call_module", "call_method")
     if isinstance(node.target, operators.OpOverload):
         return False
-    read = (one for given in node.all_input_nodes for one in flat(value(given)))
-    return any(isinstance(one, Tensor) for one in read)
+    return bool(tensors_of(node.all_input_nodes))
 
 
 def _outside(node: fx.Node) -> Hashable:
@@ -161,23 +161,15 @@ def _shared_inputs(node: fx.Node) -> Iterable[fx.Node]:
         return node.all_input_nodes[:1]
     if all(one.alias_info is None for one in operators.declared_returns(op)):
         return ()
-    return [
-        one
-        for argument, given in operators.schema_arguments(node)
-        if argument.alias_info is not None
-        for one in flat(given)
-        if isinstance(one, fx.Node)
-    ]
+    return nodes_in(aliased_arguments(node, written=False))
 
 
 def _sent_before(wait: fx.Node) -> tuple[fx.Node, ...]:
-    """What the collective was given that a wait belongs to."""
+    """The tensors that the collective of a wait sends."""
     source = wait.args[0]
     if isinstance(source, fx.Node) and source.target is operator.getitem:
         source = source.args[0]
-    if not isinstance(source, fx.Node) or collective(source) is None:
-        return ()
-    return sent_nodes(source)
+    return sent_nodes(source) if isinstance(source, fx.Node) else ()
 
 
 Group = tuple[fx.Node, ...]
@@ -190,41 +182,39 @@ def put_in_order(graph: fx.Graph, order: Sequence[fx.Node]) -> None:
         raise InvariantError(
             f"expected each of the graph's {len(graph.nodes)} nodes once, got {len(order)}"
         )
-    for earlier, later in itertools.pairwise(order):
+    for earlier, later in pairwise(order):
         earlier.append(later)
 
 
-def bring_together(dependencies: Dependencies, groups: Iterable[Group]) -> list[fx.Node]:
+def bring_together(
+    dependencies: Dependencies, groups: Iterable[Iterable[fx.Node]]
+) -> list[fx.Node]:
     """An order in which each group stands in one piece, and all else near its place.
 
     A group stands where its last node stood, or later if what it needs comes later.
     """
-    index, nodes = dependencies.index, dependencies.nodes
-    group_of: dict[fx.Node, Group] = {node: (node,) for node in nodes}
-    for group in groups:
-        ordered = tuple(sorted(group, key=index.__getitem__))
+    index = dependencies.index
+    group_of: dict[fx.Node, Group] = {node: (node,) for node in dependencies.nodes}
+    for together in groups:
+        ordered = tuple(sorted(together, key=index.__getitem__))
         group_of.update(dict.fromkeys(ordered, ordered))
-    all_groups = list(dict.fromkeys(group_of.values()))
-    after: dict[Group, set[Group]] = {one: set() for one in all_groups}
-    missing = dict.fromkeys(all_groups, 0)
-    for group in all_groups:
-        needed = {group_of[one] for node in group for one in dependencies.before[node]} - {group}
-        missing[group] = len(needed)
-        for one in needed:
-            after[one].add(group)
-    ready = [(index[group[-1]], group) for group in all_groups if not missing[group]]
-    heapq.heapify(ready)
-    order: list[fx.Node] = []
-    while ready:
-        _, group = heapq.heappop(ready)
-        order += group
-        for one in after[group]:
-            missing[one] -= 1
-            if not missing[one]:
-                heapq.heappush(ready, (index[one[-1]], one))
-    if len(order) != len(nodes):
-        stuck = [group for group in all_groups if missing[group] and len(group) > 1]
+    sorter: TopologicalSorter[Group] = TopologicalSorter()
+    for group in dict.fromkeys(group_of.values()):
+        needed = {group_of[one] for node in group for one in dependencies.before[node]}
+        sorter.add(group, *(needed - {group}))
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        stuck = [group for group in error.args[1] if len(group) > 1]
         raise InvariantError(
             f"these nodes cannot stand together, since one needs another: {stuck[:1]}"
-        )
+        ) from None
+    ready: list[tuple[int, Group]] = []
+    order: list[fx.Node] = []
+    while sorter.is_active():
+        for group in sorter.get_ready():
+            heapq.heappush(ready, (index[group[-1]], group))
+        _, group = heapq.heappop(ready)
+        order += group
+        sorter.done(group)
     return order

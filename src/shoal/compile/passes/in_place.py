@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,7 @@ TWINS: dict[Any, Twin] = {
         aten._native_batch_norm_legit.default, {3: 3, 4: 4}
     ),
 }
-"""Those that are not found by their names."""
+"""The twins that are not found by their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,33 +52,27 @@ class Update:
     copy: fx.Node
     written: fx.Node
     new: fx.Node
+    source: fx.Node
+    """The node that computes the new value."""
+    number: int | None
+    """The place of the value among several results."""
 
-    @classmethod
-    def of(cls, copy: fx.Node) -> Update | None:
-        """What a copy does, if it is such a one and nobody reads its result."""
+
+def _updates(graph: fx.Graph) -> Iterator[Update]:
+    """The copies to inputs whose results nobody reads."""
+    for copy in graph.find_nodes(op="call_function", target=aten.copy_.default):
         written, new = copy.args[:2]
         if not isinstance(written, fx.Node) or not isinstance(new, fx.Node) or copy.users:
-            return None
-        return cls(copy, written, new) if written.op == "placeholder" else None
-
-    @property
-    def source(self) -> fx.Node:
-        """What computes the new value."""
-        is_item = self.new.target is operator.getitem
-        return self.new.args[0] if is_item else self.new  # type: ignore[return-value]
-
-    @property
-    def number(self) -> int | None:
-        """As which of its results."""
-        is_item = self.new.target is operator.getitem
-        return self.new.args[1] if is_item else None  # type: ignore[return-value]
+            continue
+        if written.op == "placeholder":
+            source, number = new.args if new.target is operator.getitem else (new, None)
+            yield Update(copy, written, new, source, number)  # type: ignore[arg-type]
 
 
 def update_in_place(graph: fx.Graph) -> int:
     """Write new values of inputs at once instead of copying them later; say how many."""
-    copies = graph.find_nodes(op="call_function", target=aten.copy_.default)
     by_source: dict[fx.Node, list[Update]] = defaultdict(list)
-    for update in filter(None, map(Update.of, copies)):
+    for update in _updates(graph):
         by_source[update.source].append(update)
     twins = {source: twin for source in by_source if (twin := _twin_of(source)) is not None}
     if not twins:
@@ -95,7 +89,10 @@ def update_in_place(graph: fx.Graph) -> int:
     ]
     for source in found:
         for update in by_source[source]:
-            _apply(graph, update)
+            graph.erase_node(update.copy)
+            if update.new is not source:
+                update.new.replace_all_uses_with(update.written)
+                graph.erase_node(update.new)
         source.target = twins[source].op
         compute_metadata(source)
     return sum(len(by_source[source]) for source in found)
@@ -147,22 +144,10 @@ def _are_alike(a: Any, b: Any) -> bool:
     return (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
 
 
-def _apply(graph: fx.Graph, update: Update) -> None:
-    graph.erase_node(update.copy)
-    if update.new is not update.source:
-        update.new.replace_all_uses_with(update.written)
-        graph.erase_node(update.new)
-
-
 ALL_REDUCE = "_c10d_functional::all_reduce"
-SCALED_IN_PLACE: dict[Any, Any] = {
-    aten.div.Tensor: aten.div_.Tensor,
-    aten.div.Scalar: aten.div_.Scalar,
-    aten.mul.Tensor: aten.mul_.Tensor,
-    aten.mul.Scalar: aten.mul_.Scalar,
-}
+SCALED_IN_PLACE: dict[Any, Any] = {op: operators.in_place_of(op) for op in FOREACH}
 NEW = frozenset({aten.cat.default, aten._to_copy.default, *FOREACH, *SCALED_IN_PLACE.values()})
-"""What gives memory that nothing else knows of, or memory that it alone was given to write to."""
+"""The operators that return new memory, or memory that they alone were given to write to."""
 
 
 def average_in_place(graph: fx.Graph) -> int:
@@ -182,10 +167,8 @@ def average_in_place(graph: fx.Graph) -> int:
 
 def _scale_in_place(node: fx.Node) -> int:
     """Let a scaling write over what it scales, if that is nobody else's and as wide."""
-    if node.target not in SCALED_IN_PLACE or scaling(node) is None:
-        return 0
-    (scaled, *_) = node.all_input_nodes
-    if not _is_own(scaled) or value(scaled).dtype != value(node).dtype:
+    found, scaled = scaling(node), node.all_input_nodes[0]
+    if found is None or not _is_own(scaled) or found.dtype != value(node).dtype:
         return 0
     node.target = SCALED_IN_PLACE[node.target]
     return 1

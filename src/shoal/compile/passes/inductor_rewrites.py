@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal.compile.node_kinds import Kind, kind, value
-from shoal.compile.passes.metadata import compute_metadata
+from shoal.compile.node_kinds import NodeKind, kind, value
+from shoal.compile.passes.rewrite import call_instead
 
 aten = torch.ops.aten
 FILLED = (aten.full.default, aten.full_like.default)
@@ -60,35 +60,25 @@ def _rewrite(graph: fx.Graph, node: fx.Node) -> None:
     assert isinstance(dim, int)
     whole = value(node)
     like = {"dtype": whole.dtype, "device": whole.device}
-    counting = {"start": 0, "step": 1, "dtype": torch.int64, "requires_grad": False}
-    counting["device"] = whole.device
+    counting = {"start": 0, "step": 1, "requires_grad": False}
+    counting |= {"dtype": torch.int64, "device": whole.device}
+    length = whole.shape[dim]
     column = [1] * whole.dim()
-    column[dim] = whole.shape[dim]
-    with graph.inserting_before(node):
-        counted = _call(node, torch.ops.prims.iota.default, (whole.shape[dim],), **counting)
-        places = _call(node, aten.view.default, (counted, column))
-        is_set = _call(node, aten.eq.Tensor, (index, places))
-        one = _call(node, aten.full.default, ([], number), **like)
-        rest = _call(node, aten.full.default, ([], filled.args[1]), **like)
-        chosen = _call(node, aten.where.self, (is_set, one, rest))
+    column[dim] = length
+    counted = call_instead(node, torch.ops.prims.iota.default, (length,), **counting)
+    places = call_instead(node, aten.view.default, (counted, column))
+    is_set = call_instead(node, aten.eq.Tensor, (index, places))
+    one = call_instead(node, aten.full.default, ([], number), **like)
+    rest = call_instead(node, aten.full.default, ([], filled.args[1]), **like)
+    chosen = call_instead(node, aten.where.self, (is_set, one, rest))
     node.replace_all_uses_with(chosen)
     graph.erase_node(node)
     if not filled.users:
         graph.erase_node(filled)
 
 
-def _call(instead: fx.Node, op: Any, args: tuple[Any, ...], **named: Any) -> fx.Node:
-    """A node with its value, said to be where the one was that it helps to replace."""
-    made = instead.graph.call_function(op, args, named)
-    made.meta = {key: one for key, one in instead.meta.items() if key != "tensor_meta"}
-    values: Any = fx.map_arg(args, value)  # type: ignore[misc]
-    with value(instead).fake_mode:
-        made.meta["val"] = op(*values, **named)
-    return made
-
-
 COPIES: dict[Any, int] = {aten.clone.default: 0, aten.copy.default: 1}
-"""What gives elements as they are in other memory, and where it takes them from."""
+"""The operators that copy a tensor, and the place of the argument that they copy."""
 
 
 def keep_old_values(graph: fx.Graph) -> int:
@@ -108,7 +98,7 @@ def _copy_of_any(write: fx.Node, written: set[object]) -> fx.Node | None:
     while isinstance(node, fx.Node) and node.op == "call_function":
         if node.target in COPIES and _is_idle(node):
             copy, node = node, node.args[COPIES[node.target]]
-        elif kind(node) is Kind.VIEW:
+        elif kind(node) is NodeKind.VIEW:
             node = node.all_input_nodes[0]
         else:
             return None
@@ -124,14 +114,9 @@ def _choose(graph: fx.Graph, copy: fx.Node) -> None:
     source = copy.args[COPIES[copy.target]]
     assert isinstance(source, fx.Node)
     held = value(copy)
-    with graph.inserting_before(copy):
-        yes = graph.call_function(
-            aten.full.default, ([], True), {"dtype": torch.bool, "device": held.device}
-        )
-        chosen = graph.call_function(aten.where.self, (yes, source, source))
-        widened = graph.call_function(aten.expand.default, (chosen, list(held.shape)))
-    for node in (yes, chosen, widened):
-        node.meta.update({name: one for name, one in copy.meta.items() if name != "val"})
-        compute_metadata(node)
+    like = {"dtype": torch.bool, "device": held.device}
+    yes = call_instead(copy, aten.full.default, ([], True), **like)
+    chosen = call_instead(copy, aten.where.self, (yes, source, source))
+    widened = call_instead(copy, aten.expand.default, (chosen, list(held.shape)))
     copy.replace_all_uses_with(widened)
     graph.erase_node(copy)

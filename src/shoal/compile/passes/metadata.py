@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.fx.node import map_arg
 
-from shoal._torch import fakes, operators, symbols, traces
+from shoal._torch import fakes, operators, symbols, traces, trees
 from shoal.compile.node_kinds import flat
 from shoal.compile.passes.collectives import collective
 from shoal.errors import InvariantError, UsageError
 
 
-def compute_metadata(node: fx.Node) -> None:
-    """Write down what a node gives: `val`, a value without elements, and `tensor_meta`."""
-    node.meta["val"] = result_of(node)
+def compute_metadata(node: fx.Node, mode: fakes.FakeTensorMode | None = None) -> None:
+    """Write down what a node gives: `val`, a value without elements, and `tensor_meta`.
+
+    `mode` is for nodes that read no tensors.
+    """
+    node.meta["val"] = Reading.of(node).result(mode)
     node.meta["tensor_meta"] = traces.tensor_metadata(node.meta["val"])
-
-
-def result_of(node: fx.Node) -> Any:
-    """What a node gives, computed without elements from the metadata of what it is given."""
-    return Reading.of(node).result()
 
 
 def inconsistencies(graph: fx.Graph) -> dict[fx.Node, str]:
@@ -58,18 +57,14 @@ class CheckedGraph:
         now = {node: Reading.of(node) for node in self._graph.nodes}
         wrong: list[str] = []
         for node, reading in now.items():
-            before = self._last.get(node)
-            if before is not None and reading.is_like(before):
+            first, last = self._first.get(node), self._last.get(node)
+            if last is not None and reading.is_like(last):
                 continue
             what = reading.complaint()
-            if what is not None and not self._was_wrong(node):
+            if what is not None and (first is None or first.complaint() is None):
                 wrong.append(what)
         _raise_if(wrong)
         self._last = now
-
-    def _was_wrong(self, node: fx.Node) -> bool:
-        first = self._first.get(node)
-        return first is not None and first.complaint() is not None
 
 
 def _raise_if(wrong: list[str]) -> None:
@@ -124,7 +119,7 @@ class Reading:
         return map_arg((self.args, self.kwargs), described.__getitem__)  # pyright: ignore[reportGeneralTypeIssues]
 
     def complaint(self) -> str | None:
-        """What is wrong with what the node says it gives; None if nothing is, or nobody can say."""
+        """Say how the node's `val` differs from its result; None if equal, or not to be told."""
         if not self._can_be_computed():
             return None
         said, computed = _describe(self.said), _describe(self.result())
@@ -132,32 +127,31 @@ class Reading:
             return None
         return f"{self.node.name} ({self.target}) says {said}, and gives {computed}"
 
-    def result(self) -> Any:
-        """What the node gives, computed without elements."""
-        mode = self._mode()
+    def result(self, mode: fakes.FakeTensorMode | None = None) -> Any:
+        """The node's result, computed without elements; in `mode` if it reads no tensors."""
+        mode = self._mode() or mode
         missing = [read.name for read, held in self.given.items() if held is _NOTHING]
         if missing:
             raise UsageError(
                 f"expected what {missing[0]} gives in its metadata ('val'), got none: trace the "
                 "graph with make_fx or a compiler"
             )
-        values = {read: _in_mode(held, mode) for read, held in self.given.items()}
+        values = trees.tree_map(partial(_in_mode, mode=mode), self.given)
         args, kwargs = map_arg((self.args, self.kwargs), values.__getitem__)  # pyright: ignore[reportGeneralTypeIssues]
         if mode is None:
             return self.target(*args, **kwargs)
+        op = collective(self.node)
         with fakes.below_python(mode), torch.no_grad():
             result = self.target(*args, **kwargs)
-            return _as_received(result) if self._gives_new_tensors() else result
+            is_received = op is not None and not op.writes
+            return trees.tree_map(_as_received, result) if is_received else result
 
     def _mode(self) -> fakes.FakeTensorMode | None:
         """The mode in which to compute; a new one where values disagree."""
         tensors = [one for one in flat(list(self.given.values())) if isinstance(one, Tensor)]
         modes = {getattr(one, "fake_mode", None) for one in tensors}
-        if len(modes) == 1:
-            mode = modes.pop()
-            if mode is not None:
-                return mode
-        return fakes.new_fake_mode(dynamic=False) if tensors else None
+        mode = modes.pop() if len(modes) == 1 else None
+        return fakes.new_fake_mode(dynamic=False) if tensors and mode is None else mode
 
     def _can_be_computed(self) -> bool:
         if self.node.op != "call_function" or self.said is _NOTHING:
@@ -169,15 +163,9 @@ class Reading:
         is_known = all(held is not _NOTHING for held in self.given.values())
         return is_known and BY_CONTENT.isdisjoint(self.target.tags)
 
-    def _gives_new_tensors(self) -> bool:
-        op = collective(self.node)
-        return op is not None and not op.writes
-
 
 def _in_mode(held: Any, mode: fakes.FakeTensorMode | None) -> Any:
     """A value in a mode: a trace of real tensors makes one mode for each."""
-    if isinstance(held, list | tuple):
-        return type(held)(_in_mode(one, mode) for one in held)
     if not isinstance(held, Tensor) or getattr(held, "fake_mode", None) is mode:
         return held
     assert mode is not None
@@ -185,13 +173,11 @@ def _in_mode(held: Any, mode: fakes.FakeTensorMode | None) -> Any:
         return torch.empty_strided(held.shape, held.stride(), dtype=held.dtype, device=held.device)
 
 
-def _as_received(result: Any) -> Any:
-    """What a collective gives is contiguous, though torch says of some that strides are kept."""
-    if isinstance(result, list | tuple):
-        return type(result)(map(_as_received, result))
-    if not isinstance(result, Tensor):
-        return result
-    return torch.empty_like(result, memory_format=torch.contiguous_format)
+def _as_received(held: Any) -> Any:
+    """A collective gives contiguous tensors, though torch says of some that strides are kept."""
+    if not isinstance(held, Tensor):
+        return held
+    return torch.empty_like(held, memory_format=torch.contiguous_format)
 
 
 def _describe(held: Any) -> list[Any]:

@@ -20,19 +20,23 @@ from shoal._torch import traces
 
 aten = torch.ops.aten
 _FUNCTIONAL_FORM = torch.ops.higher_order.auto_functionalized_v2
+VIEWS: dict[Any, tuple[str, str, str]] = {
+    aten.slice.Tensor: ("slice_dim", "slice_start", "slice_end"),
+    aten.as_strided.default: ("size", "stride", "storage_offset"),
+}
+"""The views of an input that an operator may be given, and the words for their arguments."""
 
 
 def write_by_operators(graph: fx.Graph) -> set[int]:
     """Rewrite those calls; the inputs, by place, to which nothing else writes after that."""
-    forms = graph.find_nodes(op="call_function", target=_FUNCTIONAL_FORM)
-    if not forms:
-        return set()
     rewritten: set[fx.Node] = set()
     while (found := _last_rewritable(graph)) is not None:
-        rewritten.update(_rewrite(graph, *found))
+        form, inputs = found
+        _rewrite(graph, form, inputs)
+        rewritten.update(inputs)
     copied = [node.args[0] for node in _copies(graph)]
-    inputs = graph.find_nodes(op="placeholder")
-    return {at for at, node in enumerate(inputs) if node in rewritten and node not in copied}
+    given = enumerate(graph.find_nodes(op="placeholder"))
+    return {at for at, node in given if node in rewritten and node not in copied}
 
 
 def _copies(graph: fx.Graph) -> list[fx.Node]:
@@ -60,7 +64,7 @@ def _last_rewritable(graph: fx.Graph) -> tuple[fx.Node, list[fx.Node]] | None:
 
 
 def _results(form: fx.Node, num_bases: int) -> list[fx.Node | None]:
-    """What a call makes of the tensors that it writes to."""
+    """The nodes of the new values of the tensors that a call writes to."""
     first = _num_returned(form)
     items = {node.args[1]: node for node in form.users if node.target is operator.getitem}
     return [items.get(first + number) for number in range(num_bases)]
@@ -94,7 +98,7 @@ def _is_result_of_form(node: Any) -> bool:
 
 
 def _readers(given: fx.Node) -> Iterator[fx.Node]:
-    """What reads a tensor, by itself or as a view."""
+    """The nodes that read a tensor, by itself or as a view."""
     for one in given.users:
         yield one
         if _is_view(one):
@@ -109,7 +113,7 @@ def _is_view(node: fx.Node) -> bool:
     )
 
 
-def _rewrite(graph: fx.Graph, form: fx.Node, inputs: list[fx.Node]) -> list[fx.Node]:
+def _rewrite(graph: fx.Graph, form: fx.Node, inputs: list[fx.Node]) -> None:
     """Call the operator on the inputs; those before it in a chain write there too, then."""
     bases: list[fx.Node] = list(form.kwargs["_all_bases"])  # type: ignore[arg-type]
     for given, result in zip(inputs, _results(form, len(bases)), strict=True):
@@ -136,7 +140,6 @@ def _rewrite(graph: fx.Graph, form: fx.Node, inputs: list[fx.Node]) -> list[fx.N
         else:
             item.update_arg(0, call)
     graph.erase_node(form)
-    return inputs
 
 
 def _arguments(
@@ -150,12 +153,10 @@ def _arguments(
         if at is None:
             return None
         base = inputs[at]  # type: ignore[index]
-        if f"_{name}_slice_dim" in known:
-            keys = (f"_{name}_slice_{what}" for what in ("dim", "start", "end"))
-            return _view(graph, aten.slice.Tensor, base, *(known[key] for key in keys))
-        if f"_{name}_size" in known:
-            keys = (f"_{name}_{what}" for what in ("size", "stride", "storage_offset"))
-            return _view(graph, aten.as_strided.default, base, *(known[key] for key in keys))
+        for op, words in VIEWS.items():
+            keys = [f"_{name}_{word}" for word in words]
+            if keys[0] in known:
+                return _view(graph, op, base, *(known[key] for key in keys))
         return base
 
     def value(name: str) -> Any:

@@ -10,7 +10,7 @@ is known of the run: sizes of buckets, what may be in flight, a user's own passe
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
 from functools import partial
 
@@ -42,7 +42,7 @@ from shoal.compile.passes.view_cleanup import drop_idle_views
 
 
 class Target(StrEnum):
-    """What makes a function of the graphs, which decides what is worth rewriting."""
+    """The compiler that makes functions of the graphs, which decides the rewrites that pay."""
 
     DIRECT = "direct"
     """Operators are called one by one: each view, copy and operator less saves a call."""
@@ -52,36 +52,37 @@ class Target(StrEnum):
     """A compiler that the caller passed: it gets graphs as they were traced."""
 
 
+def _pass(
+    run: Callable[..., object],
+    *,
+    requires: Iterable[Fact] = (),
+    provides: Iterable[Fact] = (),
+    undoes: Iterable[Fact] = (),
+    **options: object,
+) -> Pass:
+    """A pass with the name of its function, which is called with these options."""
+    return Pass(
+        name=run.__name__,
+        run=partial(run, **options),
+        requires=frozenset(requires),
+        provides=frozenset(provides),
+        undoes=frozenset(undoes),
+    )
+
+
 def joint(target: Target, *, trains: bool) -> Pipeline:
     """Passes over the captured graph of forward and backward, before a partitioner sees it."""
     cleanup = (
-        Pass(
-            name="rebind_sizes",
-            run=rebind_sizes,
-            requires=frozenset({Fact.PHASES}),
-            provides=frozenset({Fact.FORWARD_SIZES}),
-        ),
-        Pass(name="drop_aliases", run=drop_aliases, provides=frozenset({Fact.NO_ALIASES})),
-        Pass(
-            name="detach_scattered",
-            run=detach_scattered,
-            # Earlier, its own `detach` would be dropped.
-            requires=frozenset({Fact.NO_ALIASES}),
-        ),
-        Pass(
-            name="drop_dead_nodes",
-            run=drop_dead_nodes,
-            requires=frozenset({Fact.FORWARD_SIZES, Fact.NO_ALIASES}),
-        ),
+        _pass(rebind_sizes, requires={Fact.PHASES}, provides={Fact.FORWARD_SIZES}),
+        _pass(drop_aliases, provides={Fact.NO_ALIASES}),
+        # Earlier, its own `detach` would be dropped.
+        _pass(detach_scattered, requires={Fact.NO_ALIASES}),
+        _pass(drop_dead_nodes, requires={Fact.FORWARD_SIZES, Fact.NO_ALIASES}),
     )
-    tags = (Pass(name="tag_for_torch", run=tag_for_torch, requires=frozenset({Fact.PHASES})),)
+    tags = (_pass(tag_for_torch, requires={Fact.PHASES}),)
     inductor = (
-        Pass(name="compare_instead_of_scatter", run=compare_instead_of_scatter),
-        Pass(
-            name="keep_old_values",
-            run=keep_old_values,
-            requires=frozenset({Fact.INPUT_COPIES}),
-        ),
+        _pass(compare_instead_of_scatter),
+        _pass(keep_old_values, requires={Fact.INPUT_COPIES}),
     )
     return Pipeline(
         passes=(
@@ -98,30 +99,19 @@ def before_cut(
     *, num_fwd_outputs: int, mutated_inputs: Collection[int] = (), dedupe: bool = True
 ) -> Pipeline:
     """Passes over a partitioner's copy of a joint graph, which another tracer may have made."""
-    once = Pass(
-        name="drop_repeated",
-        run=drop_repeated,
-        requires=frozenset({Fact.PHASES, Fact.CHECKPOINT_TAGS, Fact.OLD_VALUES}),
-    )
+    ready = {Fact.PHASES, Fact.CHECKPOINT_TAGS, Fact.OLD_VALUES}
     return Pipeline(
         passes=(
-            Pass(name="complete_phases", run=complete_phases, provides=frozenset({Fact.PHASES})),
-            Pass(
-                name="complete_tags",
-                run=complete_tags,
-                provides=frozenset({Fact.CHECKPOINT_TAGS}),
+            _pass(complete_phases, provides={Fact.PHASES}),
+            _pass(complete_tags, provides={Fact.CHECKPOINT_TAGS}),
+            _pass(
+                protect_old_values,
+                requires={Fact.PHASES},
+                provides={Fact.OLD_VALUES},
+                num_fwd_outputs=num_fwd_outputs,
+                mutated_inputs=mutated_inputs,
             ),
-            Pass(
-                name="protect_old_values",
-                run=partial(
-                    protect_old_values,
-                    num_fwd_outputs=num_fwd_outputs,
-                    mutated_inputs=mutated_inputs,
-                ),
-                requires=frozenset({Fact.PHASES}),
-                provides=frozenset({Fact.OLD_VALUES}),
-            ),
-            *((once,) if dedupe else ()),
+            *((_pass(drop_repeated, requires=ready),) if dedupe else ()),
         ),
         counts=False,
     )
@@ -129,24 +119,16 @@ def before_cut(
 
 def forward(target: Target) -> Pipeline:
     """Passes over a forward graph, before it goes to the cache."""
-    by_operators = Pass(
-        name="write_by_operators",
-        run=write_by_operators,
-        requires=frozenset({Fact.INPUT_COPIES}),
-    )
+    # Inductor calls operators on inputs by itself, where that keeps old values.
+    by_operators = (_pass(write_by_operators, requires={Fact.INPUT_COPIES}),)
     direct = (
-        Pass(name="drop_idle_views", run=drop_idle_views),
-        Pass(
-            name="update_in_place",
-            run=update_in_place,
-            undoes=frozenset({Fact.INPUT_COPIES}),
-        ),
-        Pass(name="decompose_dropout_backward", run=decompose_dropout_backward),
+        _pass(drop_idle_views),
+        _pass(update_in_place, undoes={Fact.INPUT_COPIES}),
+        _pass(decompose_dropout_backward),
     )
     return Pipeline(
         passes=(
-            # Inductor calls operators on inputs by itself, where that keeps old values.
-            *(() if target is Target.INDUCTOR else (by_operators,)),
+            *(() if target is Target.INDUCTOR else by_operators),
             *(direct if target is Target.DIRECT else ()),
         ),
         given=frozenset({Fact.INPUT_COPIES}),
@@ -157,12 +139,9 @@ def forward(target: Target) -> Pipeline:
 def backward(target: Target) -> Pipeline:
     """Passes over a backward graph, before it goes to the cache."""
     direct = (
-        Pass(
-            name="drop_idle_views",
-            # Gradients are autograd's, which does not ask of what they are views.
-            run=partial(drop_idle_views, also_returned=True),
-        ),
-        Pass(name="decompose_dropout_backward", run=decompose_dropout_backward),
+        # Gradients are autograd's, which does not ask of what they are views.
+        _pass(drop_idle_views, also_returned=True),
+        _pass(decompose_dropout_backward),
     )
     return Pipeline(passes=direct if target is Target.DIRECT else (), counts=False)
 
@@ -184,6 +163,8 @@ def sharded(
     first_bytes = None if first_bytes is None else min(bucket_bytes, first_bytes)
     first = Limits(num_bytes=bucket_bytes, first_bytes=first_bytes)
     bounded = () if max_in_flight_bytes is None else (Fact.BOUNDED_BYTES,)
+    # Buckets first, if at all: they would undo an order of single collectives.
+    unordered = {Fact.NOT_IN_ORDER_YET}
     buckets = (
         (bucket_all_gathers, limits, Fact.BUCKETED_ALL_GATHERS),
         (bucket_reduce_scatters, limits, Fact.BUCKETED_REDUCE_SCATTERS),
@@ -192,63 +173,34 @@ def sharded(
     return Pipeline(
         passes=(
             *(
-                Pass(
-                    name=bucket.__name__,
-                    run=partial(bucket, limits=limit),
-                    # First, if at all: they would undo an order of single collectives.
-                    requires=frozenset({Fact.NOT_IN_ORDER_YET}),
-                    provides=frozenset({fact}),
-                    undoes=ORDER,
-                )
+                _pass(bucket, requires=unordered, provides={fact}, undoes=ORDER, limits=limit)
                 for bucket, limit, fact in buckets
             ),
-            Pass(
-                name="overlap",
-                run=partial(overlap, max_in_flight_bytes=max_in_flight_bytes, costs=costs),
-                provides=frozenset({Fact.EARLY_STARTS, Fact.LATE_WAITS, *bounded}),
-                undoes=frozenset({Fact.NOT_IN_ORDER_YET}),
+            _pass(
+                overlap,
+                provides={Fact.EARLY_STARTS, Fact.LATE_WAITS, *bounded},
+                undoes=unordered,
+                max_in_flight_bytes=max_in_flight_bytes,
+                costs=costs,
             ),
         ),
-        given=frozenset({Fact.NOT_IN_ORDER_YET}),
+        given=frozenset(unordered),
     )
 
 
 def after_collectives(target: Target) -> Pipeline:
     """Passes over a graph whose collectives are in their places."""
-    direct = (Pass(name="average_in_place", run=average_in_place),)
-    return Pipeline(
-        passes=(
-            Pass(name="drop_idle_views", run=drop_idle_views),
-            *(direct if target is Target.DIRECT else ()),
-        ),
-    )
+    direct = (_pass(average_in_place),) if target is Target.DIRECT else ()
+    return Pipeline(passes=(_pass(drop_idle_views), *direct))
 
 
 def replicated(*, bucket_size_mb: float, coalesced: bool = False) -> Pipeline:
     """For graphs with DDP's gradient all-reduces, as torch's own compiler has them."""
     fuse = fuse_ddp_with_coalesced_op if coalesced else fuse_ddp_with_concat_op
+    bucketed = {Fact.BUCKETED_ALL_REDUCES}
     return Pipeline(
         passes=(
-            Pass(
-                name=fuse.__name__,
-                run=partial(fuse, bucket_size_mb=bucket_size_mb),
-                provides=frozenset({Fact.BUCKETED_ALL_REDUCES}),
-                undoes=ORDER,
-            ),
-            Pass(
-                name="schedule_comm_wait",
-                run=schedule_comm_wait,
-                provides=frozenset({Fact.LATE_WAITS}),
-            ),
+            _pass(fuse, provides=bucketed, undoes=ORDER, bucket_size_mb=bucket_size_mb),
+            _pass(schedule_comm_wait, provides={Fact.LATE_WAITS}),
         )
     )
-
-
-def stages(target: Target) -> Iterator[tuple[str, Pipeline]]:
-    """All passes of a training function in the order in which they run, by stage."""
-    yield "joint", joint(target, trains=True)
-    yield "before_cut", before_cut(num_fwd_outputs=0)
-    yield "forward", forward(target)
-    yield "backward", backward(target)
-    yield "collectives", sharded(bucket_bytes=1, max_in_flight_bytes=None)
-    yield "after_collectives", after_collectives(target)

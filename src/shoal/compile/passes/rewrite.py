@@ -37,7 +37,17 @@ def call_again(graph: fx.Graph, node: fx.Node, first: Any, target: Any = None) -
     else:
         name = next(iter(node.kwargs))
         new = call_function(graph, chosen, (), {**node.kwargs, name: first})
-    new.meta.update({key: node.meta[key] for key in ("stack_trace",) if key in node.meta})
+    if "stack_trace" in node.meta:
+        new.meta["stack_trace"] = node.meta["stack_trace"]
+    return new
+
+
+def call_instead(node: fx.Node, target: Any, args: tuple[Any, ...], **kwargs: Any) -> fx.Node:
+    """A new call before a node that it helps to replace, said to have run where that one did."""
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(target, args, kwargs)
+    new.meta = {key: one for key, one in node.meta.items() if key not in ("val", "tensor_meta")}
+    compute_metadata(new, getattr(value(node), "fake_mode", None))
     return new
 
 
@@ -62,18 +72,16 @@ def sizes(graph: fx.Graph, node: fx.Node) -> list[Any]:
     ]
 
 
-def times(graph: fx.Graph, size: Any, factor: Any) -> Any:
-    """The product of two sizes, each an integer or a node."""
-    if isinstance(size, int) and isinstance(factor, int):
-        return size * factor
-    return call_function(graph, operator.mul, (size, factor))
+def compute(graph: fx.Graph, op: Callable[[Any, Any], Any], size: Any, other: Any) -> Any:
+    """The result of an operation on two sizes, each an integer or a node."""
+    if isinstance(size, int) and isinstance(other, int):
+        return op(size, other)
+    return call_function(graph, op, (size, other))
 
 
-def share(graph: fx.Graph, size: Any, ranks: int) -> Any:
-    """What each of some ranks gets of a size, which is an integer or a node."""
-    if isinstance(size, int):
-        return size // ranks
-    return call_function(graph, operator.floordiv, (size, ranks))
+def reshape(graph: fx.Graph, node: fx.Node, shape: list[Any]) -> fx.Node:
+    """A tensor in another shape, whose sizes are integers or nodes."""
+    return call_function(graph, aten.reshape.default, (node, shape))
 
 
 def flatten(graph: fx.Graph, node: fx.Node, like: fx.Node) -> fx.Node:
@@ -90,8 +98,8 @@ def unflatten(graph: fx.Graph, row: fx.Node, shape: list[Any], like: fx.Node) ->
     """A row as a tensor of a shape, with the strides of `like`."""
     dims = _dims_in_memory(value(like))
     if dims is None:
-        return row if len(shape) == 1 else call_function(graph, aten.reshape.default, (row, shape))
-    row = call_function(graph, aten.reshape.default, (row, [shape[dim] for dim in dims]))
+        return row if len(shape) == 1 else reshape(graph, row, shape)
+    row = reshape(graph, row, [shape[dim] for dim in dims])
     back = [dims.index(dim) for dim in range(len(dims))]
     return call_function(graph, aten.permute.default, (row, back))
 

@@ -19,31 +19,27 @@ import bisect
 import heapq
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 
 from torch import fx
 
-from shoal.compile.node_kinds import Kind, kind
-from shoal.compile.passes.collectives import CommKind, collective, is_wait
-from shoal.compile.passes.comm_block import (
-    CommBlock,
-    get_all_comm_blocks,
-)
+from shoal.comm.collectives import Kind as CommKind
+from shoal.compile.node_kinds import NodeKind, closure, is_wait, kind
+from shoal.compile.passes.collectives import collective
+from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.cost import Costs
 from shoal.compile.passes.dependencies import Dependencies, put_in_order
 from shoal.errors import UsageError
 
-CHEAP = (Kind.VIEW, Kind.ITEM, Kind.CHEAP, Kind.SIZE)
-"""What is cheap enough to move with a collective: to be done early, or put off."""
+CHEAP = (NodeKind.VIEW, NodeKind.ITEM, NodeKind.CHEAP, NodeKind.SIZE)
+"""The kinds of nodes that may move with a collective: cheap to do early, or to put off."""
 
 
 def delay_waits(graph: fx.Graph, kinds: Collection[CommKind] = tuple(CommKind)) -> None:
     """Move the waits of collectives of some kinds to where their results are first needed."""
     blocks = [block for block in get_all_comm_blocks(graph) if block.key.kind in kinds]
-    if blocks:
-        put_in_order(graph, schedule(Dependencies(graph), blocks, early=False))
-    graph.lint()
+    _schedule(graph, blocks, early=False)
 
 
 def overlap(
@@ -56,46 +52,43 @@ def overlap(
     if max_in_flight_bytes is not None and max_in_flight_bytes <= 0:
         raise UsageError(f"expected a bound above 0 bytes, got {max_in_flight_bytes}")
     blocks = get_all_comm_blocks(graph)
-    if blocks:
-        order = schedule(
-            Dependencies(graph), blocks, early=True, bound=max_in_flight_bytes, costs=costs
-        )
-        put_in_order(graph, order)
-    graph.lint()
+    _schedule(graph, blocks, early=True, bound=max_in_flight_bytes, costs=costs)
 
 
-def schedule(
-    dependencies: Dependencies,
+def _schedule(
+    graph: fx.Graph,
     blocks: Sequence[CommBlock],
     *,
     early: bool,
     bound: int | None = None,
     costs: Costs | None = None,
-) -> list[fx.Node]:
-    """The nodes of a graph in the order in which they should run."""
-    walk = _Walk(dependencies, blocks, early=early, bound=bound)
-    if costs is not None:
-        needs = {one.block.comm_node: one.need for one in walk.launches}
-        walk.not_before = start_places(walk.nodes, blocks, needs, costs)
-    return walk.run()
+) -> None:
+    """Put the nodes of a graph in the order in which they should run."""
+    if blocks:
+        walk = _ScheduleWalk(Dependencies(graph), blocks, early=early, bound=bound)
+        if costs is not None:
+            needs = {one.block.comm_node: one.need for one in walk.launches}
+            walk.not_before = start_places(walk.nodes, blocks, needs, costs)
+        put_in_order(graph, walk.run())
+    graph.lint()
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Launch:
+class _PendingCollective:
     """A collective on its way from 'not ready' to 'waited for'."""
 
     block: CommBlock
     nodes: list[fx.Node]
-    """What prepares the collective and serves nothing else, and the collective."""
+    """The nodes that prepare the collective and serve nothing else, then the collective."""
     need: int
     """The place of the first node that needs a result."""
     missing: int = 0
     """How many nodes from elsewhere must still run."""
-    unfinished: set[fx.Node] = field(default_factory=set)
+    unfinished: set[fx.Node]
     """The waits that have not run."""
 
 
-class _Walk:
+class _ScheduleWalk:
     """The state of one walk over a graph."""
 
     def __init__(
@@ -113,14 +106,14 @@ class _Walk:
         self.done: set[fx.Node] = set()
         self.lazy = self._lazy(blocks)
         self.need = self._needs()
-        self.launches = [self._launch(block, early=early) for block in blocks]
-        self.launch_of = {node: one for one in self.launches for node in one.nodes}
+        self.launches = [self._launch(block) for block in blocks]
+        self.start_of = {one.block.comm_node: one for one in self.launches}
+        self.prepared = {node for one in self.launches for node in one.nodes}
         self.wait_of = {wait: one for one in self.launches for wait in one.block.wait_nodes}
-        self.in_flight: deque[_Launch] = deque()
-        self.in_flight_bytes = 0
-        self.pressing: set[_Launch] = set()
-        self.ready: list[tuple[int, int, _Launch]] = []
-        self.waiting: dict[fx.Node, list[_Launch]] = {}
+        self.in_flight: deque[_PendingCollective] = deque()
+        self.pressing: set[_PendingCollective] = set()
+        self.ready: list[tuple[int, int, _PendingCollective]] = []
+        self.waiting: dict[fx.Node, list[_PendingCollective]] = {}
         self.not_before: dict[fx.Node, int] = {}
         """The places before which collectives should not start."""
         self.place = 0
@@ -135,20 +128,21 @@ class _Walk:
                 continue
             self.place = self.index[node]
             self._start_early()
-            launch = self.launch_of.get(node)
-            if launch is None and node not in self.lazy:
-                self._emit(node)
-            elif launch is not None and node is launch.block.comm_node and self._is_due(launch):
+            launch = self.start_of.get(node)
+            if launch is not None and self._is_due(launch):
                 self._finish(launch.nodes)
+            elif node not in self.lazy and node not in self.prepared:
+                # After the waits that it needs, and after what their end makes room for.
+                self._finish(self.before[node])
+                self._start_early()
+                self._append(node)
         self._finish(self.nodes[:-1])
         self._finish(self.nodes)
         return self.order
 
     def _lazy(self, blocks: Sequence[CommBlock]) -> set[fx.Node]:
-        """What is put off: items, waits, and cheap work on nothing but results."""
-        lazy = {node for block in blocks for node in block.node_list} - {
-            block.comm_node for block in blocks
-        }
+        """The nodes to put off: items, waits, and cheap work on nothing but results."""
+        lazy = {node for block in blocks for node in block.node_list[1:]}
         for node in self.nodes:
             alone = bool(node.all_input_nodes) and lazy.issuperset(node.all_input_nodes)
             if alone and node.op == "call_function" and kind(node) in CHEAP:
@@ -156,7 +150,7 @@ class _Walk:
         return lazy
 
     def _needs(self) -> dict[fx.Node, int]:
-        """For what is put off, the place of the first node that needs it."""
+        """For each node that is put off, the place of the first node that needs it."""
         needs: dict[fx.Node, int] = {}
         for node in reversed(self.nodes):
             if node in self.lazy:
@@ -164,9 +158,9 @@ class _Walk:
                 needs[node] = min(places, default=len(self.nodes))
         return needs
 
-    def _launch(self, block: CommBlock, *, early: bool) -> _Launch:
-        nodes = self._preparation(block.comm_node) if early else []
-        return _Launch(
+    def _launch(self, block: CommBlock) -> _PendingCollective:
+        nodes = self._preparation(block.comm_node) if self.early else []
+        return _PendingCollective(
             block=block,
             nodes=[*nodes, block.comm_node],
             need=min(self.need[wait] for wait in block.wait_nodes),
@@ -186,7 +180,7 @@ class _Walk:
         return sorted(found - {comm_node}, key=self.index.__getitem__)
 
     def _watch(self) -> None:
-        """Note what each collective still needs."""
+        """Note the nodes that each collective still needs."""
         for launch in self.launches:
             needed = {one for node in launch.nodes for one in self.before[node]}
             needed -= set(launch.nodes)
@@ -196,48 +190,32 @@ class _Walk:
             if not needed:
                 self._is_ready(launch)
 
-    def _emit(self, node: fx.Node) -> None:
-        """Run a node after the waits that it needs, and after what their end makes room for."""
-        self._finish(self.before[node])
-        self._start_early()
-        self._append(node)
-
     def _finish(self, nodes: Iterable[fx.Node]) -> None:
         """Run those of some nodes that were put off, and what they need, in their order."""
-        needed: set[fx.Node] = set()
-        pending = [node for node in nodes if node not in self.done]
-        while pending:
-            node = pending.pop()
-            if node not in needed:
-                needed.add(node)
-                pending += [one for one in self.before[node] if one not in self.done]
-        for node in sorted(needed, key=self.index.__getitem__):
+        missing = closure(set(nodes) - self.done, lambda node: self.before[node] - self.done)
+        for node in sorted(missing, key=self.index.__getitem__):
             self._append(node)
 
     def _append(self, node: fx.Node) -> None:
-        launch = self.launch_of.get(node)
-        starts = launch is not None and node is launch.block.comm_node
-        if launch is not None and starts:
-            self._make_room(launch)
+        started, waited = self.start_of.get(node), self.wait_of.get(node)
+        if started is not None:
+            self._make_room(started)
         if node in self.done:  # by now: it was needed to make room
             return
         self.order.append(node)
         self.done.add(node)
-        if launch is not None and starts:
-            self.in_flight.append(launch)
-            self.in_flight_bytes += launch.block.num_bytes
-        launch = self.wait_of.get(node)
-        if launch is not None:
-            launch.unfinished.discard(node)
-            if not launch.unfinished:
-                self.in_flight.remove(launch)
-                self.in_flight_bytes -= launch.block.num_bytes
+        if started is not None:
+            self.in_flight.append(started)
+        if waited is not None:
+            waited.unfinished.discard(node)
+            if not waited.unfinished:
+                self.in_flight.remove(waited)
         for one in self.waiting.pop(node, ()):
             one.missing -= 1
             if not one.missing:
                 self._is_ready(one)
 
-    def _make_room(self, launch: _Launch) -> None:
+    def _make_room(self, launch: _PendingCollective) -> None:
         """Wait for the oldest collectives in flight until another one fits."""
         if launch in self.pressing:
             return  # one in flight needs it to end: this is on the way to room already
@@ -245,10 +223,10 @@ class _Walk:
         while self.in_flight and not self._fits(launch):
             self._finish(self.in_flight[0].block.wait_nodes)
 
-    def _is_ready(self, launch: _Launch) -> None:
+    def _is_ready(self, launch: _PendingCollective) -> None:
         heapq.heappush(self.ready, (launch.need, self.index[launch.block.comm_node], launch))
 
-    def _is_due(self, launch: _Launch) -> bool:
+    def _is_due(self, launch: _PendingCollective) -> bool:
         """Whether a collective whose place has come must start, with or without room.
 
         Held back, a gather costs nothing: its result is larger than what it reads. A reduction
@@ -259,27 +237,25 @@ class _Walk:
         )
 
     def _start_early(self) -> None:
-        """Start what is ready, as long as there is room."""
+        """Start collectives that are ready, as long as there is room."""
         while self.ready:
             launch = self.ready[0][2]
-            started = launch.block.comm_node in self.done
-            if not started and not (self._is_time(launch) and self._fits(launch)):
+            comm_node = launch.block.comm_node
+            is_time = self.not_before.get(comm_node, 0) <= self.place
+            if comm_node not in self.done and not (is_time and self._fits(launch)):
                 return
             heapq.heappop(self.ready)
-            if not started:
-                self._finish(launch.nodes)
+            self._finish(launch.nodes)
 
-    def _is_time(self, launch: _Launch) -> bool:
-        return self.not_before.get(launch.block.comm_node, 0) <= self.place
-
-    def _fits(self, launch: _Launch) -> bool:
+    def _fits(self, launch: _PendingCollective) -> bool:
         if self.bound is None or not self.in_flight:
             return True
-        return self.in_flight_bytes + launch.block.num_bytes <= self.bound
+        in_flight = sum(one.block.num_bytes for one in self.in_flight)
+        return in_flight + launch.block.num_bytes <= self.bound
 
 
 MARGIN = 2.0
-"""By how much longer than estimated a gather is taken to be: too late costs more than too early."""
+"""A factor on the estimated time of a gather: too late costs more than too early."""
 
 
 def start_places(

@@ -1,4 +1,4 @@
-"""What a graph communicates: counted, and laid out in time."""
+"""The collectives of a graph: counted, and laid out in time."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from shoal.compile.passes.collectives import collective, is_wait
+from shoal.compile.node_kinds import is_wait
+from shoal.compile.passes.collectives import collective
 from shoal.compile.passes.comm_block import comm_bytes, get_comm_block
 from shoal.compile.passes.cost import Costs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
+class GraphTraffic:
     """How much a graph communicates, and how much of it at a time."""
 
     num_collectives: int = 0
@@ -22,8 +23,8 @@ class Traffic:
     """The most that has started and is not waited for, anywhere in the graph."""
 
 
-def count_traffic(graph: fx.Graph) -> Traffic:
-    """Count what a graph communicates, in its order."""
+def count_traffic(graph: fx.Graph) -> GraphTraffic:
+    """Count the collectives, waits and bytes of a graph, in its order."""
     num_collectives = num_bytes = num_waits = in_flight = most = 0
     landing: dict[fx.Node, tuple[set[fx.Node], int]] = {}
     for node in graph.nodes:
@@ -40,7 +41,7 @@ def count_traffic(graph: fx.Graph) -> Traffic:
             left, size = landing.get(node, (set(), 0))
             left.discard(node)
             in_flight -= 0 if left else size
-    return Traffic(
+    return GraphTraffic(
         num_collectives=num_collectives,
         num_bytes=num_bytes,
         num_waits=num_waits,
@@ -50,7 +51,7 @@ def count_traffic(graph: fx.Graph) -> Traffic:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeline:
-    """What a graph takes, in its order."""
+    """The estimated times of a graph, in its order."""
 
     total_us: float
     exposed_us: float

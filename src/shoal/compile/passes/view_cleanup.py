@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from shoal.compile.node_kinds import Kind, flat, kind, op_name, value
+from shoal.compile.node_kinds import NodeKind, flat, kind, op_name, value
 from shoal.compile.passes.metadata import compute_metadata
 
 aten = torch.ops.aten
 
 MAY_COPY = frozenset({"aten::reshape", "aten::flatten", "aten::contiguous", "aten::to"})
-"""What gives its input back where that is as it should be, and a copy otherwise."""
+"""The operators that return their input if it fits already, and a copy otherwise."""
 
 
 def drop_idle_views(graph: fx.Graph, *, also_returned: bool = False) -> int:
@@ -75,7 +75,7 @@ def _same_elements(node: fx.Node) -> fx.Node | None:
 
 
 def _sources(node: fx.Node) -> Iterator[fx.Node]:
-    """What a node looks at, directly and through other views."""
+    """The nodes that a view shows, directly and through other views."""
     if op_name(node) in MAY_COPY:
         yield from node.all_input_nodes[:1]  # not through it: beyond, it may be a copy of something
         return
@@ -87,14 +87,14 @@ def _sources(node: fx.Node) -> Iterator[fx.Node]:
 def _is_pure_view(node: fx.Node) -> bool:
     return (
         node.op == "call_function"
-        and kind(node) is Kind.VIEW
+        and kind(node) is NodeKind.VIEW
         and op_name(node) not in MAY_COPY
         and len(node.all_input_nodes) == 1
     )
 
 
 def _elements(node: fx.Node) -> tuple[Any, ...] | None:
-    """Which elements of memory a node's tensor shows, and as what; None where that is not fixed."""
+    """The elements of memory that a node's tensor shows, and their dtype; None if not fixed."""
     held = value(node)
     if not isinstance(held, Tensor) or type(held).__name__ != "FakeTensor":
         return None

@@ -18,7 +18,7 @@ from shoal.compile.backend import compiler_of
 from shoal.compile.communication import schedule_collectives
 from shoal.compile.compare_ranks import check_ranks_agree
 from shoal.compile.lowering.graph_unit import prefetch_depth_of
-from shoal.compile.node_kinds import Kind, kind
+from shoal.compile.node_kinds import NodeKind, kind
 from shoal.compile.observe.observation import observing
 from shoal.compile.options import BackendOptions
 from shoal.compile.step.batch import Batch
@@ -349,7 +349,7 @@ def _lower_all(model: nn.Module) -> None:
 
 
 def _check_recomputed(nodes: Sequence[Any]) -> None:
-    if any(node.op == "call_function" and kind(node) is Kind.RANDOM for node in nodes):
+    if any(node.op == "call_function" and kind(node) is NodeKind.RANDOM for node in nodes):
         raise NotImplementedError(
             "shoal: compile_step cannot compute random numbers (dropout) again in backward; use "
             "torch.compile(model, backend='shoal'), or no checkpoint around them"

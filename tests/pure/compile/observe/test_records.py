@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from comm_graphs import stages as all_stages
 from compile_compare import BACKEND
 from shoal.aot import aot_function, nop
 from shoal.compile.observe import forget, observation, records
 from shoal.compile.observe.record import CacheUse
-from shoal.compile.passes.pipeline import Target, stages
+from shoal.compile.passes.pipeline import Target
 
 pytestmark = pytest.mark.skipif(BACKEND != "shoal", reason="tests our own backend")
 
@@ -60,7 +61,8 @@ def test_passes_are_those_of_the_pipeline_and_none_of_a_graph_that_the_cache_had
     compiled_once()
     traced, found = records()
     ran = {stage: [one.name for one in report.steps] for stage, report in traced.passes.items()}
-    expected = {stage: [one.name for one in line.passes] for stage, line in stages(Target.DIRECT)}
+    lines = all_stages(Target.DIRECT).items()
+    expected = {stage: [one.name for one in line.passes] for stage, line in lines}
     assert ran == {
         stage: expected[stage] for stage in ("joint", "before_cut", "forward", "backward")
     }

@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from joint_graphs import held_bytes, kept_of, run_split, trace_joint
-from shoal.compile.partition.partitioners import split_by_min_cut
-from shoal.compile.partition.saved_values import MAX_STEPS, most_worth
+from joint_graphs import held_bytes, kept_of, run_split, split_by_min_cut, trace_joint
+from shoal.compile.partition.joint import read_joint
+from shoal.compile.partition.saved_values import MAX_STEPS, keep_within, most_worth
 
 things = st.lists(st.tuples(st.integers(0, 20), st.integers(1, 50)), max_size=8)
 
@@ -103,4 +103,4 @@ def test_cheap_products_are_done_again_before_dear_ones(budget, kept, again):
 def test_a_budget_is_a_fraction(budget):
     traced = trace_joint(torch.sin, matrices((2, 2)))
     with pytest.raises(ValueError, match="between 0 and 1"):
-        split_by_min_cut(traced.module, num_fwd_outputs=1, memory_budget=budget)
+        keep_within(read_joint(traced.module, 1), budget, static=())

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from joint_graphs import run_split, trace_joint
-from shoal.compile.partition.partitioners import split_by_min_cut
+from joint_graphs import run_split, split_by_min_cut, trace_joint
 
 PRODUCT = (4, 3)
 """What the programs compute first."""

@@ -8,10 +8,18 @@ from torch import fx
 from torch._decomp import core_aten_decompositions
 from torch._functorch.partitioners import min_cut_rematerialization_partition as torch_min_cut
 
-from joint_graphs import Traced, copied, held_bytes, kept_of, run_split, trace_joint
+from joint_graphs import (
+    Split,
+    Traced,
+    copied,
+    held_bytes,
+    kept_of,
+    run_split,
+    split_as_traced,
+    split_by_min_cut,
+    trace_joint,
+)
 from joint_models import MODELS, as_function
-from shoal.compile.partition.partitioners import split_as_traced, split_by_min_cut
-from shoal.compile.partition.split import Split
 
 BUDGETS = [None, 1.0, 0.7, 0.3, 0.0]
 """None: each node where it was traced."""

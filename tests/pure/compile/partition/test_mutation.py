@@ -9,9 +9,7 @@ import torch
 from torch import Tensor, fx
 from torch.utils.checkpoint import CheckpointPolicy
 
-from joint_graphs import Traced, kept_of, trace_joint
-from shoal.compile.partition.partitioners import split_as_traced, split_by_min_cut
-from shoal.compile.partition.split import Split
+from joint_graphs import Split, Traced, kept_of, split_as_traced, split_by_min_cut, trace_joint
 
 aten = torch.ops.aten
 

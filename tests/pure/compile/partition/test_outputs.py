@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from compile_compare import BACKEND
-from joint_graphs import run_split, trace_joint
-from shoal.compile.partition.partitioners import split_by_min_cut
+from joint_graphs import run_split, split_by_min_cut, trace_joint
 from shoal.compile.partition.saved_values import FEW
 
 

@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.checkpoint import CheckpointPolicy
 
-from joint_graphs import Traced, run_split, trace_joint
-from shoal.compile.partition.partitioners import split_as_traced, split_by_min_cut
+from joint_graphs import Traced, run_split, split_as_traced, split_by_min_cut, trace_joint
 
 SIDE = 4
 

@@ -9,15 +9,22 @@ import pytest
 import torch
 from torch import fx
 
-from joint_graphs import Traced, held_bytes, kept_of, run_split, trace_joint
+from joint_graphs import (
+    Split,
+    Traced,
+    held_bytes,
+    kept_of,
+    run_split,
+    split_as_traced,
+    split_by_min_cut,
+    trace_joint,
+)
 from shoal.compile.partition.joint import read_joint
 from shoal.compile.partition.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
-    split_as_traced,
-    split_by_min_cut,
 )
-from shoal.compile.partition.split import Split, split
+from shoal.compile.partition.split import split
 
 aten = torch.ops.aten
 SPLITTERS = [split_as_traced, split_by_min_cut]

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from comm_graphs import all_reduce, capture, comm, gather, integers, name, scatter, wait
-from shoal.compile.passes.collectives import CommKind
-from shoal.compile.passes.traffic import Traffic, count_traffic
+from shoal.comm.collectives import Kind as CommKind
 from shoal.errors import UsageError
+from shoal.passes import Traffic, count_traffic
 from shoal.passes.ddp_fusion import CommBlock, get_all_comm_blocks, get_comm_block
 
 

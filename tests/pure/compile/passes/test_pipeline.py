@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from comm_graphs import all_reduce, capture, check_same, gather, integers, scatter, wait
-from shoal.compile.passes.pipeline import Target, stages
+from comm_graphs import all_reduce, capture, check_same, gather, integers, scatter, stages, wait
+from shoal.compile.passes.pipeline import Target
 from shoal.errors import InvariantError, UsageError
 from shoal.passes import Fact, Pass, Pipeline, count_traffic, replicated, sharded
 
@@ -161,7 +161,8 @@ def test_docs_list_all_passes_in_their_order():
         stage = stage_cell or stage
         listed.append((stage, name, targets))
     for target in (Target.DIRECT, Target.INDUCTOR):
-        passes = [(stage, one.name) for stage, line in stages(target) for one in line.passes]
+        lines = stages(target).items()
+        passes = [(stage, one.name) for stage, line in lines for one in line.passes]
         expected = [
             (stage, name)
             for stage, name, targets in listed
