@@ -7,6 +7,7 @@ thread at a time (`turns`), so nothing is locked.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,15 +21,15 @@ Address = tuple[int, int, int, int]
 """Sender, receiver, tag, and which of the messages between them."""
 
 
+@dataclass(slots=True, eq=False)
 class Round:
     """One collective of one group: the calls that came so far."""
 
-    def __init__(self, number: int, group: str, ranks: Sequence[int]) -> None:
-        self.number = number
-        self.group = group
-        self.ranks = ranks
-        self.calls: dict[int, Sequence[Call]] = {}
-        self.done = False
+    number: int
+    group: str
+    ranks: Sequence[int]
+    calls: dict[int, Sequence[Call]] = field(default_factory=dict)
+    done: bool = False
 
     def join(self, rank: int, calls: Sequence[Call]) -> None:
         """Add a rank's calls; the last one to come carries them out for all."""

@@ -24,22 +24,15 @@ from shoal.comm.collectives import Kind
 from shoal.errors import UsageError
 
 
+@dataclass(slots=True, eq=False)
 class Slots:
     """One piece per rank, of one flat tensor or of a list of tensors; finding one is O(1)."""
 
-    __slots__ = ("_offsets", "flat", "pieces", "size")
-
-    def __init__(
-        self,
-        size: int,
-        flat: Tensor | None = None,
-        offsets: Sequence[int] | None = None,
-        pieces: Sequence[Tensor] = (),
-    ) -> None:
-        self.size = size
-        self.flat = flat
-        self.pieces = pieces
-        self._offsets = offsets
+    size: int
+    flat: Tensor | None = None
+    offsets: Sequence[int] | None = None
+    """Where each rank's piece of `flat` begins, and the last one ends; None if they are equal."""
+    pieces: Sequence[Tensor] = ()
 
     @classmethod
     def like(cls, piece: Tensor, tensor: Tensor, size: int) -> Slots:
@@ -84,10 +77,10 @@ class Slots:
     def __getitem__(self, rank: int) -> Tensor:
         if self.flat is None:
             return self.pieces[rank].data
-        if self._offsets is None:
+        if self.offsets is None:
             numel = self.flat.numel() // self.size
             return self.flat[rank * numel : (rank + 1) * numel]
-        return self.flat[self._offsets[rank] : self._offsets[rank + 1]]
+        return self.flat[self.offsets[rank] : self.offsets[rank + 1]]
 
     def tensors(self) -> list[Tensor]:
         """The tensors that must stay alive while the slots are in use."""
@@ -101,7 +94,7 @@ class Slots:
     @property
     def is_even(self) -> bool:
         """Whether these are equal pieces of one tensor."""
-        return self.flat is not None and self._offsets is None
+        return self.flat is not None and self.offsets is None
 
     @property
     def num_bytes(self) -> int:
