@@ -40,15 +40,15 @@ def base_node(tensor: Tensor) -> Any | None:
 
 
 grad_hooks: Callable[[Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
-"""Who is called when a gradient of a parameter is there; None or empty for nobody."""
+"""The hooks that autograd calls when it has accumulated a parameter's gradient; may be None."""
 
 
 tensor_hooks: Callable[[Tensor], Any] = operator.attrgetter("_backward_hooks")
-"""What `register_hook` was given for a tensor; None or empty for nothing."""
+"""The hooks that `register_hook` was given for a tensor's gradient; may be None."""
 
 
 def set_grad_hooks(parameter: Tensor, hooks: OrderedDict[int, Callable[[Tensor], None]]) -> None:
-    """Put another dict where torch keeps those; autograd calls what the base class finds in it."""
+    """Put another dict where torch keeps `grad_hooks`; autograd reads it as its base class."""
     parameter._post_accumulate_grad_hooks = hooks  # pyright: ignore
 
 
@@ -76,7 +76,7 @@ def inside_compiled_autograd() -> bool:
 
 
 def without_compiled_autograd() -> AbstractContextManager[None]:
-    """A context in which gradients are computed as usual, whoever captures them outside."""
+    """A context in which gradients are computed as usual, though a backward around is captured."""
     module = sys.modules.get("torch._dynamo.compiled_autograd")
     return nullcontext() if module is None else module._disable()
 
@@ -159,7 +159,7 @@ def versions_of(tensors: tuple[Tensor, ...]) -> tuple[int, ...]:
     """How often some tensors were written to."""
     try:
         return tuple(map(_VERSION, tensors))
-    except RuntimeError:  # of inference tensors, for which it is not worth to ask all others first
+    except RuntimeError:  # inference tensors have none; too rare to ask each tensor first
         return tuple(map(version_of, tensors))
 
 
@@ -211,11 +211,9 @@ def without_hooks_on_saved() -> Iterator[None]:
         _AUTOGRAD._saved_tensors_hooks_set_tracing(before)
 
 
-@contextmanager
-def without_outer_hooks() -> Iterator[None]:
+def without_outer_hooks() -> AbstractContextManager[None]:
     """Trace past the hooks that are there by now: they are for what runs."""
-    with without_hooks_on_saved() if has_hooks_on_saved() else nullcontext():
-        yield
+    return without_hooks_on_saved() if has_hooks_on_saved() else nullcontext()
 
 
 def delayed_error(message: str, tensor: Tensor, through: Sequence[Tensor]) -> Tensor:

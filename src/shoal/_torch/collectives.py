@@ -104,8 +104,8 @@ def shown_as(
 ) -> dist.Work:
     """Run a collective in a way of our own, and show dispatch modes the one that it stands for.
 
-    Whoever counts collectives (`CommDebugMode`) counts those that were asked for. What goes to
-    other ranks stays the same, so that not all of them need to be watched.
+    A mode that counts collectives (`CommDebugMode`) counts the collective that was asked for. The
+    bytes that go to other ranks stay the same, so that a mode may be active on some ranks only.
     """
     if not torch._C._len_torch_dispatch_stack():
         return run()

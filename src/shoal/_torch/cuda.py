@@ -34,7 +34,7 @@ def _stream_in_use(number: int, device_index: int, device_type: int) -> StreamIn
 
 
 def maker_of_current(stream: torch.cuda.Stream) -> Callable[[], None]:
-    """What to call to launch on a stream of the current device from there on; for hot paths."""
+    """A function that makes a stream of the current device the current one; for hot paths."""
     return functools.partial(
         torch._C._cuda_setStream,
         stream_id=stream.stream_id,
@@ -77,8 +77,3 @@ record_event: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = getattr(
 wait_event: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = getattr(
     _event_in_c, "wait", torch.cuda.Event.wait
 )
-
-
-def device_count(device: torch.device) -> int:
-    """How many devices of a kind this host has; one for the CPU."""
-    return torch.get_device_module(device).device_count()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,12 +16,12 @@ from torch.distributed.tensor._dtensor_spec import TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-local_getter: operator.attrgetter[Tensor] = operator.attrgetter("_local_tensor")
-"""`local_tensor`, in C."""
+local_tensor: Callable[[Tensor], Tensor] = operator.attrgetter("_local_tensor")
+"""A DTensor's own local tensor, not the differentiable view that `to_local` makes."""
 
 
-spec_getter: operator.attrgetter[Any] = operator.attrgetter("_spec")
-"""How a DTensor is distributed, and what it is as a whole."""
+spec_of: Callable[[Tensor], DTensorSpec] = operator.attrgetter("_spec")
+"""Mesh, placements and global shape of a DTensor."""
 
 
 place_getter: operator.attrgetter[Any] = operator.attrgetter(
@@ -31,20 +30,9 @@ place_getter: operator.attrgetter[Any] = operator.attrgetter(
 """Where a DTensor lies: what two must have in common to be added element by element."""
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """A DTensor's own local tensor, not the differentiable view that `to_local` makes."""
-    assert isinstance(tensor, DTensor)
-    return tensor._local_tensor
-
-
 def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     """Give a DTensor other memory for its local tensor."""
     tensor._local_tensor = local
-
-
-def spec_of(tensor: DTensor) -> DTensorSpec:
-    """Mesh, placements and global shape of a DTensor."""
-    return tensor._spec
 
 
 def dtensor_spec(
@@ -83,12 +71,6 @@ def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Wrap a local tensor; skips what `from_local` checks, and is not differentiable."""
     # Past `__init__`, which does nothing, behind wrappers that cost more than all the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
-
-
-def is_distributed(tensor: Tensor) -> bool:
-    """Whether a tensor is torch's distributed one."""
-    api = sys.modules.get("torch.distributed.tensor")
-    return api is not None and isinstance(tensor, api.DTensor)
 
 
 @functools.cache

@@ -42,10 +42,7 @@ def untraced(cls: Class) -> Class:
 
 def untraced_function(function: Function) -> Function:
     """Keep dynamo out of a function and of what it calls."""
-    skip = eval_frame._FrameAction.SKIP
-    strategy = eval_frame._FrameExecStrategy(skip, skip)
-    eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
-    return function
+    return _skipped(function, eval_frame._FrameAction.SKIP)
 
 
 def stepped_over_by_dynamo(function: Function) -> Function:
@@ -53,14 +50,17 @@ def stepped_over_by_dynamo(function: Function) -> Function:
 
     A graph that comes to it while it is traced goes into it.
     """
-    actions = eval_frame._FrameAction
-    strategy = eval_frame._FrameExecStrategy(actions.SKIP, actions.DEFAULT)
+    return _skipped(function, eval_frame._FrameAction.DEFAULT)
+
+
+def _skipped(function: Function, of_callees: eval_frame._FrameAction) -> Function:
+    strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, of_callees)
     eval_frame.set_code_exec_strategy(cast(FunctionType, function).__code__, strategy)
     return function
 
 
 def allowed_in_graph(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors that Dynamo does not look into: whoever traces its graph does."""
+    """A function of tensors that Dynamo does not trace into; the backend of its graph does."""
 
     def call(*tensors: Tensor) -> Any:
         return function(*tensors)
@@ -184,10 +184,9 @@ def skip_in_dynamo(module: str) -> None:
 
 def fixed_inputs(module: GraphModule) -> list[int]:
     """The inputs of a graph of Dynamo's that stay where they are from call to call."""
-    inputs = [node for node in module.graph.nodes if node.op == "placeholder"]
     return [
         i
-        for i, node in enumerate(inputs)
+        for i, node in enumerate(module.graph.find_nodes(op="placeholder"))
         if node.meta.get("tensor_dict", {}).get("_dynamo_static_input_type")
         or isinstance(node.meta.get("example_value"), torch.nn.Parameter)
     ]
@@ -250,8 +249,8 @@ def forget_inner_guards(parameters: Iterable[Tensor]) -> None:
     """Let the graph that Dynamo traces hold for parameters whatever is inside of them.
 
     That a parameter is of the same class, dtype and size, and trained or not, is still looked at
-    before each call. What a subclass says of itself, and the tensors in it, is not: each takes
-    calls of Python, and whoever takes parameters apart by itself knows more.
+    before each call. The metadata of a subclass and its inner tensors are not looked at: each takes
+    calls of Python, and a backend that takes parameters apart checks them itself.
     """
     tracing = sys.modules.get("torch._dynamo.symbolic_convert")
     context: Any = cast(Any, torch)._guards.TracingContext.try_get()

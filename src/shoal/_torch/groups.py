@@ -21,7 +21,7 @@ def run_gloo_in_one_thread() -> None:
     torch gives it two, and when both end a collective at the same moment they write the name of
     the last one to the same string. Where one of the names is long (a coalesced all-gather has
     one) that is a write to freed memory, and the process dies of a corrupt heap, up to torch 2.13
-    at least. Who owns the process calls this before it makes groups: a trainer, a test. It is not
+    at least. The owner of the process (a trainer, a test) calls this before it makes groups. Not
     for hooks that wait for a collective in the callback of another, as PowerSGD's do.
     """
     if not dist.is_gloo_available() or _ONE_THREAD in vars(dist.ProcessGroupGloo):
@@ -80,7 +80,7 @@ def num_launched(group: dist.ProcessGroup) -> int | None:
 
 
 Future: type = torch._C.Future
-"""What c10d's works and `then` give; `torch.futures.Future` is a class below it."""
+"""The futures of c10d's works and of `then`; `torch.futures.Future` is a class below it."""
 
 
 def rpc_is_running() -> bool:

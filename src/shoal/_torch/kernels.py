@@ -27,14 +27,12 @@ def foreach_norm(tensors: list[Tensor], order: float, dtype: torch.dtype | None)
     return list(torch._foreach_norm(tensors, order, dtype))
 
 
-def foreach_add(targets: list[Tensor], number: float) -> None:
-    """Add a number to each tensor, in few kernels."""
-    torch._foreach_add_(targets, number)
+foreach_add: Callable[[list[Tensor], float], None] = torch._foreach_add_
+"""Add a number to each tensor, in few kernels."""
 
 
-def foreach_copy(targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copy each source into its target, casting where dtypes differ, in few kernels."""
-    torch._foreach_copy_(targets, sources)
+foreach_copy: Callable[[list[Tensor], list[Tensor]], None] = torch._foreach_copy_
+"""Copy each source into its target, casting where dtypes differ, in few kernels."""
 
 
 def fused_adam(*, decoupled: bool) -> Callable[..., None]:

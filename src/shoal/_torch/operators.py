@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -25,9 +25,9 @@ def mutated_arguments(op: OpOverload) -> tuple[str, ...]:
     )
 
 
-def num_returns(op: OpOverload) -> int:
-    """How many results an operation has."""
-    return len(op._schema.returns)
+def schema_of(op: OpOverload) -> Any:
+    """The schema of an operation: its `arguments` and `returns`, and which memory they share."""
+    return op._schema
 
 
 def binding(op: OpOverload) -> Callable[..., Any]:
@@ -36,11 +36,11 @@ def binding(op: OpOverload) -> Callable[..., Any]:
 
 
 def straight(op: OpOverload) -> Callable[..., Any]:
-    """What an operation calls in the end; to call it at once saves 0.4 µs."""
+    """The function in C++ under an operation; to call it directly saves 0.4 µs."""
     return op._op
 
 
-def bind(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def bind(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Every argument of a call by its name, with the defaults of those that were left out."""
     given = {argument.name: argument.default_value for argument in op._schema.arguments}
     given.update(zip(given, args, strict=False))
@@ -66,7 +66,7 @@ def aten_overload(name: str) -> OpOverload | None:
 
 
 def taken_apart(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator gives by its parts; NotImplemented if it has none.
+    """The result of an operator by its decomposition; NotImplemented if it has none.
 
     In inference mode nobody takes operators apart before modes see them.
     """
@@ -97,10 +97,7 @@ def _shape_of(arguments: Any) -> list[tuple[str, str]]:
 
 def operator_named(name: str) -> Any:
     """An operator by its full name."""
-    found: Any = torch.ops
-    for part in name.split("."):
-        found = getattr(found, part)
-    return found
+    return functools.reduce(getattr, name.split("."), cast(Any, torch.ops))
 
 
 def schema_arguments(node: torch.fx.Node) -> Iterator[tuple[Any, Any]]:
@@ -111,16 +108,9 @@ def schema_arguments(node: torch.fx.Node) -> Iterator[tuple[Any, Any]]:
 
 def argument_of(node: torch.fx.Node, name: str) -> Any:
     """What an operator's node is given for an argument, or its default; None if it has none."""
-    for argument, given in schema_arguments(node):
-        if argument.name == name:
-            return given
-    declared = node.target._schema.arguments if isinstance(node.target, OpOverload) else ()
-    return next((one.default_value for one in declared if one.name == name), None)
-
-
-def declared_returns(op: OpOverload) -> list[Any]:
-    """What an operator returns, by its schema, with the arguments it may share memory with."""
-    return op._schema.returns
+    if not isinstance(node.target, OpOverload):
+        return None
+    return bind(node.target, node.args, node.kwargs).get(name)
 
 
 def is_view_op(op: OpOverload) -> bool:
@@ -129,11 +119,6 @@ def is_view_op(op: OpOverload) -> bool:
     return bool(returns) and all(
         one.alias_info is not None and not one.alias_info.is_write for one in returns
     )
-
-
-def schema_text(op: OpOverload) -> str:
-    """What an operator takes and returns."""
-    return str(op._schema)
 
 
 def has_effects(op: Any) -> bool:
@@ -168,22 +153,17 @@ def drawn_from(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.
 
 def is_impure(node: torch.fx.Node) -> bool:
     """Whether a node does something besides its result."""
-    if node.op in ("placeholder", "output"):
-        return True
     if node.op != "call_function":
-        return node.is_impure() if node.op == "call_module" else False
-    if has_effects(node.target):
-        return True
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded in tags:
-        return True
+        return node.op in ("placeholder", "output") or (
+            node.op == "call_module" and node.is_impure()
+        )
     schema = getattr(node.target, "_schema", None)
-    if schema is not None and schema.is_mutable:
-        return True
-    return node.is_impure()
-
-
-getitem = operator.getitem
+    return (
+        has_effects(node.target)
+        or torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        or (schema is not None and schema.is_mutable)
+        or node.is_impure()
+    )
 
 
 def parsed_to(*args: Any, **kwargs: Any) -> tuple[Any, ...]:

@@ -94,7 +94,7 @@ class GlobalSettings:
 
 
 def _kernel_flags() -> tuple[Any, ...]:
-    """What decides which kernel an operator becomes, as quickly as it can be read."""
+    """The flags that decide which kernel an operator becomes, as quickly as they can be read."""
     return (
         torch._C._get_flash_sdp_enabled(),
         torch._C._get_mem_efficient_sdp_enabled(),
@@ -119,7 +119,7 @@ def hooks_of_all_modules() -> list[dict[int, Any]]:
 
 
 def device_text(device: torch.device) -> str:
-    """What kind of device it is: kernels are chosen by that."""
+    """The kind of a device, by which kernels are chosen."""
     if device.type != "cuda":
         return str(device)
     properties = torch.cuda.get_device_properties(device)

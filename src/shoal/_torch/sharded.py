@@ -68,7 +68,7 @@ inferred_spec: Callable[[list[ShardMetadata]], ShardingSpec] = (
 
 
 load_with_process_group = shard_api.load_with_process_group
-"""A context in which tensors are unpickled into a group; one, whoever's tensors they are."""
+"""A context in which sharded tensors, torch's and ours, are unpickled into a group."""
 
 
 group_to_load_into: Callable[[], dist.ProcessGroup] = shard_api._get_current_process_group

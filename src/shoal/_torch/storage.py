@@ -30,11 +30,6 @@ def alias(data: Tensor) -> Tensor:
     return torch.from_dlpack(data) if data.numel() and not data.is_meta else data.clone()
 
 
-def share_storage(tensor: Tensor, other: Tensor) -> bool:
-    """Whether two plain tensors are parts of one storage, with memory or without."""
-    return tensor.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 def storage_pointer(tensor: Tensor) -> int:
     """Where a tensor's storage is; 0 for none, and for a tensor without one of its own."""
     if wraps_others(tensor) or not has_storage(tensor):
@@ -43,7 +38,7 @@ def storage_pointer(tensor: Tensor) -> int:
 
 
 def storage_key(tensor: Tensor) -> int | None:
-    """What two tensors have in common that share memory; None for those without a storage."""
+    """A number that tensors of one storage have in common; None without a storage."""
     try:
         return tensor.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):

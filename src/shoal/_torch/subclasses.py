@@ -57,5 +57,5 @@ def with_inner(tensor: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _real_object(value: Any) -> Any:
-    """What stands behind an object that fake tensors carry instead of a real one."""
+    """The real object behind one that fake tensors carry in its place."""
     return getattr(value, "real_obj", value)

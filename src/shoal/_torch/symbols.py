@@ -27,7 +27,7 @@ def size_hint(size: Any) -> int:
 
 
 def num_bytes(tensor: Tensor) -> int:
-    """What the elements of a tensor take, with hints for symbolic sizes."""
+    """The bytes of a tensor's elements, with hints for symbolic sizes."""
     numel = 1
     for size in tensor.shape:
         numel *= size_hint(size)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -49,18 +50,13 @@ def traced_nodes() -> list[torch.fx.Node]:
     return [] if mode is None else list(mode.tracer.graph.nodes)
 
 
-@contextmanager
-def keep_metadata() -> Iterator[None]:
-    """Let nodes carry what the nodes they were traced from carried."""
-    with fx_traceback.preserve_node_meta():
-        yield
+keep_metadata = fx_traceback.preserve_node_meta
+"""A context in which nodes carry the metadata of the nodes that they are traced from."""
 
 
-@contextmanager
-def remember_lines() -> Iterator[None]:
-    """Let autograd remember which line of the program each of its steps comes from."""
-    with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        yield
+def remember_lines() -> AbstractContextManager[None]:
+    """A context in which autograd remembers the line of the program of each of its steps."""
+    return torch.autograd.set_detect_anomaly(True, check_nan=False)
 
 
 def carry_lines(outputs: Sequence[Tensor]) -> None:
@@ -78,11 +74,9 @@ def carry_lines(outputs: Sequence[Tensor]) -> None:
         pending += [following for following, _ in step.next_functions]
 
 
-@contextmanager
-def keep_rng() -> Iterator[None]:
-    """Leave the generators as they were: tracing draws nothing."""
-    with torch.random.fork_rng(devices=[], enabled=True):
-        yield
+def keep_rng() -> AbstractContextManager[None]:
+    """A context that leaves the generators as they were: tracing draws nothing."""
+    return torch.random.fork_rng(devices=[])
 
 
 def no_autocast() -> Any:
@@ -182,6 +176,4 @@ def call_with(module: torch.nn.Module, given: Mapping[str, Tensor], args: Sequen
 
 def attribute(module: Any, path: str) -> Any:
     """An attribute of a module, by its path."""
-    for name in path.split("."):
-        module = getattr(module, name)
-    return module
+    return functools.reduce(getattr, path.split("."), module)

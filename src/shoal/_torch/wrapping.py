@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
 from torch.distributed.algorithms._comm_hooks import default_hooks as default_hooks
-from torch.distributed.fsdp import ShardingStrategy
+from torch.distributed.fsdp import ShardingStrategy, _wrap_utils
 from torch.distributed.fsdp import _common_utils as fsdp_common
 from torch.distributed.fsdp.wrap import _or_policy as _or_policy
 from torch.distributed.fsdp.wrap import _Policy as _Policy
@@ -19,19 +18,8 @@ from torch.distributed.fsdp.wrap import (
     _wrap_module_cls_individually as _wrap_module_cls_individually,
 )
 
-
-def auto_wrap(
-    module: nn.Module,
-    policy: Callable[..., Any],
-    ignored_modules: set[nn.Module],
-    ignored_params: set[nn.Parameter],
-    options: dict[str, Any],
-    wrapper: type[nn.Module],
-) -> None:
-    """Wrap the modules inside one that a policy chooses, as torch's wrapper does it."""
-    from torch.distributed.fsdp import _wrap_utils
-
-    _wrap_utils._auto_wrap(module, policy, ignored_modules, ignored_params, options, wrapper)
+auto_wrap = _wrap_utils._auto_wrap
+"""Wraps the modules inside a module that a policy chooses, as torch's wrapper does it."""
 
 
 HYBRID_SHARD_ZERO2 = ShardingStrategy._HYBRID_SHARD_ZERO2

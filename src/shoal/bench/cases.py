@@ -44,7 +44,7 @@ class Case:
 
     name: str
     family: str
-    """What selects it together with its siblings: B1 for B1-8, B1-64 and B1-1024."""
+    """The name that selects it together with its siblings: B1 for B1-8, B1-64 and B1-1024."""
     title: str
     shape: ModelShape
     batch_size: int
@@ -73,15 +73,13 @@ class Case:
 
     def quickly(self) -> Case:
         """The same case, small enough for a laptop's CPU."""
-        shape = ModelShape(dim=64, num_layers=4, num_heads=2, vocab_size=512)
-        pace = Pace(warmup=2, steps=3, rounds=2, optimizer_steps=2)
         return replace(
             self,
             title=f"scaled down from: {self.title}",
-            shape=shape,
+            shape=ModelShape(dim=64, num_layers=4, num_heads=2, vocab_size=512),
             batch_size=2,
             seq_len=64,
-            pace=pace,
+            pace=Pace(warmup=2, steps=3, rounds=2, optimizer_steps=2),
             quick=True,
         )
 
@@ -114,6 +112,19 @@ def _large_on_free_network(world_size: int) -> Case:
 
 
 _B1 = _large_on_free_network(8)
+_B6 = Case(
+    name="B6a",
+    family="B6",
+    title="CPU, 2 gloo ranks, compute-bound",
+    shape=_CPU_WIDE,
+    batch_size=4,
+    seq_len=64,
+    world_size=2,
+    network=None,
+    mixed_precision=False,
+    pace=_CPU_PACE,
+    gib_each=0,
+)
 
 CASES: tuple[Case, ...] = (
     _B1,
@@ -158,31 +169,14 @@ CASES: tuple[Case, ...] = (
         pace=_LONG_STEPS,
         gib_each=24,
     ),
-    Case(
-        name="B6a",
-        family="B6",
-        title="CPU, 2 gloo ranks, compute-bound",
-        shape=_CPU_WIDE,
-        batch_size=4,
-        seq_len=64,
-        world_size=2,
-        network=None,
-        mixed_precision=False,
-        pace=_CPU_PACE,
-        gib_each=0,
-    ),
-    Case(
+    _B6,
+    replace(
+        _B6,
         name="B6b",
-        family="B6",
         title="CPU, 2 gloo ranks, host-bound",
         shape=_CPU_DEEP,
         batch_size=2,
         seq_len=32,
-        world_size=2,
-        network=None,
-        mixed_precision=False,
-        pace=_CPU_PACE,
-        gib_each=0,
     ),
 )
 """In the order in which they are run and shown."""
@@ -204,7 +198,7 @@ class Mode(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What one set of processes is started for."""
+    """A case by an engine in a mode, on a device: one set of processes."""
 
     case: Case
     engine: str

@@ -1,4 +1,4 @@
-"""Who is measured: each engine is one function that puts itself around the model.
+"""The engines that are measured: each is one function that puts itself around the model.
 
 Every sharded engine gets the same units: one per block, and the root with what is left
 (embedding, last norm, head). Each says itself where it cannot run, and why.
@@ -26,6 +26,7 @@ from torch.utils.checkpoint import (
 from shoal.bench.cases import Mode, Run
 from shoal.bench.model import Block, Transformer
 from shoal.errors import InvariantError
+from shoal.layout import Flat, Layout
 
 REDUCE_DTYPE = torch.float32
 """Gradients are summed over ranks in it, by the engines that can choose (DDP cannot)."""
@@ -38,8 +39,10 @@ class Engine:
     name: str
     wrap: Callable[[Transformer, Run], nn.Module]
     """Called in the run's own process, with the model on its device and the group initialised."""
-    refuses: Callable[[Run], str | None]
-    """Why it cannot do this run, if it cannot."""
+    only_compiled: str | None = None
+    """Why it is not measured eagerly, if it is not."""
+    whole_graph: bool = False
+    """Whether the model is one graph when it is compiled, so that CUDA graphs can replay it."""
     uses_group: bool = True
     """Whether it communicates; if not, no process group is made and one process is enough."""
     casts: bool = True
@@ -51,10 +54,20 @@ class Engine:
 
 def refusal(run: Run) -> str | None:
     """Why this run cannot be made on this machine, or None if it can."""
-    case = run.case
+    case, engine = run.case, ENGINES[run.engine]
     if case.network is not None and run.device_type == "cpu" and not case.quick:
         return "needs CUDA; --quick runs a scaled-down version on CPU"
-    return ENGINES[run.engine].refuses(run)
+    if run.mode is Mode.EAGER:
+        return engine.only_compiled
+    if run.mode is Mode.COMPILED:
+        return None
+    if not engine.whole_graph:
+        return "CUDA graphs are measured for whole graphs only: plain and shoal-graph"
+    if run.device_type != "cuda":
+        return "CUDA graphs need CUDA"
+    if case.name != "B4":
+        return "CUDA graphs are measured on B4 only: there the host is the limit"
+    return None
 
 
 def _compile_blocks(model: Transformer, run: Run) -> None:
@@ -62,22 +75,6 @@ def _compile_blocks(model: Transformer, run: Run) -> None:
     if run.mode is Mode.COMPILED:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
-
-
-def _plain_refuses(run: Run) -> str | None:
-    if run.mode is not Mode.CUDAGRAPHS:
-        return None
-    if run.device_type != "cuda":
-        return "CUDA graphs need CUDA"
-    if run.case.name != "B4":
-        return "CUDA graphs are measured on B4 only: there the host is the limit"
-    return None
-
-
-def _peer_refuses(run: Run) -> str | None:
-    if run.mode is not Mode.CUDAGRAPHS:
-        return None
-    return "CUDA graphs are measured for whole graphs only: plain and shoal-graph"
 
 
 def _wrap_plain(model: Transformer, run: Run) -> nn.Module:
@@ -94,12 +91,6 @@ def _compile_by_shoal(model: nn.Module, run: Run) -> nn.Module:
     return model
 
 
-def _plain_shoal_refuses(run: Run) -> str | None:
-    if run.mode is Mode.EAGER:
-        return "the shoal compiler on the unsharded model; eager, that is plain"
-    return _plain_refuses(run)
-
-
 def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
@@ -109,7 +100,7 @@ def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
 
 
 def _wrap_modules(model: Transformer, run: Run, wrapper: Callable[..., nn.Module]) -> nn.Module:
-    """What `fsdp1` and `shoal-wrapper` have in common: all but the library."""
+    """Wrap for `fsdp1` and `shoal-wrapper`, which differ in the library alone."""
     from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
@@ -147,7 +138,7 @@ def _shard_units(
     fully_shard: Callable[..., object],
     policy_type: Callable[..., object],
 ) -> nn.Module:
-    """What `fsdp2` and `shoal` have in common: all but the library."""
+    """Shard for `fsdp2` and `shoal`, which differ in the library alone."""
     _compile_blocks(model, run)
     policy = (
         policy_type(param_dtype=run.compute_dtype, reduce_dtype=REDUCE_DTYPE)
@@ -195,8 +186,10 @@ def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _shard_each_parameter(model: nn.Module, run: Run, reduce_dtype: torch.dtype) -> nn.Module:
+def _wrap_simple_fsdp(model: Transformer, run: Run) -> nn.Module:
     """Replace parameters by their shards, from which they are gathered when they are read."""
+    reduce_dtype = REDUCE_DTYPE if run.case.mixed_precision else run.compute_dtype
+    model.compile()
     mesh = init_device_mesh(run.device_type, (run.case.world_size,))
     for module in list(model.modules()):
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -207,23 +200,11 @@ def _shard_each_parameter(model: nn.Module, run: Run, reduce_dtype: torch.dtype)
     return model
 
 
-def _wrap_simple_fsdp(model: Transformer, run: Run) -> nn.Module:
-    reduce_dtype = REDUCE_DTYPE if run.case.mixed_precision else run.compute_dtype
-    model.compile()
-    return _shard_each_parameter(model, run, reduce_dtype)
-
-
-def _simple_fsdp_refuses(run: Run) -> str | None:
-    if run.mode is Mode.EAGER:
-        return "parameters gathered one by one are for a compiler"
-    return _peer_refuses(run)
-
-
-def _wrap_shoal(model: Transformer, run: Run) -> nn.Module:
+def _wrap_shoal(model: Transformer, run: Run, layout: Layout | None = None) -> nn.Module:
     from shoal.runtime.fully_shard import fully_shard
     from shoal.runtime.policy import MixedPrecisionPolicy
 
-    return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
+    return _shard_units(model, run, partial(fully_shard, layout=layout), MixedPrecisionPolicy)
 
 
 def _gather_apart(model: nn.Module) -> None:
@@ -236,38 +217,42 @@ def _gather_apart(model: nn.Module) -> None:
 
 
 def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
-    from shoal.layout import Flat
-    from shoal.runtime.fully_shard import fully_shard
-    from shoal.runtime.policy import MixedPrecisionPolicy
-
-    return _shard_units(model, run, partial(fully_shard, layout=Flat()), MixedPrecisionPolicy)
+    return _wrap_shoal(model, run, Flat())
 
 
 def _wrap_shoal_graph(model: Transformer, run: Run) -> nn.Module:
     return _compile_by_shoal(_wrap_shoal_flat(model, replace(run, mode=Mode.EAGER)), run)
 
 
-def _shoal_graph_refuses(run: Run) -> str | None:
-    if run.mode is Mode.EAGER:
-        return "sharding in the graph of a compiler; eager, that is shoal-flat"
-    return _plain_refuses(run)
-
-
 ENGINES: dict[str, Engine] = {
     engine.name: engine
     for engine in (
-        Engine("plain", _wrap_plain, _plain_refuses, uses_group=False, casts=False),
+        Engine("plain", _wrap_plain, whole_graph=True, uses_group=False, casts=False),
         Engine(
-            "plain-shoal", _compile_by_shoal, _plain_shoal_refuses, uses_group=False, casts=False
+            "plain-shoal",
+            _compile_by_shoal,
+            only_compiled="the shoal compiler on the unsharded model; eager, that is plain",
+            whole_graph=True,
+            uses_group=False,
+            casts=False,
         ),
-        Engine("ddp", _wrap_ddp, _peer_refuses, casts=False),
-        Engine("fsdp1", _wrap_fsdp1, _peer_refuses),
-        Engine("fsdp2", _wrap_fsdp2, _peer_refuses),
-        Engine("simple-fsdp", _wrap_simple_fsdp, _simple_fsdp_refuses),
-        Engine("shoal", _wrap_shoal, _peer_refuses, gather_apart=_gather_apart),
-        Engine("shoal-flat", _wrap_shoal_flat, _peer_refuses, gather_apart=_gather_apart),
-        Engine("shoal-graph", _wrap_shoal_graph, _shoal_graph_refuses),
-        Engine("shoal-wrapper", _wrap_shoal_wrapper, _peer_refuses, gather_apart=_gather_apart),
+        Engine("ddp", _wrap_ddp, casts=False),
+        Engine("fsdp1", _wrap_fsdp1),
+        Engine("fsdp2", _wrap_fsdp2),
+        Engine(
+            "simple-fsdp",
+            _wrap_simple_fsdp,
+            only_compiled="parameters gathered one by one are for a compiler",
+        ),
+        Engine("shoal", _wrap_shoal, gather_apart=_gather_apart),
+        Engine("shoal-flat", _wrap_shoal_flat, gather_apart=_gather_apart),
+        Engine(
+            "shoal-graph",
+            _wrap_shoal_graph,
+            only_compiled="sharding in the graph of a compiler; eager, that is shoal-flat",
+            whole_graph=True,
+        ),
+        Engine("shoal-wrapper", _wrap_shoal_wrapper, gather_apart=_gather_apart),
     )
 }
 """In the order in which they are run and shown."""

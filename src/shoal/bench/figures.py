@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 
 from shoal.bench.cases import DeviceType
@@ -28,17 +28,10 @@ class Memory:
     @classmethod
     def largest(cls, of: Iterable[Memory]) -> Memory:
         """The largest of each kind, over ranks or rounds."""
-        peaks = list(of)
-
-        def most(name: str) -> float | None:
-            known = [value for peak in peaks if (value := getattr(peak, name)) is not None]
-            return max(known, default=None)
-
-        return cls(
-            allocated_gib=most("allocated_gib"),
-            reserved_gib=most("reserved_gib"),
-            resident_gib=most("resident_gib"),
-        )
+        peaks = [asdict(peak) for peak in of]
+        names = [field.name for field in fields(cls)]
+        known = {name: [p[name] for p in peaks if p[name] is not None] for name in names}
+        return cls(**{name: max(values, default=None) for name, values in known.items()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +58,7 @@ class Built:
     num_parameters: int
     collectives: Collectives | None
     """None for an engine that does not communicate."""
-    gathers: Gathers | None
+    gathers: Gathers | None = None
     """None where real ranks send, or nobody does."""
     memory: Memory
     """Over forward+backward steps in a row, before the optimizer has any state."""
@@ -98,21 +91,13 @@ class OptimizerRound:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Figures(Built):
     """The result of a run: what the table shows."""
 
-    num_parameters: int
     forward_backward_ms: float
     wall_ms: float
     host_ms: float | None
     optimizer_ms: float
-    memory: Memory
-    """See `Built`."""
-    training_memory: Memory
-    """See `Built`."""
-    collectives: Collectives | None
-    gathers: Gathers | None = None
-    """See `Built`."""
 
 
 def summarise(
@@ -136,15 +121,11 @@ def summarise(
         return value
 
     return Figures(
-        num_parameters=built.num_parameters,
+        **{field.name: getattr(built, field.name) for field in fields(built)},
         forward_backward_ms=known(
             over(one.forward_backward_ms for one in compute), "forward_backward_ms"
         ),
         wall_ms=known(over(one.wall_ms for one in compute), "wall_ms"),
         host_ms=over(one.host_ms for one in compute),
         optimizer_ms=known(over(one.optimizer_ms for one in optimizer), "optimizer_ms"),
-        memory=built.memory,
-        training_memory=built.training_memory,
-        collectives=built.collectives,
-        gathers=built.gathers,
     )

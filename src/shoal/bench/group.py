@@ -20,8 +20,6 @@ from shoal.bench.figures import Collectives
 from shoal.comm.modelled import ModelledGroup, init_modelled
 from shoal.train import environment
 
-Step = Callable[[], None]
-
 # A rank that waits longer has lost its peer, whose own failure is the one to report.
 GLOO_TIMEOUT = timedelta(seconds=120)
 
@@ -39,7 +37,7 @@ def join(run: Run, rank: int, store_path: Path) -> ModelledGroup | None:
     return init_modelled(world_size, network, run.device_type)
 
 
-def count(group: ModelledGroup | None, step: Step) -> Collectives:
+def count(group: ModelledGroup | None, step: Callable[[], None]) -> Collectives:
     """The collectives of a step: by the modelled group, or of whatever real groups there are."""
     if group is None:
         with _Counter() as counter:
@@ -68,9 +66,8 @@ class _Counter(subclasses.TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func.namespace == "c10d":
-            sides = [_num_bytes(side) for side in args[:2]]
             self.num_calls += 1
-            self.num_bytes += max(sides)
+            self.num_bytes += max(_num_bytes(side) for side in args[:2])
         return func(*args, **(kwargs or {}))
 
 

@@ -61,12 +61,10 @@ def describe_host() -> Host:
 
 
 def _cpu_name() -> str:
-    try:
+    with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
-    except OSError:
-        pass
     return platform.processor() or platform.machine()
 
 
@@ -120,12 +118,10 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
-    try:
+    # Not Linux, or not allowed: the peak then counts from the start of the process, which
+    # is an upper bound that holds for every engine alike.
+    with suppress(OSError):
         Path("/proc/self/clear_refs").write_text(_CLEAR_PEAK)
-    except OSError:
-        # Not Linux, or not allowed: the peak then counts from the start of the process, which
-        # is an upper bound that holds for every engine alike.
-        return
 
 
 def read_peak(device: torch.device) -> Memory:
@@ -141,11 +137,8 @@ def read_peak(device: torch.device) -> Memory:
 
 def _peak_resident() -> int:
     """Bytes."""
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    for line in status.splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from time import monotonic
-from typing import TypeVar, cast
+from typing import Any, cast
 
 import torch
 
@@ -22,13 +22,11 @@ from shoal._torch import dynamo
 from shoal.bench.cases import Run
 from shoal.bench.engines import ENGINES
 from shoal.bench.figures import Built, ComputeRound, Memory, OptimizerRound
-from shoal.bench.worker import Failure, RankFiles, Reply, Request, Verb, serve
+from shoal.bench.worker import Failure, Stage, log_path, serve
 from shoal.errors import RankError
 
 LAST_LINES = 12
 """How much of a failed process's words are kept."""
-
-Answer = TypeVar("Answer", Built, ComputeRound, OptimizerRound)
 
 
 class JobError(RankError):
@@ -62,7 +60,7 @@ class Job:
 
     def build(self) -> Built:
         """Make the model, wrap it, warm it up: what rank 0 says, with the largest rank's memory."""
-        answers = self._ask(Built, Verb.BUILD, self.run.case.pace.warmup)
+        answers: list[Built] = self._ask(Stage.BUILD)
         return replace(
             answers[0],
             memory=Memory.largest(answer.memory for answer in answers),
@@ -71,12 +69,11 @@ class Job:
 
     def compute(self, core: int | None = None) -> ComputeRound:
         """One round of forward+backward: rank 0's times."""
-        return self._ask(ComputeRound, Verb.COMPUTE, self.run.case.pace.steps, core)[0]
+        return self._ask(Stage.COMPUTE, core)[0]
 
     def optimize(self, core: int | None = None) -> OptimizerRound:
         """One round of whole training steps: rank 0's times."""
-        steps = self.run.case.pace.optimizer_steps
-        return self._ask(OptimizerRound, Verb.OPTIMIZE, steps, core)[0]
+        return self._ask(Stage.OPTIMIZE, core)[0]
 
     def close(self) -> None:
         """End the processes and remove what they wrote; again, do nothing."""
@@ -94,52 +91,48 @@ class Job:
     def _start(self, rank: int) -> None:
         context = _context()
         ours, theirs = context.Pipe()
-        files = RankFiles(
-            rank=rank, store_path=self._folder / "store", log_path=self._folder / f"rank{rank}.log"
-        )
-        process = context.Process(target=serve, args=(self.run, files, theirs), daemon=True)
+        args = (self.run, rank, self._folder, self._rests, theirs)
+        process = context.Process(target=serve, args=args, daemon=True)
         process.start()
         theirs.close()
         self._processes.append(process)
         self._connections.append(cast(Connection, ours))
 
-    def _ask(
-        self, expected: type[Answer], verb: Verb, steps: int, core: int | None = None
-    ) -> list[Answer]:
+    def _ask(self, stage: Stage, core: int | None = None) -> list[Any]:
+        """What the worker of each rank answers, in the order of ranks."""
         for rank, connection in enumerate(self._connections):
             try:
-                connection.send(Request(verb=verb, steps=steps, core=core, rests=self._rests))
+                connection.send((stage, core))
             except OSError:
                 raise self._death(rank) from None
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Any] = {}
         asked_at = monotonic()
         while missing := [rank for rank in range(len(self._connections)) if rank not in answers]:
             left_s = self._left_s - (monotonic() - asked_at)
             ready = wait([self._connections[rank] for rank in missing], timeout=max(left_s, 0.0))
             if not ready:
-                raise JobError(f"timed out: {verb} was not done within {self._timeout_s:g} s")
+                name = stage.name.lower()
+                raise JobError(f"timed out: {name} was not done within {self._timeout_s:g} s")
             for rank in missing:
                 if self._connections[rank] in ready:
-                    answers[rank] = self._receive(expected, rank)
+                    answers[rank] = self._receive(rank)
         self._left_s -= monotonic() - asked_at
         return [answers[rank] for rank in sorted(answers)]
 
-    def _receive(self, expected: type[Answer], rank: int) -> Answer:
+    def _receive(self, rank: int) -> Any:
         try:
-            reply: Reply = self._connections[rank].recv()
+            reply = self._connections[rank].recv()
         except (EOFError, OSError):
             raise self._death(rank) from None
         if isinstance(reply, Failure):
             raise JobError(f"rank {rank}: {_last_lines(reply.message)}")
-        if not isinstance(reply, expected):
-            raise JobError(f"rank {rank} answered {reply!r}, expected {expected.__name__}")
         return reply
 
     def _death(self, rank: int) -> JobError:
         process = self._processes[rank]
         process.join(timeout=5)
-        log_path = self._folder / f"rank{rank}.log"
-        words = log_path.read_text(errors="replace") if log_path.exists() else ""
+        log = log_path(self._folder, rank)
+        words = log.read_text(errors="replace") if log.exists() else ""
         return JobError(f"rank {rank} died, exit code {process.exitcode}\n{_last_lines(words)}")
 
 

@@ -10,27 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from enum import StrEnum
 from itertools import groupby
 from time import monotonic
+from typing import Any
 
-from shoal.bench.cases import Mode, Pace, Run
+from shoal.bench.cases import Mode, Run
 from shoal.bench.engines import refusal
 from shoal.bench.figures import Built, ComputeRound, OptimizerRound, summarise
 from shoal.bench.host import Host, fastest_core
 from shoal.bench.job import Job, JobError
 from shoal.bench.results import Record, Status
+from shoal.bench.worker import Stage
 
 EAGER_TIMEOUT_S = 180.0
 COMPILE_TIMEOUT_S = 600.0
-
-
-class Stage(StrEnum):
-    """What a job is doing."""
-
-    BUILD = "building and warming up"
-    COMPUTE = "timing forward+backward"
-    OPTIMIZE = "timing the optimizer"
 
 
 def measure(
@@ -52,7 +45,7 @@ def measure(
             if reason is None:
                 possible.append(run)
             else:
-                yield _without_figures(run, host, Status.UNSUPPORTED, reason)
+                yield _record(run, host, Status.UNSUPPORTED, reason=reason)
         yield from _measure_together(possible, host, timeout_s, on_stage)
 
 
@@ -65,18 +58,19 @@ def _measure_together(
     if not runs:
         return
     began_s = monotonic()
-    together = _fit_together(runs, host)
+    together, rounds = _fit_together(runs, host), runs[0].case.pace.rounds
+    default_s = EAGER_TIMEOUT_S if runs[0].mode is Mode.EAGER else COMPILE_TIMEOUT_S
     with ExitStack() as processes:
         in_progress: list[_RunInProgress] = []
         for run in runs:
-            job = Job(run, timeout_s or _default_timeout_s(run), rests=not together)
+            job = Job(run, timeout_s or default_s, rests=not together)
             in_progress.append(_RunInProgress(processes.enter_context(job), host, on_stage))
-        build, *timed = _stages(runs[0].case.pace)
-        # What is not timed is done by all at once, if it can be: compilers take minutes.
+        # All build at once where they fit: it is not timed, and compilers take minutes.
         with ThreadPoolExecutor(len(in_progress) if together else 1) as threads:
-            list(threads.map(lambda run: run.enter(build), in_progress))
-        for stage in timed:
-            core = _core_for(runs[0])
+            list(threads.map(lambda one: one.enter(Stage.BUILD), in_progress))
+        for stage in [Stage.COMPUTE] * rounds + [Stage.OPTIMIZE] * rounds:
+            # Of processes that wait for a GPU; ranks on CPUs need the cores that they have.
+            core = fastest_core() if runs[0].device_type == "cuda" else None
             for one in in_progress:
                 one.enter(stage, core)
         for one in in_progress:
@@ -90,34 +84,14 @@ def _fit_together(runs: Sequence[Run], host: Host) -> bool:
     return host.gpu_memory_gib is not None and host.gpu_memory_gib >= case.gib_each * len(runs)
 
 
-def _core_for(run: Run) -> int | None:
-    """Where processes that wait for a GPU run; ranks on CPUs need the cores that they have."""
-    return fastest_core() if run.device_type == "cuda" else None
-
-
-def _default_timeout_s(run: Run) -> float:
-    return EAGER_TIMEOUT_S if run.mode is Mode.EAGER else COMPILE_TIMEOUT_S
-
-
-def _stages(pace: Pace) -> list[Stage]:
-    return [Stage.BUILD, *[Stage.COMPUTE] * pace.rounds, *[Stage.OPTIMIZE] * pace.rounds]
-
-
-def _device_name(run: Run, host: Host) -> str:
-    return host.gpu if run.device_type == "cuda" and host.gpu is not None else host.cpu
-
-
-def _without_figures(
-    run: Run, host: Host, status: Status, reason: str, took_s: float | None = None
-) -> Record:
+def _record(run: Run, host: Host, status: Status, **outcome: Any) -> Record:
     return Record(
         case=run.case.name,
         engine=run.engine,
         mode=run.mode,
-        device=_device_name(run, host),
+        device=host.gpu if run.device_type == "cuda" and host.gpu is not None else host.cpu,
         status=status,
-        reason=reason,
-        took_s=took_s,
+        **outcome,
     )
 
 
@@ -154,14 +128,11 @@ class _RunInProgress:
         self._job.close()
         run = self._job.run
         if self._failure is not None or self._built is None:
-            reason = self._failure or "it was never built"
-            return _without_figures(run, self._host, Status.FAILED, reason, took_s)
-        return Record(
-            case=run.case.name,
-            engine=run.engine,
-            mode=run.mode,
-            device=_device_name(run, self._host),
-            status=Status.OK,
+            return _record(run, self._host, Status.FAILED, reason=self._failure, took_s=took_s)
+        return _record(
+            run,
+            self._host,
+            Status.OK,
             figures=summarise(run.device_type, self._built, self._compute, self._optimizer),
             compute_rounds=tuple(self._compute),
             optimizer_rounds=tuple(self._optimizer),

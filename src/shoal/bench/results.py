@@ -6,25 +6,18 @@ docs/bench.md describes the JSON field by field.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, is_dataclass, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, cast, get_args, get_origin, get_type_hints
 
+from shoal import files
 from shoal.bench.cases import Case, Mode
-from shoal.bench.figures import (
-    Collectives,
-    ComputeRound,
-    Figures,
-    Gathers,
-    Memory,
-    OptimizerRound,
-)
+from shoal.bench.figures import ComputeRound, Figures, Gathers, OptimizerRound
 from shoal.bench.host import Host
 from shoal.errors import UsageError
-from shoal.files import open_regular
 
 SCHEMA = 2
 _READ = (1, SCHEMA)
@@ -122,15 +115,13 @@ def write_results(results: Results, path: Path) -> None:
     """Write the file in one piece, so that a cut never leaves half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     document = {"schema": SCHEMA, **asdict(results)}
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(document, indent=1) + "\n")
-    os.replace(partial, path)
+    files.replace(path, (json.dumps(document, indent=1) + "\n").encode()).close()
 
 
 def read_results(path: Path) -> Results:
     """Read a file that `write_results` wrote."""
     try:
-        with open_regular(path, follow=True) as file:
+        with files.open_regular(path, follow=True) as file:
             document = json.loads(file.read())
     except OSError as error:
         raise UsageError(f"cannot read results file {path}: {error.strerror}") from None
@@ -142,58 +133,29 @@ def read_results(path: Path) -> Results:
             f"{path} has schema {found!r}, this version of shoal reads {SCHEMA}: "
             "name a file `shoal bench` wrote, or measure again"
         )
+    del document["schema"]
     try:
-        return Results(
-            quick=document["quick"],
-            sources=tuple(
-                Source(**{**source, "host": Host(**source["host"])})
-                for source in document["sources"]
-            ),
-            cases=document["cases"],
-            records=tuple(_read_record(record) for record in document["records"]),
-            merged_by=document["merged_by"],
-        )
-    except (KeyError, TypeError, ValueError) as error:
+        return _read(Results, document)
+    except (AttributeError, TypeError, ValueError) as error:
         raise UsageError(
             f"{path} is not a results file of `shoal bench`: {type(error).__name__}: {error}"
         ) from error
 
 
-def _read_record(fields: dict[str, Any]) -> Record:
-    return Record(
-        **{
-            **fields,
-            "mode": Mode(fields["mode"]),
-            "status": Status(fields["status"]),
-            "figures": _read_figures(fields["figures"]) if fields["figures"] else None,
-            "compute_rounds": tuple(
-                ComputeRound(
-                    forward_backward_ms=tuple(one["forward_backward_ms"]),
-                    wall_ms=tuple(one["wall_ms"]),
-                    host_ms=tuple(one["host_ms"]),
-                    probe_ms=one.get("probe_ms"),
-                )
-                for one in fields["compute_rounds"]
-            ),
-            "optimizer_rounds": tuple(
-                OptimizerRound(optimizer_ms=tuple(one["optimizer_ms"]))
-                for one in fields["optimizer_rounds"]
-            ),
-        }
-    )
-
-
-def _read_figures(fields: dict[str, Any]) -> Figures:
-    collectives = fields["collectives"]
-    return Figures(
-        **{
-            **fields,
-            "memory": Memory(**fields["memory"]),
-            "training_memory": Memory(**fields["training_memory"]),
-            "collectives": Collectives(**collectives) if collectives else None,
-            "gathers": Gathers(fields["gathers"]) if fields.get("gathers") else None,
-        }
-    )
+def _read(kind: Any, value: Any) -> Any:
+    """A value of a declared type, as JSON says it."""
+    declared = get_args(kind)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if kind in (ComputeRound, OptimizerRound):  # in schema 1, with their memory
+            value = {name: value[name] for name in hints if name in value}
+        given = {name: _read(hints.get(name), one) for name, one in value.items()}
+        return cast(type, kind)(**given)
+    if get_origin(kind) is tuple:
+        return tuple(_read(declared[0], one) for one in value)
+    if get_origin(kind) is UnionType:
+        return None if value is None else _read(declared[0], value)
+    return kind(value) if kind in (Mode, Status, Gathers) else value
 
 
 def merge_files(paths: Sequence[Path], command: str) -> Results:

@@ -198,41 +198,29 @@ def write_tables(text: str, results: Results | None) -> str:
 
 
 def _page_table(results: Results, cell: Cell, modes: Sequence[Mode]) -> str:
-    rows = [_Row(results, engine, mode) for mode in modes for engine in ENGINES]
-    rows = [row for row in rows if row.records]
-    measured = {case for row in rows for case in row.records}
-    cases = [case.name for case in CASES if case.name in measured]
-    if not rows:
+    shown = [(mode, engine) for mode in modes for engine in ENGINES]
+    reached = [r for r in results.records if r.figures and (r.mode, r.engine) in shown]
+    reached.sort(key=lambda record: shown.index((record.mode, record.engine)))
+    cases = [case.name for case in CASES if case.name in {record.case for record in reached}]
+    if not reached:
         return _NOT_MEASURED
     lines = [["", *cases], ["---"] * (len(cases) + 1)]
-    for row in rows:
-        name = row.engine if len(modes) == 1 else f"{row.engine}, {row.mode}"
-        found = (row.records.get(case) for case in cases)
+    for (mode, engine), records in groupby(reached, key=lambda r: (r.mode, r.engine)):
+        by_case = {record.case: record for record in records}
+        name = engine if len(modes) == 1 else f"{engine}, {mode}"
+        found = (by_case.get(case) for case in cases)
         cells = (cell(results, r, r.figures) if r and r.figures else NOTHING for r in found)
         lines.append([name, *cells])
     table = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{table}\n{' '.join(_page_notes(results, rows, table))}\n"
+    return f"{table}\n{' '.join(_page_notes(results, reached, table))}\n"
 
 
-class _Row:
-    """What one engine reached in one mode, by case."""
-
-    def __init__(self, results: Results, engine: str, mode: Mode) -> None:
-        self.engine, self.mode = engine, mode
-        self.records = {
-            record.case: record
-            for record in results.records
-            if (record.engine, record.mode, record.status) == (engine, mode, Status.OK)
-        }
-
-
-def _page_notes(results: Results, rows: Sequence[_Row], table: str) -> Iterator[str]:
+def _page_notes(results: Results, records: Sequence[Record], table: str) -> Iterator[str]:
     devices: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        for record in row.records.values():
-            source = results.sources[record.source]
-            files = devices.setdefault((record.device, source.host.torch), {})
-            files[source.file or ""] = None
+    for record in records:
+        source = results.sources[record.source]
+        files = devices.setdefault((record.device, source.host.torch), {})
+        files[source.file or ""] = None
     for (device, torch), files in devices.items():
         named = ", ".join(f"`{file}`" for file in files)
         yield f"{device}, torch {torch.partition('+')[0]}: {named}."

@@ -50,10 +50,9 @@ class Workbench:
         ).to(self._device)
         self._tokens = tokens[:, :-1].contiguous()
         self._targets = tokens[:, 1:].contiguous()
-        # What initialising left in the cache is not memory that steps need.
+        # Memory that initialising left in the cache is not memory that steps need.
         gc.collect()
-        if self._device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.rest()
 
     def step(self) -> Tensor:
         """Forward and backward; returns the loss."""

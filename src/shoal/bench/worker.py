@@ -27,68 +27,50 @@ from shoal.bench.workbench import Workbench, build_model
 from shoal.comm.modelled import ModelledGroup
 
 
-class Verb(StrEnum):
-    """What a worker can be asked for."""
+class Stage(StrEnum):
+    """What a worker can be asked for: the name in errors, the value while it is under way."""
 
-    BUILD = "build"
-    COMPUTE = "compute"
-    OPTIMIZE = "optimize"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One thing to do."""
-
-    verb: Verb
-    steps: int
-    core: int | None = None
-    """Where to do it; None: anywhere."""
-    rests: bool = False
-    """Whether to give up memory afterwards, because others need it."""
+    BUILD = "building and warming up"
+    COMPUTE = "timing forward+backward"
+    OPTIMIZE = "timing the optimizer"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Failure:
     """The answer of a worker that could not do it."""
 
     message: str
 
 
-Reply = Built | ComputeRound | OptimizerRound | Failure
+def log_path(folder: Path, rank: int) -> Path:
+    """The file that takes what the process of a rank prints."""
+    return folder / f"rank{rank}.log"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFiles:
-    """The rank of one worker, and the files it shares with the others."""
+def serve(run: Run, rank: int, folder: Path, rests: bool, connection: Connection) -> None:
+    """Answer requests, each a stage and a core to do it on, until there are no more or one fails.
 
-    rank: int
-    store_path: Path
-    """The ranks find each other through it."""
-    log_path: Path
-    """What the process prints goes there."""
-
-
-def serve(run: Run, files: RankFiles, connection: Connection) -> None:
-    """Answer requests until there are no more, or one fails."""
-    _enter(files)
-    worker = _Worker(run, files)
+    The ranks of a run share a folder. `rests` gives up memory after each request.
+    """
+    _enter(log_path(folder, rank))
+    worker = _Worker(run, rank, folder, rests=rests)
     while True:
         try:
-            request: Request = connection.recv()
+            stage, core = connection.recv()
         except EOFError:
             break
         try:
-            reply = worker.answer(request)
+            reply = worker.answer(stage, core)
         except BaseException:
-            connection.send(Failure(message=traceback.format_exc()))
+            connection.send(Failure(traceback.format_exc()))
             raise
         connection.send(reply)
 
 
-def _enter(files: RankFiles) -> None:
+def _enter(log_path: Path) -> None:
     # A group of its own, so that whatever it starts (Inductor's compilers) can be ended with it.
     os.setsid()
-    log = os.open(files.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     sys.stdout.flush()
     sys.stderr.flush()
     os.dup2(log, 1)
@@ -97,55 +79,56 @@ def _enter(files: RankFiles) -> None:
 
 
 class _Worker:
-    def __init__(self, run: Run, files: RankFiles) -> None:
+    def __init__(self, run: Run, rank: int, folder: Path, *, rests: bool = False) -> None:
         self._run = run
-        self._files = files
+        self._rank = rank
+        self._folder = folder
+        self._rests = rests
         self._group: ModelledGroup | None = None
         self._gathers: Gathers | None = None
         self._workbench: Workbench | None = None
 
-    def answer(self, request: Request) -> Reply:
-        if request.verb is Verb.BUILD:
-            reply: Reply = self._build(request.steps)
-        else:
-            reply = self._time(request)
-        if request.rests and self._workbench is not None:
+    def answer(
+        self, stage: Stage, core: int | None = None
+    ) -> Built | ComputeRound | OptimizerRound:
+        reply = self._build() if stage is Stage.BUILD else self._time(stage, core)
+        if self._rests and self._workbench is not None:
             self._workbench.rest()
         return reply
 
-    def _time(self, request: Request) -> Reply:
-        workbench = self._workbench
+    def _time(self, stage: Stage, core: int | None) -> ComputeRound | OptimizerRound:
+        workbench, pace = self._workbench, self._run.case.pace
         if workbench is None:
-            raise RuntimeError(f"{request.verb} was asked for before {Verb.BUILD}")
+            raise RuntimeError(f"{stage.name.lower()} was asked for before build")
         probe_ms = None
         if self._run.device_type == "cuda":
             # Not before the first round, because Inductor compiles on all cores.
-            probe_ms = None if request.core is None else stay_on(request.core)
+            probe_ms = None if core is None else stay_on(core)
             if self._group is not None and self._gathers is Gathers.KEPT:
                 self._group.keep_gathers()
             workbench.warm_up(steps=3)
-        if request.verb is Verb.COMPUTE:
-            reply: Reply = replace(workbench.time_compute(request.steps), probe_ms=probe_ms)
+        if stage is Stage.COMPUTE:
+            reply = replace(workbench.time_compute(pace.steps), probe_ms=probe_ms)
         else:
-            reply = workbench.time_optimizer(request.steps)
+            reply = workbench.time_optimizer(pace.optimizer_steps)
         workbench.inspect(self._group)
         return reply
 
-    def _build(self, warmup: int) -> Built:
-        run, engine = self._run, ENGINES[self._run.engine]
+    def _build(self) -> Built:
+        run, engine, pace = self._run, ENGINES[self._run.engine], self._run.case.pace
         if run.device_type == "cpu":
             torch.set_num_threads(1)
         else:
             torch.cuda.set_device(run.device)
         if engine.uses_group:
-            self._group = join(run, self._files.rank, self._files.store_path)
+            self._group = join(run, self._rank, self._folder / "store")
         model = build_model(run)
         num_parameters = sum(parameter.numel() for parameter in model.parameters())
         wrapped = engine.wrap(model, run)
         self._workbench = workbench = Workbench(run, wrapped)
-        collectives = self._warm_up(workbench, warmup)
-        memory = workbench.measure_memory(run.case.pace.steps)
-        training_memory = workbench.measure_training_memory(run.case.pace.optimizer_steps)
+        collectives = self._warm_up(workbench, pace.warmup)
+        memory = workbench.measure_memory(pace.steps)
+        training_memory = workbench.measure_training_memory(pace.optimizer_steps)
         self._gathers = self._settle_gathers(workbench, wrapped)
         return Built(
             num_parameters=num_parameters,
@@ -172,7 +155,7 @@ class _Worker:
         run, group = self._run, self._group
         if group is None:
             return None
-        # What a graph has recorded, it replays: there it is written by kernels of the graph.
+        # A recorded graph replays the kernels that write its gathers.
         if run.device_type == "cpu" or run.case.fill or run.mode is Mode.CUDAGRAPHS:
             return Gathers.WRITTEN
         group.keep_gathers()

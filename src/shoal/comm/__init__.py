@@ -1,4 +1,4 @@
-"""How bytes move: the seam between shoal and whoever carries its collectives.
+"""How bytes move: the seam between shoal and the backends that carry its collectives.
 
 In: flat tensors and a c10d process group (gloo, NCCL, `local` threads, or the `modelled` network).
 Out: `Pending` handles, one per collective in flight.

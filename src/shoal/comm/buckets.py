@@ -38,14 +38,9 @@ class Limits:
             if size is not None and size <= 0:
                 raise UsageError(f"expected a bucket size above 0, got {name}={size}")
 
-    def of_bucket(self, number: int) -> int:
-        """The size of a key's bucket, counted from 0."""
-        small = self.num_bytes if self.first_bytes is None else self.first_bytes
-        return small if number == 0 else self.num_bytes
-
     def is_full(self, number: int, num_bytes: int, more_bytes: int) -> bool:
         """Whether a bucket that holds something has no place for more; its number from 0."""
-        limit = self.of_bucket(number)
+        limit = (number == 0 and self.first_bytes) or self.num_bytes
         return num_bytes >= limit if self.overshoot else num_bytes + more_bytes > limit
 
     @classmethod

@@ -1,4 +1,4 @@
-"""What a collective is asked to do, as data.
+"""A request for a collective, as data.
 
 c10d has some twenty entry points for eleven collectives: into one tensor or a list, coalesced or
 not, under old names and new. Each is one `Call` here, so that a process group written in Python
@@ -24,22 +24,15 @@ from shoal.comm.collectives import Kind
 from shoal.errors import UsageError
 
 
+@dataclass(slots=True, eq=False)
 class Slots:
     """One piece per rank, of one flat tensor or of a list of tensors; finding one is O(1)."""
 
-    __slots__ = ("_offsets", "flat", "pieces", "size")
-
-    def __init__(
-        self,
-        size: int,
-        flat: Tensor | None = None,
-        offsets: Sequence[int] | None = None,
-        pieces: Sequence[Tensor] = (),
-    ) -> None:
-        self.size = size
-        self.flat = flat
-        self.pieces = pieces
-        self._offsets = offsets
+    size: int
+    flat: Tensor | None = None
+    offsets: Sequence[int] | None = None
+    """Where each rank's piece of `flat` begins, and the last one ends; None if they are equal."""
+    pieces: Sequence[Tensor] = ()
 
     @classmethod
     def like(cls, piece: Tensor, tensor: Tensor, size: int) -> Slots:
@@ -84,13 +77,13 @@ class Slots:
     def __getitem__(self, rank: int) -> Tensor:
         if self.flat is None:
             return self.pieces[rank].data
-        if self._offsets is None:
+        if self.offsets is None:
             numel = self.flat.numel() // self.size
             return self.flat[rank * numel : (rank + 1) * numel]
-        return self.flat[self._offsets[rank] : self._offsets[rank + 1]]
+        return self.flat[self.offsets[rank] : self.offsets[rank + 1]]
 
     def tensors(self) -> list[Tensor]:
-        """What to keep alive while the slots are in use."""
+        """The tensors that must stay alive while the slots are in use."""
         return [self.flat] if self.flat is not None else list(self.pieces)
 
     @property
@@ -101,7 +94,7 @@ class Slots:
     @property
     def is_even(self) -> bool:
         """Whether these are equal pieces of one tensor."""
-        return self.flat is not None and self._offsets is None
+        return self.flat is not None and self.offsets is None
 
     @property
     def num_bytes(self) -> int:
@@ -145,15 +138,13 @@ class Call:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole buffer: all slots where there are any."""
-        output, input = self.output, self.input
-        if type(output) is Slots:
-            return output.num_bytes if type(input) is not Slots else input.num_bytes
-        if type(input) is Slots:
-            return input.num_bytes
+        for operand in (self.input, self.output):
+            if type(operand) is Slots:
+                return operand.num_bytes
         return 0 if self.common is None else self.common.nbytes
 
     def signature(self) -> str:
-        """What all ranks must agree on, to read: `all_reduce(4 of float32, SUM)`."""
+        """The part that all ranks must agree on, to read: `all_reduce(4 of float32, SUM)`."""
         parts = []
         if self.common is not None:
             dtype = str(self.common.dtype).removeprefix("torch.")
@@ -163,6 +154,18 @@ class Call:
         if self.root >= 0:
             parts.append(f"root {self.root}")
         return f"{self.kind}({', '.join(parts)})"
+
+
+def as_tensor(operand: Operand) -> Tensor:
+    """An operand of a call whose kind says that it is one tensor."""
+    assert isinstance(operand, Tensor)
+    return operand
+
+
+def as_slots(operand: Operand) -> Slots:
+    """An operand of a call whose kind says that it is a piece for each rank."""
+    assert isinstance(operand, Slots)
+    return operand
 
 
 def reduction_name(op: Reduction) -> str:

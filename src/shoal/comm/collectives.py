@@ -13,9 +13,9 @@
     send, receive   a tensor        a tensor, between two ranks
     messages        several sends and receives in one launch
 
-`COLLECTIVES` says of each kind what it costs, and which methods of a process group start it.
-`OPERATORS` says which operator of torch's dispatcher is which collective, and how to read its
-arguments. Process groups, the modelled network, the graph passes and their costs read these two.
+`bytes_sent` says what a collective of a kind costs. `OPERATORS` says which operator of torch's
+dispatcher is which collective, and how to read its arguments. Process groups, the modelled network,
+the graph passes and their costs read these.
 """
 
 from __future__ import annotations
@@ -42,48 +42,24 @@ class Kind(StrEnum):
     MESSAGES = "messages"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collective:
-    """What is known of one kind."""
+_NUM_TRANSFERS = {Kind.ALL_REDUCE: 2, Kind.BARRIER: 0}
+"""How often the whole buffer goes over one rank's link, if not once.
 
-    methods: tuple[str, ...]
-    """What starts it: the methods of a process group, as they are called since torch 2.13."""
-    num_transfers: int = 1
-    """How often the whole buffer goes over one rank's link, on a ring of very many ranks."""
-    in_pieces: bool = False
-    """Whether a rank keeps its own piece, so that a ring of N ranks sends (N - 1) / N of that."""
-    reduces: bool = False
-    """Whether ranks combine their numbers."""
-
-    def bytes_sent(self, num_bytes: int, num_ranks: int | None = None) -> float:
-        """What one rank sends, if the whole buffer has `num_bytes`; None is very many ranks."""
-        share = 1 - 1 / num_ranks if self.in_pieces and num_ranks is not None else 1.0
-        return self.num_transfers * share * num_bytes
+An all-reduce goes around the ring twice: reduced, then gathered.
+"""
+_IN_PIECES = frozenset(
+    {
+        *(Kind.ALL_GATHER, Kind.REDUCE_SCATTER, Kind.ALL_REDUCE),
+        *(Kind.ALL_TO_ALL, Kind.GATHER, Kind.SCATTER),
+    }
+)
+"""A rank keeps its own piece of these: on a ring of N ranks it sends (N - 1) / N of the buffer."""
 
 
-COLLECTIVES: Mapping[Kind, Collective] = {
-    Kind.ALL_GATHER: Collective(
-        methods=("allgather", "all_gather_single", "all_gather_single_coalesced"), in_pieces=True
-    ),
-    Kind.REDUCE_SCATTER: Collective(
-        methods=("reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced"),
-        in_pieces=True,
-        reduces=True,
-    ),
-    # Around the ring twice: reduced, then gathered.
-    Kind.ALL_REDUCE: Collective(
-        methods=("allreduce", "allreduce_coalesced"), num_transfers=2, in_pieces=True, reduces=True
-    ),
-    Kind.BROADCAST: Collective(methods=("broadcast",)),
-    Kind.REDUCE: Collective(methods=("reduce",), reduces=True),
-    Kind.ALL_TO_ALL: Collective(methods=("alltoall", "all_to_all_single"), in_pieces=True),
-    Kind.GATHER: Collective(methods=("gather",), in_pieces=True),
-    Kind.SCATTER: Collective(methods=("scatter",), in_pieces=True),
-    Kind.BARRIER: Collective(methods=("barrier",), num_transfers=0),
-    Kind.SEND: Collective(methods=("send",)),
-    Kind.RECEIVE: Collective(methods=("recv", "recv_anysource")),
-    Kind.MESSAGES: Collective(methods=()),
-}
+def bytes_sent(kind: Kind, num_bytes: int, num_ranks: int | None = None) -> float:
+    """What one rank sends, if the whole buffer has `num_bytes`; None is very many ranks."""
+    share = 1 - 1 / num_ranks if kind in _IN_PIECES and num_ranks is not None else 1.0
+    return _NUM_TRANSFERS.get(kind, 1) * share * num_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

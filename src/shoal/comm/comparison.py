@@ -87,8 +87,9 @@ class _Group:
 
     def compare(self, tag: Mapping[str, object], limit_s: float) -> None:
         """Wait until all ranks have come, and raise if they did not come to the same."""
-        store, key, before = self._store, f"{self._prefix}/{self._number + 1}", self._key
+        store, before = self._store, f"{self._prefix}/{self._number}"
         self._number += 1
+        key = f"{self._prefix}/{self._number}"
         store.set(f"{key}/{self._rank}", json.dumps(tag))
         if store.add(f"{key}/count", 1) == len(self.ranks):
             store.set(f"{key}/verdict", self._difference(key) or _AGREED)
@@ -101,10 +102,6 @@ class _Group:
         store.delete_key(f"{before}/{self._rank}")
         if verdict != _AGREED:
             raise RankError(verdict)
-
-    @property
-    def _key(self) -> str:
-        return f"{self._prefix}/{self._number}"
 
     def _difference(self, key: str) -> str | None:
         """Name the ranks that are about to launch something else than most of them."""

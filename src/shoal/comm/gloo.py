@@ -24,25 +24,26 @@ from shoal.comm.pending import Started
 from shoal.comm.reduction import reduce_in_order
 
 SCRATCH_BYTES = 64 << 20
-"""How much is kept. What is larger comes fresh: there, memory is worth more than time."""
+"""How much is kept. A larger buffer is allocated anew: there, memory is worth more than time."""
 
 
 class Scratch:
     """Spare flat buffers on the host, by dtype and size."""
 
-    __slots__ = ("_max_bytes", "_num_bytes", "_spare")
+    __slots__ = ("_max_bytes", "_spare", "num_bytes")
 
     def __init__(self, max_bytes: int = SCRATCH_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._num_bytes = 0
         self._spare: dict[tuple[torch.dtype, int], list[Tensor]] = {}
+        self.num_bytes = 0
+        """How much is kept at the moment."""
 
     def take(self, like: Tensor) -> Tensor:
         """A flat buffer with the size, dtype and device of `like`; its values are arbitrary."""
         spare = self._spare.get((like.dtype, like.numel())) if like.device.type == "cpu" else None
         if spare:
             tensor = spare.pop()
-            self._num_bytes -= tensor.nbytes
+            self.num_bytes -= tensor.nbytes
             return tensor
         # It outlives the caller, and a tensor made in inference mode is of no use outside.
         with torch.inference_mode(False):
@@ -52,16 +53,11 @@ class Scratch:
         """Keep a buffer that nobody uses any more; sizes that went out of use make room."""
         if tensor.device.type != "cpu" or tensor.nbytes > self._max_bytes:
             return
-        if self._num_bytes + tensor.nbytes > self._max_bytes:
+        if self.num_bytes + tensor.nbytes > self._max_bytes:
             self._spare.clear()
-            self._num_bytes = 0
+            self.num_bytes = 0
         self._spare.setdefault((tensor.dtype, tensor.numel()), []).append(tensor)
-        self._num_bytes += tensor.nbytes
-
-    @property
-    def num_bytes(self) -> int:
-        """How much is kept at the moment."""
-        return self._num_bytes
+        self.num_bytes += tensor.nbytes
 
 
 Swap = Callable[[Tensor, Tensor], dist.Work]
@@ -74,7 +70,7 @@ _scratch = Scratch()
 def start_gather(swap: Swap, gather: Swap, output: Tensor, input: Tensor, size: int) -> Started:
     """Start a gather: every rank sends the same piece to all.
 
-    `gather` is the group's own, which whoever counts collectives is shown.
+    `gather` is the group's own all-gather: dispatch modes that count collectives see that one.
     """
     staged = _scratch.take(output)
     staged.view(size, -1).copy_(input.data)
@@ -87,7 +83,7 @@ def start_reduce_scatter(
 ) -> Started:
     """Start a reduce-scatter: exchange pieces; reduce them in rank order when they are there.
 
-    `scatter` is the group's own, which whoever counts collectives is shown.
+    `scatter` is the group's own reduce-scatter: dispatch modes that count collectives see that one.
     """
     received = _scratch.take(input)
     work = collectives.shown_as(scatter, output, input, lambda: swap(received, input))

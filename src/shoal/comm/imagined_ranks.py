@@ -1,13 +1,13 @@
-"""What the ranks that a modelled job only imagines send to the one that runs.
+"""The pieces that imagined ranks of a modelled job send to the rank that runs.
 
-Rank 0 of N is alone, so the others are taken to hold the same values as it does: a gather writes N
+Rank 0 of N is alone, so the other ranks are taken to hold the same values: a gather writes N
 copies of its piece, a sum is N times its own contribution, a mean is its own. Host work does not
 grow with N where tensors are flat.
 
 `KeptGathers` is for steps that are timed. Writing the pieces of N - 1 ranks takes kernels that a
 real rank does not run: its network writes them. So they are written beforehand: memory in which a
 gather ends is filled when it is first seen, with values drawn from this rank's piece, and left as
-it is from then on. What is multiplied is finite, and distributed as this rank's parameters are.
+it is from then on. Gathered values are finite, and distributed as this rank's parameters are.
 
 That holds as long as nobody else writes there:
 
@@ -16,7 +16,7 @@ That holds as long as nobody else writes there:
 - An output that this rank wrote its piece to must be in such a pool already. FSDP2 allocates it on
   a stream that allocates nothing else; shoal does if its arena is told to (`gather_apart`).
 
-Whoever measures looks at the values: `ModelledGroup.sample_gathers`.
+Measurements check the values with `ModelledGroup.sample_gathers`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 
 from shoal._torch import collectives, cuda, kernels
-from shoal.comm.calls import Call, Reduction, Slots, move, reduction_name
+from shoal.comm.calls import Call, Reduction, Slots, as_slots, as_tensor, move, reduction_name
 from shoal.comm.collectives import Kind
 
 
@@ -38,9 +38,7 @@ def receive(call: Call, rank: int, size: int) -> None:
 
 
 def _all_gather(call: Call, rank: int, size: int) -> None:
-    assert isinstance(call.input, Tensor)
-    assert isinstance(call.output, Slots)
-    _spread(call.output, call.input, rank)
+    _spread(as_slots(call.output), as_tensor(call.input), rank)
 
 
 def _gather(call: Call, rank: int, size: int) -> None:
@@ -49,12 +47,11 @@ def _gather(call: Call, rank: int, size: int) -> None:
 
 
 def _reduce_scatter(call: Call, rank: int, size: int) -> None:
-    assert isinstance(call.input, Slots)
-    _reduce_copies(call.output, call.input[rank], call.op, size)
+    _reduce_copies(call, as_slots(call.input)[rank], size)
 
 
 def _all_reduce(call: Call, rank: int, size: int) -> None:
-    _reduce_copies(call.output, call.input, call.op, size)
+    _reduce_copies(call, as_tensor(call.input), size)
 
 
 def _reduce(call: Call, rank: int, size: int) -> None:
@@ -64,21 +61,17 @@ def _reduce(call: Call, rank: int, size: int) -> None:
 
 def _scatter(call: Call, rank: int, size: int) -> None:
     if rank == call.root:
-        assert isinstance(call.input, Slots)
-        assert isinstance(call.output, Tensor)
-        move(call.output, call.input[rank])
+        move(as_tensor(call.output), as_slots(call.input)[rank])
 
 
 def _all_to_all(call: Call, rank: int, size: int) -> None:
-    assert isinstance(call.input, Slots)
-    assert isinstance(call.output, Slots)
-    if call.input[rank].numel() == call.output[rank].numel():
-        _spread(call.output, call.input[rank], rank)
+    piece, slots = as_slots(call.input)[rank], as_slots(call.output)
+    if piece.numel() == slots[rank].numel():
+        _spread(slots, piece, rank)
 
 
 def _receive(call: Call, rank: int, size: int) -> None:
-    if isinstance(call.output, Tensor):
-        call.output.data.zero_()
+    as_tensor(call.output).data.zero_()
 
 
 def _nothing(call: Call, rank: int, size: int) -> None:
@@ -140,18 +133,16 @@ def wide(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(one.view(_WIDEST) for one in tensors)
 
 
-def _reduce_copies(output: object, piece: object, op: Reduction | None, size: int) -> None:
-    assert isinstance(output, Tensor)
-    assert isinstance(piece, Tensor)
-    assert op is not None
-    output, piece = output.data, piece.data
+def _reduce_copies(call: Call, piece: Tensor, size: int) -> None:
+    assert call.op is not None
+    output, piece = as_tensor(call.output).data, piece.data
     if output.shape != piece.shape:
         piece = piece.reshape(output.shape)
-    reduction_of(op)(output, piece, size, op)
+    reduction_of(call.op)(output, piece, size, call.op)
 
 
 def reduction_of(op: Reduction) -> Callable[[Tensor, Tensor, int, Reduction], None]:
-    """What writes to an output the reduction of a piece over so many equal ones."""
+    """The function that writes to an output the reduction of a piece over `size` equal pieces."""
     reduce = _REDUCE.get(collectives.reduction_kind(op))
     if reduce is None:
         raise NotImplementedError(f"reduction {reduction_name(op)} is not supported here")
@@ -188,11 +179,7 @@ _REDUCE: dict[ReduceOp.RedOpType, Callable[[Tensor, Tensor, int, Reduction], Non
     ReduceOp.PREMUL_SUM: _premultiplied_sum,
     ReduceOp.PRODUCT: _product,
     ReduceOp.BXOR: _xor,
-    ReduceOp.AVG: _same,
-    ReduceOp.MAX: _same,
-    ReduceOp.MIN: _same,
-    ReduceOp.BAND: _same,
-    ReduceOp.BOR: _same,
+    **dict.fromkeys((ReduceOp.AVG, ReduceOp.MAX, ReduceOp.MIN, ReduceOp.BAND, ReduceOp.BOR), _same),
 }
 
 

@@ -21,6 +21,7 @@ import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.futures import Future
@@ -79,7 +80,7 @@ class CpuWork(PythonWork):
 
 
 class CudaWire:
-    """What all groups of a rank share on a device: who was carried last, and the clock."""
+    """A device's wire, which all groups of a rank share: its last launch, and its clock."""
 
     def __init__(self, device: torch.device, is_free: bool) -> None:
         self.cycles_per_us = 0.0 if is_free else cycles_per_us(device)
@@ -152,8 +153,8 @@ class CudaLink:
         return event
 
     def _keep(self, work: CudaWork) -> None:
-        # A work that its owner drops without waiting keeps its tensors here until it is over. One
-        # that is waited for leaves at once: whoever records CUDA graphs counts who holds memory.
+        # A work that its owner drops without waiting keeps its tensors here until it is over. A
+        # work that is waited for leaves at once: recorded CUDA graphs count references to memory.
         unwaited = self._unwaited
         while unwaited and (first := next(iter(unwaited))).is_completed():
             del unwaited[first]
@@ -161,13 +162,10 @@ class CudaLink:
         work.held_in = unwaited
 
 
-class _Launch:
-    __slots__ = ("captured", "event", "stream")
-
-    def __init__(self, stream: torch.cuda.Stream, event: torch.cuda.Event, captured: bool) -> None:
-        self.stream = stream
-        self.event = event
-        self.captured = captured
+class _Launch(NamedTuple):
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+    captured: bool
 
 
 class CudaWork(PythonWork):

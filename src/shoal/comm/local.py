@@ -17,17 +17,18 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from shoal._torch import groups
+from shoal.comm.call_exchange import CallExchange
 from shoal.comm.calls import Call
 from shoal.comm.collectives import Kind
-from shoal.comm.meeting import Meeting
 from shoal.comm.python_group import PythonGroup, PythonWork
-from shoal.comm.turns import Aborted, LocalStore, RandomState, Turns
+from shoal.comm.turns import Aborted, LocalStore, RandomState, Turns, Wait
 from shoal.errors import UsageError
 
 BACKEND = "shoal-local"
@@ -42,14 +43,14 @@ class _Session:
         self.world_size = world_size
         self.turns = Turns(world_size)
         self.keys: dict[str, bytes] = {}
-        self._meetings: dict[tuple[str, tuple[int, ...], int], Meeting] = {}
+        self._exchanges: dict[tuple[str, tuple[int, ...], int], CallExchange] = {}
         self._num_made: dict[tuple[str, int], int] = defaultdict(int)
 
-    def meeting(self, group: str, ranks: Sequence[int], rank: int) -> Meeting:
+    def exchange(self, group: str, ranks: Sequence[int], rank: int) -> CallExchange:
         """Where this rank meets the others of a group; a group made anew meets anew."""
         self._num_made[group, rank] += 1
         key = (group, tuple(ranks), self._num_made[group, rank])
-        return self._meetings.setdefault(key, Meeting(group, ranks))
+        return self._exchanges.setdefault(key, CallExchange(group, ranks))
 
 
 class _Member(threading.local):
@@ -72,46 +73,44 @@ class LocalGroup(PythonGroup):
         self._global_rank = ranks[rank]
         self._ranks = ranks
         self._turns = session.turns
-        self._meeting = session.meeting(name, ranks, self._global_rank)
+        self._wait_until: Wait = partial(session.turns.wait_until, self._global_rank)
+        self._exchange = session.exchange(name, ranks, self._global_rank)
         self._num_rounds = 0
         self._num_messages: dict[tuple[Kind, int, int], int] = defaultdict(int)
 
     def run(self, calls: Sequence[Call], asynchronous: bool) -> PythonWork:
-        """Bring this rank's calls to the meeting; the work waits for the others."""
+        """Bring this rank's calls to the group's exchange; the work waits for the others."""
         self._turns.check_thread(self._global_rank)
         if calls[0].kind in (Kind.SEND, Kind.RECEIVE):
             return self._run_message(calls[0])
         number, self._num_rounds = self._num_rounds, self._num_rounds + 1
-        round = self._meeting.join(number, self._rank, calls)
+        round = self._exchange.join(number, self._rank, calls)
         return _LocalWork(calls, self._wait_until, lambda: round.done, round.where)
 
     def _run_message(self, call: Call) -> PythonWork:
         # Both sides number their messages, and so agree which is which. Sending leaves a copy and
         # never waits, as gloo does with small messages.
-        meeting, other, tag = self._meeting, call.root, call.tag
+        exchange, other, tag = self._exchange, call.root, call.tag
         number = self._num_messages[call.kind, other, tag]
         self._num_messages[call.kind, other, tag] += 1
         if call.kind == Kind.SEND:
-            meeting.leave((self._rank, other, tag, number), call)
+            exchange.leave((self._rank, other, tag, number), call)
             return _LocalWork([call], self._wait_until, lambda: True, str)
         address = (other, self._rank, tag, number)
         return _LocalWork(
             [call],
             self._wait_until,
-            lambda: meeting.has(address),
+            lambda: exchange.has(address),
             lambda: f"waits for message {number} of rank {self._ranks[other]}",
-            lambda: meeting.collect(address, call),
+            lambda: exchange.collect(address, call),
         )
-
-    def _wait_until(self, ready: Callable[[], bool], where: Callable[[], str]) -> None:
-        self._turns.wait_until(self._global_rank, ready, where)
 
 
 class _LocalWork(PythonWork):
     def __init__(
         self,
         calls: Sequence[Call],
-        wait_until: Callable[[Callable[[], bool], Callable[[], str]], None],
+        wait_until: Wait,
         ready: Callable[[], bool],
         where: Callable[[], str],
         then: Callable[[], None] | None = None,
@@ -195,7 +194,7 @@ def _run_threads(
             turns.expire(timeout_s)
     except BaseException as interruption:
         turns.abort(interruption)
-    # Whoever only waited unwinds now; who is stuck elsewhere stays behind.
+    # Ranks that only waited unwind now; a rank that is stuck elsewhere stays behind.
     if turns.join(1.0):
         for thread in threads:
             thread.join()
@@ -209,12 +208,8 @@ def _default_group(session: _Session, rank: int) -> Iterator[None]:
     _member.session = session
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make_group, True, ["cpu", "cuda"])
-
-    def wait_until(ready: Callable[[], bool], where: Callable[[], str]) -> None:
-        session.turns.wait_until(rank, ready, where)
-
     # c10d refers to the C++ half of the store only: this frame keeps the Python half alive.
-    store = LocalStore(session.keys, wait_until)
+    store = LocalStore(session.keys, partial(session.turns.wait_until, rank))
     dist.init_process_group(BACKEND, rank=rank, world_size=session.world_size, store=store)
     try:
         yield

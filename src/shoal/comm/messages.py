@@ -1,4 +1,4 @@
-"""Messages to and from several ranks at once, between whatever pairs have something to say.
+"""Messages between some pairs of ranks, to and from several ranks at once.
 
 On gloo they are sends and receives: 0.8 of the time of its all-to-all, and every message has memory
 of its own, so that nothing is packed that lies in one run.

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.calls import Call, Reduction, Slots
+from shoal.comm.calls import Call, Reduction, as_slots, as_tensor
 from shoal.comm.collectives import Kind
 from shoal.comm.imagined_ranks import KeptGathers, receive, reduction_of
 from shoal.comm.link import CpuLink, CudaLink, CudaWire, device_of
@@ -80,34 +80,8 @@ class Traffic:
         return sum(count.num_bytes for count in self.by_kind.values())
 
 
-class _Meter:
-    """The counters themselves."""
-
-    __slots__ = ("_counts",)
-
-    def __init__(self) -> None:
-        self._counts: dict[Kind, list[int]] = {}
-
-    def reset(self) -> None:
-        """Start again from zero."""
-        self._counts.clear()
-
-    def count(self, kind: Kind, num_bytes: int) -> None:
-        """Note one launch."""
-        counts = self._counts.setdefault(kind, [0, 0])
-        counts[0] += 1
-        counts[1] += num_bytes
-
-    def read(self) -> Traffic:
-        """Take a reading that later launches leave alone."""
-        return Traffic(
-            by_kind=MappingProxyType(
-                {
-                    kind: Count(num_collectives=num_collectives, num_bytes=num_bytes)
-                    for kind, (num_collectives, num_bytes) in self._counts.items()
-                }
-            )
-        )
+_Counters = dict[Kind, list[int]]
+"""Of each kind, how many collectives and how many bytes so far."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -116,7 +90,7 @@ class _Job:
 
     network: Network
     device: torch.device
-    meter: _Meter = field(default_factory=_Meter)
+    counters: _Counters = field(default_factory=dict)
     cpu_link: CpuLink = field(default_factory=CpuLink)
     wires: dict[torch.device, CudaWire] = field(default_factory=dict)
     kept: KeptGathers | None = None
@@ -148,7 +122,7 @@ class ModelledGroup(PythonGroup):
         super().__init__(rank, size)
         self.job = job
         self._is_free = job.network.is_free
-        self._own_meter = _Meter()
+        self._own_counters: _Counters = {}
         self._links: dict[torch.device, CpuLink | CudaLink] = {}
         self._link_on(job.device)  # calibrates the device's clock now, not in a measured step
 
@@ -160,15 +134,19 @@ class ModelledGroup(PythonGroup):
     @property
     def traffic(self) -> Traffic:
         """The collectives so far: of this group, or of all groups if it is the default one."""
-        return self._meter.read()
+        counts = {
+            kind: Count(num_collectives=num_collectives, num_bytes=num_bytes)
+            for kind, (num_collectives, num_bytes) in self._counters.items()
+        }
+        return Traffic(by_kind=MappingProxyType(counts))
 
     def reset_traffic(self) -> None:
         """Count from zero again."""
-        self._meter.reset()
+        self._counters.clear()
 
     @property
-    def _meter(self) -> _Meter:
-        return self.job.meter if self is dist.group.WORLD else self._own_meter
+    def _counters(self) -> _Counters:
+        return self.job.counters if self is dist.group.WORLD else self._own_counters
 
     def keep_gathers(self) -> None:
         """Write to no gather's memory but once, so that timed streams run no kernel for it.
@@ -217,24 +195,17 @@ class ModelledGroup(PythonGroup):
         duration_us = self.job.network.duration_us(kind, num_bytes, self._size)
         return link.launch(calls, move, duration_us, asynchronous)
 
-    def run_in_stream(self, call: Call) -> None:
-        """Run a call in order with the current stream; the call can be given again."""
+    def gather_in_stream(self, output: Tensor, input: Tensor) -> Callable[[], object]:
+        """A function that gathers in order with the current stream, any number of times."""
         if not self._is_free:
-            super().run_in_stream(call)
-            return
+            return super().gather_in_stream(output, input)
         # Nobody has to queue for a link that takes no time.
-        self._count(call.kind, call.num_bytes)
-        self._deliver(call)
-
-    def gather_in_stream(self, call: Call) -> Callable[[], object]:
-        """What runs a gather in order with the current stream, any number of times."""
-        assert isinstance(call.output, Slots)
-        flat, kind, num_bytes, job = call.output.flat, call.kind, call.num_bytes, self.job
-        if not self._is_free or flat is None:
-            return super().gather_in_stream(call)
+        call, num_bytes, job = self._gather(output, input), output.nbytes, self.job
+        flat = as_slots(call.output).flat
+        assert flat is not None
 
         def gather() -> None:
-            self._count(kind, num_bytes)
+            self._count(Kind.ALL_GATHER, num_bytes)
             # Most often in timed steps there is nothing to do, and the host should not pay for it.
             if job.kept is None or job.samples is not None or not job.kept.holds(flat):
                 self._deliver(call)
@@ -242,7 +213,7 @@ class ModelledGroup(PythonGroup):
         return gather
 
     def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
-        """What reduces a tensor into an output in order with the current stream."""
+        """A function of (output, input) that reduces in order with the current stream."""
         if not self._is_free:
             return super().reduce_scatter_in_stream(op)
         reduce, rank, size = reduction_of(op), self._rank, self._size
@@ -260,16 +231,17 @@ class ModelledGroup(PythonGroup):
         if call.kind is not Kind.ALL_GATHER:
             receive(call, self._rank, self._size)
             return
-        assert isinstance(call.input, Tensor)
-        assert isinstance(call.output, Slots)
-        if job.kept is None or not job.kept.deliver(call.output, call.input, self._rank):
+        piece, slots = as_tensor(call.input), as_slots(call.output)
+        if job.kept is None or not job.kept.deliver(slots, piece, self._rank):
             receive(call, self._rank, self._size)
-        if job.samples is not None and call.output.flat is not None:
-            job.samples.append(_sample(call.output.flat))
+        if job.samples is not None and slots.flat is not None:
+            job.samples.append(_sample(slots.flat))
 
     def _count(self, kind: Kind, num_bytes: int) -> None:
-        self._own_meter.count(kind, num_bytes)
-        self.job.meter.count(kind, num_bytes)
+        for counters in (self._own_counters, self.job.counters):
+            counts = counters.setdefault(kind, [0, 0])
+            counts[0] += 1
+            counts[1] += num_bytes
 
     def _link_on(self, device: torch.device) -> CpuLink | CudaLink:
         link = self._links.get(device)
@@ -303,7 +275,7 @@ def init_modelled(
     job = _Job(network=network, device=device)
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, _make_group, True, ["cpu", "cuda"])
-    # Nobody else will ever write to it: whoever waits for another rank's key should know soon.
+    # No other rank will ever write to it: a wait for another rank's key should fail soon.
     store, timeout = dist.HashStore(), timedelta(seconds=5)
     store.set_timeout(timeout)
     dist.init_process_group(

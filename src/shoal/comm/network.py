@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shoal.comm.collectives import COLLECTIVES, Kind
+from shoal.comm.collectives import Kind, bytes_sent
 from shoal.errors import UsageError
 
 
@@ -55,8 +55,7 @@ class Network:
             return 0.0
         if self.bandwidth_gb_per_s is None:
             return self.latency_us
-        sent = COLLECTIVES[kind].bytes_sent(num_bytes, num_ranks)
-        return self.latency_us + sent / self.bytes_per_us
+        return self.latency_us + bytes_sent(kind, num_bytes, num_ranks) / self.bytes_per_us
 
 
 FREE = Network("free", None, 0.0)

@@ -1,4 +1,4 @@
-"""Who hears of the collectives of this process: nobody, unless asked to.
+"""Observers of the collectives of this process: none, unless asked for.
 
 A watchdog keeps a log of them. With `SHOAL_DEBUG=collectives` ranks compare them.
 """
@@ -54,7 +54,7 @@ comparison: Comparison | None = Comparison() if is_wanted() else None
 
 
 def launching(reason: str, group: ProcessGroup, tensor: Tensor | None) -> Any:
-    """Let everybody hear of a collective that is about to start; whoever starts one calls this.
+    """Tell the observer of a collective that is about to start; every launch calls this.
 
     Returns what the observer knows it by; None if nobody observes.
     """
@@ -80,11 +80,9 @@ def begin_step() -> None:
         comparison.step += 1
 
 
-@contextmanager
-def comparing(limit_s: float = LIMIT_S) -> Iterator[None]:
+def comparing(limit_s: float = LIMIT_S) -> AbstractContextManager[None]:
     """Let the ranks compare every collective inside of this; all of them enter it."""
-    with _comparing_by(Comparison(limit_s)):
-        yield
+    return _comparing_by(Comparison(limit_s))
 
 
 def uncompared() -> AbstractContextManager[None]:

@@ -2,9 +2,9 @@
 
     Prepared  ── launch() ──>  Pending  ── wait() ──>  output
 
-What can be checked about a collective is checked when it is prepared. Whoever runs the same one
-over the same tensors every step prepares it once. All of them start by `launch`, where observers
-hear of them; those that run on the caller's CUDA stream by `observer.run_in_stream`.
+A collective is checked when it is prepared. A caller that runs the same one over the same tensors
+every step prepares it once. Collectives start by `launch`, which tells the observer, or by
+`observer.run_in_stream` if they run on the caller's CUDA stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shoal.errors import RankError, ShoalError
 
 
 class Waitable(Protocol):
-    """What a collective in flight must offer: c10d's `Work` does."""
+    """A collective in flight, such as c10d's `Work`."""
 
     def wait(self) -> object:
         """Wait for the collective."""

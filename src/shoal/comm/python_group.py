@@ -13,7 +13,6 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +66,7 @@ class PythonWork(Work):
         return self.is_completed()
 
     def exception(self) -> None:
-        """What went wrong: nothing, a failure raises instead."""
+        """None: a failure raises instead."""
 
     def result(self) -> list[Tensor]:
         """Give the tensors that the collective wrote."""
@@ -125,20 +124,16 @@ class PythonGroup(ProcessGroup):
     def run(self, calls: Sequence[Call], asynchronous: bool) -> PythonWork:
         """Start these calls, which belong together, and say how to wait for them."""
 
-    def run_in_stream(self, call: Call) -> None:
-        """Run a call in order with the current stream; the call can be given again."""
-        self.run([replace(call)], False).wait()
-
-    def gather_in_stream(self, call: Call) -> Callable[[], object]:
-        """What runs a gather in order with the current stream, any number of times."""
-        return partial(self.run_in_stream, call)
+    def gather_in_stream(self, output: Tensor, input: Tensor) -> Callable[[], object]:
+        """A function that gathers in order with the current stream, any number of times."""
+        call = self._gather(output, input)
+        return lambda: self.run([replace(call)], False).wait()
 
     def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
-        """What reduces a tensor into an output in order with the current stream."""
+        """A function of (output, input) that reduces in order with the current stream."""
 
         def scatter(output: Tensor, input: Tensor) -> None:
-            slots = Slots.like(output, input, self._size)
-            self.run_in_stream(Call(Kind.REDUCE_SCATTER, slots, output, op))
+            self.run([self._scatter(output, input, op)], False).wait()
 
         return scatter
 
@@ -185,21 +180,17 @@ class PythonGroup(ProcessGroup):
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Gather into one tensor."""
-        return self._start(
-            [Call(Kind.ALL_GATHER, input, Slots.like(input, output, self._size))], opts
-        )
+        return self._start([self._gather(output, input)], opts)
 
     def all_gather_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         """Gather several tensors, each into one."""
-        return self._start(
-            [
-                Call(Kind.ALL_GATHER, input, Slots.like(input, output, self._size))
-                for output, input in zip(outputs, inputs, strict=True)
-            ],
-            opts,
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        return self._start([self._gather(*pair) for pair in pairs], opts)
+
+    def _gather(self, output: Tensor, input: Tensor) -> Call:
+        return Call(Kind.ALL_GATHER, input, Slots.like(input, output, self._size))
 
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> Work:
         """Gather at one rank, into one tensor per rank."""
@@ -241,21 +232,17 @@ class PythonGroup(ProcessGroup):
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> Work:
         """Reduce one tensor, and keep this rank's piece."""
-        slots = Slots.like(output, input, self._size)
-        return self._start([Call(Kind.REDUCE_SCATTER, slots, output, _op(opts))], opts)
+        return self._start([self._scatter(output, input, _op(opts))], opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: list[Tensor], inputs: list[Tensor], opts: Any = None
     ) -> Work:
         """Reduce several tensors, and keep this rank's piece of each."""
-        op = _op(opts)
-        return self._start(
-            [
-                Call(Kind.REDUCE_SCATTER, Slots.like(output, input, self._size), output, op)
-                for output, input in zip(outputs, inputs, strict=True)
-            ],
-            opts,
-        )
+        pairs = zip(outputs, inputs, strict=True)
+        return self._start([self._scatter(*pair, _op(opts)) for pair in pairs], opts)
+
+    def _scatter(self, output: Tensor, input: Tensor, op: Reduction) -> Call:
+        return Call(Kind.REDUCE_SCATTER, Slots.like(output, input, self._size), output, op)
 
     # Moving.
 
@@ -341,8 +328,7 @@ def _answer_gathers_from_c() -> None:
     ) -> Work | None:
         if not isinstance(group, PythonGroup):
             return None
-        call = Call(Kind.ALL_GATHER, input, Slots.like(input, output, group.size()))
-        work = group.run([call], asynchronous)
+        work = group.run([group._gather(output, input)], asynchronous)
         _held_for_c.add(work)
         return work
 

@@ -16,9 +16,7 @@ from shoal._torch import collectives
 from shoal.comm.calls import Reduction, reduction_name
 
 _STEP: dict[ReduceOp.RedOpType, Callable[..., Tensor]] = {
-    ReduceOp.SUM: torch.add,
-    ReduceOp.AVG: torch.add,
-    ReduceOp.PREMUL_SUM: torch.add,
+    **dict.fromkeys((ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM), torch.add),
     ReduceOp.PRODUCT: torch.mul,
     ReduceOp.MAX: torch.maximum,
     ReduceOp.MIN: torch.minimum,

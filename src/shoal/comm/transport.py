@@ -26,8 +26,7 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal._torch import collectives
 from shoal.comm import gloo, observer
-from shoal.comm.calls import Call, Reduction, Slots
-from shoal.comm.collectives import Kind
+from shoal.comm.calls import Reduction
 from shoal.comm.messages import backends_of
 from shoal.comm.pending import Pending, Prepared, Started, launch
 from shoal.comm.python_group import PythonGroup
@@ -52,16 +51,7 @@ _CARRIED = frozenset(
 class Transport:
     """The collectives of one process group, for flat contiguous tensors."""
 
-    __slots__ = (
-        "_backends",
-        "_gather",
-        "_scatters",
-        "_swap",
-        "_uses_gloo",
-        "group",
-        "rank",
-        "size",
-    )
+    __slots__ = ("_backends", "_gather", "_scatters", "_swap", "group", "rank", "size")
 
     def __init__(self, group: ProcessGroup) -> None:
         if not isinstance(group, ProcessGroup):
@@ -73,7 +63,6 @@ class Transport:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self._backends = backends_of(group)
-        self._uses_gloo = "gloo" in self._backends.values()
         self._gather = collectives.gather_method(group)
         self._scatters: dict[str, Callable[[Tensor, Tensor], dist.Work]] = {}
         self._swap = collectives.all_to_all_method(group)
@@ -102,8 +91,7 @@ class Transport:
         """Prepare to gather on the current CUDA stream, in order with what it was given."""
         received, sent, group = _as_carried(output), _as_carried(input), self.group
         if isinstance(group, PythonGroup):
-            call = Call(Kind.ALL_GATHER, sent, Slots.like(sent, received, self.size))
-            run = group.gather_in_stream(call)
+            run = group.gather_in_stream(received, sent)
         else:
             run = partial(collectives.gather_method(group, asynchronous=False), received, sent)
         return partial(observer.run_in_stream, reason, group, output, run)
@@ -111,7 +99,7 @@ class Transport:
     def reduce_scatter_in_stream(
         self, op: Reduction, *, reason: str = "reduce-scatter"
     ) -> Callable[[Tensor, Tensor], None]:
-        """What reduces into an output on the current CUDA stream, in order; checks nothing."""
+        """A function of (output, input) that reduces on the current CUDA stream; checks nothing."""
         group = self.group
         if isinstance(group, PythonGroup):
             run = group.reduce_scatter_in_stream(op)
@@ -222,7 +210,7 @@ class Transport:
         return launch(reason, group, output, start, same_size=False)
 
     def _is_on_gloo(self, tensor: Tensor) -> bool:
-        return self._uses_gloo and self._backends.get(tensor.device.type) == "gloo"
+        return self._backends.get(tensor.device.type) == "gloo"
 
     def _splits(
         self, reason: str, name: str, tensor: Tensor, carried: Tensor, numels: Sequence[int] | None

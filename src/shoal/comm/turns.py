@@ -65,7 +65,7 @@ class _Wait:
 
 
 class Turns:
-    """Who runs, who waits for what, and what went wrong first."""
+    """Which rank runs, what each rank waits for, and the first error."""
 
     def __init__(self, num_ranks: int) -> None:
         self._turns = [threading.Semaphore(0) for _ in range(num_ranks)]
@@ -180,6 +180,7 @@ class Turns:
 
 
 Wait = Callable[[Callable[[], bool], Callable[[], str]], None]
+"""Lets other ranks run until the first is true; the second says what this rank waits for."""
 
 
 class LocalStore(Store):

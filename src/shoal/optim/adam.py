@@ -51,9 +51,9 @@ class _Kind:
 
 _KINDS: dict[type, _Kind] = {
     DTensor: _Kind(
-        local=distributed_tensor.local_getter,
+        local=distributed_tensor.local_tensor,
         place=distributed_tensor.place_getter,
-        spec=distributed_tensor.spec_getter,
+        spec=distributed_tensor.spec_of,
         holds=DTensor,
     ),
     ShardedTensor: _Kind(

@@ -104,7 +104,7 @@ class ShardedForm(Form):
 class DTensorForm(Form):
     """A chunk of a dim, on the data-parallel axes and the axes of whoever came before."""
 
-    identity: ClassVar[Callable[[torch.Tensor], object]] = distributed_tensor.local_getter
+    identity: ClassVar[Callable[[torch.Tensor], object]] = distributed_tensor.local_tensor
 
     spec: distributed_tensor.DTensorSpec
     before: distributed_tensor.DTensorSpec | None = None

@@ -10,17 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shoal.bench.cases import CASES, Mode, Run
+from shoal.bench.cases import CASES, Mode, Pace, Run
 from shoal.bench.figures import Built, Gathers
 from shoal.bench.model import ValuesError
-from shoal.bench.worker import RankFiles, Request, Verb, _Worker
+from shoal.bench.worker import Stage, _Worker
 from shoal.comm.calls import Call, Slots
 from shoal.comm.collectives import Kind
 from shoal.comm.imagined_ranks import receive
 
-CASE = replace(CASES[0].quickly(), mixed_precision=False)
+PACE = Pace(warmup=1, steps=2, rounds=1, optimizer_steps=2)
+CASE = replace(CASES[0].quickly(), mixed_precision=False, pace=PACE)
 ENGINES = ("fsdp2", "shoal", "shoal-flat", "shoal-wrapper")
-BUILD = Request(verb=Verb.BUILD, steps=1)
 GATHERS_IN_FORWARD, GATHERS_IN_STEP = 5, 9
 
 
@@ -35,18 +35,18 @@ def leave() -> Iterator[None]:
 
 def make_worker(engine: str, folder: Path) -> _Worker:
     run = Run(case=CASE, engine=engine, mode=Mode.EAGER, device_type="cpu")
-    return _Worker(run, RankFiles(rank=0, store_path=folder / "store", log_path=folder / "log"))
+    return _Worker(run, 0, folder)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_clones_send_numbers(engine: str, tmp_path: Path) -> None:
     worker = make_worker(engine, tmp_path)
-    built = worker.answer(BUILD)
+    built = worker.answer(Stage.BUILD)
     assert isinstance(built, Built)
     assert built.gathers is Gathers.WRITTEN
     assert built.collectives is not None
-    worker.answer(Request(verb=Verb.COMPUTE, steps=2))
-    worker.answer(Request(verb=Verb.OPTIMIZE, steps=2))
+    worker.answer(Stage.COMPUTE)
+    worker.answer(Stage.OPTIMIZE)
 
 
 @pytest.mark.parametrize("value", [float("nan"), 0.0])
@@ -72,4 +72,4 @@ def test_bytes_of_something_else_are_refused(
 
     monkeypatch.setattr("shoal.comm.modelled.receive", this_piece_only)
     with pytest.raises(ValuesError):
-        make_worker(engine, tmp_path).answer(BUILD)
+        make_worker(engine, tmp_path).answer(Stage.BUILD)

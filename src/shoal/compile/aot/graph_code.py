@@ -6,6 +6,7 @@ As lines of another function, it costs no call of its own: what small graphs are
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -148,7 +149,7 @@ class _Writer:
             function = node.target
         args = [self._value(arg) for arg in node.args]
         named = [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
-        if function is operators.getitem and len(args) == 2:
+        if function is operator.getitem and len(args) == 2:
             return f"{args[0]}[{args[1]}]"
         if isinstance(function, operators.OpOverload):
             function = bound(function)

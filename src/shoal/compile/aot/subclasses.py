@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
-from shoal._torch import distributed_tensor, subclasses, trees
+from shoal._torch import subclasses, trees
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,7 @@ def _inner_wrapping(value: Any) -> Wrapping | Fixed | None:
 def _check_context(value: Tensor, context: Any) -> None:
     """Refuse symbols that nobody could fill in; distributed tensors replace theirs by the shape."""
     leaves = trees.tree_leaves(context)
-    if any(_is_symbol(one) for one in leaves) and not distributed_tensor.is_distributed(value):
+    if any(_is_symbol(one) for one in leaves) and not isinstance(value, DTensor):
         raise NotImplementedError(
             f"the context of a tensor subclass, {type(value).__name__}.__tensor_flatten__()[1], "
             f"holds a size that is not known when the function is compiled; got {context!r}. Let "

@@ -103,7 +103,7 @@ def function_name(target: Any) -> str:
             raise NotExactError(
                 f"it calls {target}, whose derivative and shapes are code that no key can hold"
             )
-        return f"{target} {operators.schema_text(target)}"
+        return f"{target} {operators.schema_of(target)}"
     if isinstance(target, operators.OpOverloadPacket):
         return ", ".join(function_name(getattr(target, one)) for one in sorted(target.overloads()))
     if isinstance(target, operators.HigherOrderOperator):

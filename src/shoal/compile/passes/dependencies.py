@@ -128,7 +128,7 @@ def has_effect(node: fx.Node) -> bool:
         torch.Tag.nondeterministic_seeded in op.tags
         or operators.has_effects(op)
         or op.namespace == "c10d"
-        or not operators.declared_returns(op)
+        or not operators.schema_of(op).returns
     )
 
 
@@ -159,7 +159,7 @@ def _shared_inputs(node: fx.Node) -> Iterable[fx.Node]:
         return ()
     if is_wait(node) or op_name(node) in VIEWS:
         return node.all_input_nodes[:1]
-    if all(one.alias_info is None for one in operators.declared_returns(op)):
+    if all(one.alias_info is None for one in operators.schema_of(op).returns):
         return ()
     return nodes_in(aliased_arguments(node, written=False))
 

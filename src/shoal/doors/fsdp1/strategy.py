@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import ShardingStrategy
 
-from shoal._torch import cuda, meshes, wrapping
+from shoal._torch import meshes, wrapping
 from shoal.errors import UsageError
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 
@@ -164,7 +164,7 @@ def _mesh_of(
 
 def _groups_per_host(device: torch.device) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Shard inside a host, replicate between hosts; every rank makes all groups."""
-    per_host = cuda.device_count(device)
+    per_host = torch.get_device_module(device).device_count()
     world_size = dist.get_world_size()
     if per_host < 1 or world_size % per_host != 0:
         raise UsageError(

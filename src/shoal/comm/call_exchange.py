@@ -1,17 +1,18 @@
 """Where the ranks of a group bring their calls, and the last one to come carries them out.
 
-What gloo and NCCL do over a wire is done here by copies. All of it happens in one process, by one
+gloo and NCCL send over a wire; here bytes are copied. All of it happens in one process, by one
 thread at a time (`turns`), so nothing is locked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from shoal.comm.calls import Call, Slots, move
+from shoal.comm.calls import Call, as_slots, as_tensor, move
 from shoal.comm.collectives import Kind
 from shoal.comm.reduction import reduce_in_order
 from shoal.errors import InvariantError, UsageError
@@ -20,15 +21,15 @@ Address = tuple[int, int, int, int]
 """Sender, receiver, tag, and which of the messages between them."""
 
 
+@dataclass(slots=True, eq=False)
 class Round:
     """One collective of one group: the calls that came so far."""
 
-    def __init__(self, number: int, group: str, ranks: Sequence[int]) -> None:
-        self.number = number
-        self.group = group
-        self.ranks = ranks
-        self.calls: dict[int, Sequence[Call]] = {}
-        self.done = False
+    number: int
+    group: str
+    ranks: Sequence[int]
+    calls: dict[int, Sequence[Call]] = field(default_factory=dict)
+    done: bool = False
 
     def join(self, rank: int, calls: Sequence[Call]) -> None:
         """Add a rank's calls; the last one to come carries them out for all."""
@@ -44,7 +45,7 @@ class Round:
         _synchronize(calls)
         if len(self.calls) == len(self.ranks):
             for same in zip(*(self.calls[each] for each in range(len(self.ranks))), strict=True):
-                exchange(same)
+                _EXCHANGE[same[0].kind](same)
             _synchronize(calls)
             self.done = True
 
@@ -57,8 +58,8 @@ class Round:
         )
 
 
-class Meeting:
-    """What the members of one group share: rounds that are not over, messages not yet read."""
+class CallExchange:
+    """The rounds of one group that are not over, and its messages that are not yet read."""
 
     def __init__(self, group: str, ranks: Sequence[int]) -> None:
         self._group = group
@@ -78,8 +79,7 @@ class Meeting:
 
     def leave(self, address: Address, call: Call) -> None:
         """Leave a copy of a message."""
-        assert isinstance(call.input, Tensor)
-        self._mail[address] = call.input.data.clone()
+        self._mail[address] = as_tensor(call.input).data.clone()
         _synchronize([call])
 
     def has(self, address: Address) -> bool:
@@ -88,8 +88,7 @@ class Meeting:
 
     def collect(self, address: Address, call: Call) -> None:
         """Take a message that is there."""
-        message, target = self._mail.pop(address), call.output
-        assert isinstance(target, Tensor)
+        message, target = self._mail.pop(address), as_tensor(call.output)
         if message.numel() != target.numel() or message.dtype != target.dtype:
             sender, receiver = (self._ranks[rank] for rank in address[:2])
             raise UsageError(
@@ -112,59 +111,55 @@ def _synchronize(calls: Sequence[Call]) -> None:
                 torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def exchange(calls: Sequence[Call]) -> None:
-    """Carry out `calls`, one per rank in rank order, all of the same kind."""
-    _EXCHANGE[calls[0].kind](calls)
-
-
 def _all_gather(calls: Sequence[Call]) -> None:
     for source, call in enumerate(calls):
         for other in calls:
-            move(_slots(other.output)[source], _tensor(call.input))
+            move(as_slots(other.output)[source], as_tensor(call.input))
 
 
 def _reduce_scatter(calls: Sequence[Call]) -> None:
     # All results before the first write: an output may be a piece of an input.
     results = [
-        _reduced([_slots(call.input)[rank] for call in calls], calls) for rank in range(len(calls))
+        _reduced([as_slots(call.input)[rank] for call in calls], calls)
+        for rank in range(len(calls))
     ]
     for call, result in zip(calls, results, strict=True):
-        move(_tensor(call.output), result)
+        move(as_tensor(call.output), result)
 
 
 def _all_reduce(calls: Sequence[Call]) -> None:
-    result = _reduced([_tensor(call.input) for call in calls], calls)
+    result = _reduced([as_tensor(call.input) for call in calls], calls)
     for call in calls:
-        move(_tensor(call.output), result)
+        move(as_tensor(call.output), result)
 
 
 def _reduce(calls: Sequence[Call]) -> None:
-    result = _reduced([_tensor(call.input) for call in calls], calls)
-    move(_tensor(calls[calls[0].root].output), result)
+    result = _reduced([as_tensor(call.input) for call in calls], calls)
+    move(as_tensor(calls[calls[0].root].output), result)
 
 
 def _broadcast(calls: Sequence[Call]) -> None:
-    source = _tensor(calls[calls[0].root].input)
+    source = as_tensor(calls[calls[0].root].input)
     for call in calls:
-        move(_tensor(call.output), source)
+        move(as_tensor(call.output), source)
 
 
 def _gather(calls: Sequence[Call]) -> None:
-    slots = _slots(calls[calls[0].root].output)
+    slots = as_slots(calls[calls[0].root].output)
     for source, call in enumerate(calls):
-        move(slots[source], _tensor(call.input))
+        move(slots[source], as_tensor(call.input))
 
 
 def _scatter(calls: Sequence[Call]) -> None:
-    slots = _slots(calls[calls[0].root].input)
+    slots = as_slots(calls[calls[0].root].input)
     for target, call in enumerate(calls):
-        move(_tensor(call.output), slots[target])
+        move(as_tensor(call.output), slots[target])
 
 
 def _all_to_all(calls: Sequence[Call]) -> None:
     for target, call in enumerate(calls):
         for source, other in enumerate(calls):
-            received, piece = _slots(call.output)[source], _slots(other.input)[target]
+            received, piece = as_slots(call.output)[source], as_slots(other.input)[target]
             if received.numel() != piece.numel() or received.dtype != piece.dtype:
                 raise UsageError(
                     f"all_to_all: rank {source} sends {piece.numel()} of {piece.dtype} to rank "
@@ -177,6 +172,7 @@ def _barrier(calls: Sequence[Call]) -> None:
     """Nothing moves: that all ranks came is all there is to it."""
 
 
+# Carry out the calls of a kind, one per rank in rank order.
 _EXCHANGE: dict[Kind, Callable[[Sequence[Call]], None]] = {
     Kind.ALL_GATHER: _all_gather,
     Kind.REDUCE_SCATTER: _reduce_scatter,
@@ -196,13 +192,3 @@ def _reduced(pieces: Sequence[Tensor], calls: Sequence[Call]) -> Tensor:
     result = torch.empty_like(pieces[0], memory_format=torch.contiguous_format)
     reduce_in_order(pieces, calls[0].op, result)
     return result
-
-
-def _tensor(operand: object) -> Tensor:
-    assert isinstance(operand, Tensor)
-    return operand
-
-
-def _slots(operand: object) -> Slots:
-    assert isinstance(operand, Slots)
-    return operand
