@@ -95,10 +95,7 @@ def flat_regions(shape: Sequence[int], start: int, stop: int) -> tuple[Region, .
         )
     if start == stop:
         return ()
-    return tuple(
-        Region(offsets=offsets, sizes=sizes)
-        for offsets, sizes in _rectangles(tuple(shape), start, stop)
-    )
+    return tuple(_rectangles(tuple(shape), start, stop))
 
 
 def flat_span(shape: Sequence[int], region: Region) -> tuple[int, int]:
@@ -114,13 +111,16 @@ def flat_span(shape: Sequence[int], region: Region) -> tuple[int, int]:
     return first, last + 1
 
 
-_Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+def _rectangles(
+    shape: tuple[int, ...], start: int, stop: int, outer: tuple[int, ...] = ()
+) -> Iterator[Region]:
+    """The regions of a range that is not empty: part of a row, whole rows, part of a row.
 
-
-def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Rectangle]:
-    """Offsets and sizes of a range that is not empty: part of a row, whole rows, part of a row."""
+    `outer` are the indices that select the tensor of this shape from the one asked for.
+    """
+    ones = (1,) * len(outer)
     if not shape:
-        yield (), ()
+        yield Region(offsets=outer, sizes=ones)
         return
     inner = shape[1:]
     row_numel = math.prod(inner)
@@ -128,16 +128,12 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Rect
     last_row, end = divmod(stop, row_numel)
     if begin > 0:
         rest = end if row == last_row else row_numel
-        yield from _in_row(row, inner, begin, rest)
+        yield from _rectangles(inner, begin, rest, (*outer, row))
         if row == last_row:
             return
         row += 1
     if row < last_row:
-        yield (row,) + (0,) * len(inner), (last_row - row, *inner)
+        offsets = (*outer, row, *(0,) * len(inner))
+        yield Region(offsets=offsets, sizes=(*ones, last_row - row, *inner))
     if end > 0:
-        yield from _in_row(last_row, inner, 0, end)
-
-
-def _in_row(row: int, inner: tuple[int, ...], start: int, stop: int) -> Iterator[_Rectangle]:
-    for offsets, sizes in _rectangles(inner, start, stop):
-        yield (row, *offsets), (1, *sizes)
+        yield from _rectangles(inner, 0, end, (*outer, last_row))

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from shoal._torch import sharded
 from shoal.errors import UsageError
 from shoal.layout.even import EvenPacking
-from shoal.layout.ragged import RaggedPacking, Run
+from shoal.layout.ragged import ParamRun, RaggedPacking
 from shoal.layout.spec import ParamSpec
 from shoal.layout.whole import WholePacking
 from shoal.tensor import listed, packed, spec
@@ -107,7 +107,7 @@ _PLACEMENTS = {"Packed": packed.packed, "Listed": listed.listed}
 _PACKINGS = (EvenPacking, RaggedPacking, WholePacking)
 _VALUES = (
     ParamSpec,
-    Run,
+    ParamRun,
     sharded.ShardMetadata,
     sharded.ChunkShardingSpec,
     sharded.EnumerableShardingSpec,
@@ -136,7 +136,8 @@ def _plain_fields(value: Any) -> Any:
 
 
 def _tag(kind: type) -> str:
-    return f"<{kind.__module__}.{kind.__name__}>"
+    name = "Run" if kind is ParamRun else kind.__name__  # files have its first name
+    return f"<{kind.__module__}.{name}>"
 
 
 def _from_plain(value: Any) -> Any:
