@@ -18,6 +18,7 @@ from shoal._torch.sharded import (
     TensorProperties,
 )
 from shoal.errors import UsageError
+from shoal.layout.buffer import region_views
 from shoal.layout.region import Region
 from shoal.tensor.older_api import older_api
 from shoal.tensor.placement import Placement
@@ -107,13 +108,7 @@ class ShardedTensorBase(Tensor):
         return ShardedTensorMetadata(
             shards_metadata=self.placement.shards(self.device),
             size=self.size(),
-            tensor_properties=TensorProperties(
-                dtype=self.dtype,
-                layout=torch.strided,
-                requires_grad=self.requires_grad,
-                memory_format=torch.contiguous_format,
-                pin_memory=self.is_pinned(),
-            ),
+            tensor_properties=TensorProperties.create_from_tensor(self),
         )
 
     def is_pinned(self, device: Any = None) -> bool:
@@ -148,7 +143,7 @@ class ShardedTensorBase(Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """Put shards together that are all here, without a process group."""
-        return older_api().assemble_without_group(
+        return older_api().from_local_shards.assemble_without_group(
             local_shards, sharded_tensor_metadata, sharding_spec
         )
 
@@ -185,17 +180,8 @@ class OwnShard(LocalShard):
 
 def parts_of(placement: Placement, locals_: Sequence[Tensor]) -> list[tuple[Region, Tensor]]:
     """Each region of a rank with its part of the rank's local tensors, in the region's shape."""
-    found: list[tuple[Region, Tensor]] = []
-    for local, regions in zip(locals_, placement.local_regions, strict=True):
-        if len(regions) == 1:
-            found.append((regions[0], local.view(regions[0].sizes)))
-            continue
-        flat, start = local.view(-1), 0
-        for region in regions:
-            stop = start + region.numel
-            found.append((region, flat[start:stop].view(region.sizes)))
-            start = stop
-    return found
+    each = zip(locals_, placement.local_regions, strict=True)
+    return [part for local, regions in each for part in region_views(local, regions)]
 
 
 def check_locals(locals_: tuple[Tensor, ...], placement: Placement) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as MeshPlacement
 
 from shoal._torch import distributed_tensor, operators
-from shoal._torch.sharded import RemoteDevice, ShardMetadata
+from shoal._torch.sharded import ShardMetadata
 from shoal.errors import MeshError, UsageError
 from shoal.layout.chunk import chunk_region
 from shoal.layout.listing import Listing
@@ -35,7 +36,7 @@ from shoal.layout.region import Region
 from shoal.tensor.gather import gather_regions
 from shoal.tensor.listed import Listed
 from shoal.tensor.older_api import is_shared, older_api
-from shoal.tensor.placement import Placement, shared_device
+from shoal.tensor.placement import Placement, shard_metadata, shared_device
 from shoal.tensor.reshard import reshard
 from shoal.tensor.sharded import ShardedTensor
 
@@ -107,7 +108,7 @@ def _placed(
     if placement is not moved.placement or (always and moved is tensor):
         moved = ShardedTensor.of(moved.locals, placement, requires_grad=moved.requires_grad)
     if moved is not tensor and is_shared(tensor):
-        older_api().share(moved)
+        older_api().remote_shards.share(moved)
     return moved
 
 
@@ -179,12 +180,18 @@ def to_dtensor(
         for rank in _ranks_in(where, source.group)
     ]
     own = wanted[source.rank]
-    if _is_cut_so(source, wanted):
-        local = _memory_of(tensor, own)
-    else:
+    is_cut_so = all(
+        source.regions_of(rank) == ((region,) if region.numel else ())
+        for rank, region in enumerate(wanted)
+    )
+    if not is_cut_so:
         device = shared_device(tensor.device, source)
         local = torch.empty(own.sizes, dtype=tensor.dtype, device=device)
         gather_regions(tensor, Listing(enumerate(wanted)), local, reason="a conversion to DTensor")
+    elif own.numel:
+        ((_, local),) = tensor.parts()
+    else:
+        local = torch.empty(own.sizes, dtype=tensor.dtype, device=tensor.device)
     spec = distributed_tensor.dtensor_spec(
         mesh, [_normal(p, tensor) for p in placements], tensor.shape, tensor.stride(), tensor.dtype
     )
@@ -266,13 +273,8 @@ def _shards(dtensor: DTensor, where: Coordinates, ranks: Sequence[int]) -> list[
         )
     # Who holds nothing is not listed, unless there is nothing to hold.
     listed = {r: rank for r, rank in holders.items() if r.numel} or {Region.whole(shape): ranks[0]}
-    return [_shard(region, rank, dtensor.device) for region, rank in listed.items()]
-
-
-def _shard(region: Region, rank: int, device: torch.device) -> ShardMetadata:
-    # Which of its devices another rank uses is its own business.
-    place = device if rank == dist.get_rank() else torch.device(device.type)
-    return ShardMetadata([*region.offsets], [*region.sizes], RemoteDevice(f"rank:{rank}/{place}"))
+    here, device = dist.get_rank(), dtensor.device
+    return [shard_metadata(r, rank, device, is_own=rank == here) for r, rank in listed.items()]
 
 
 def _group_of(dtensor: DTensor) -> ProcessGroup:
@@ -302,14 +304,8 @@ def _replica(mesh: DeviceMesh, where: Coordinates, ranks: Sequence[int]) -> int:
 
 
 def _coordinates(mesh: DeviceMesh) -> Coordinates:
-    found: dict[int, tuple[int, ...]] = {}
-    for number, rank in enumerate(mesh.mesh.flatten().tolist()):
-        at: list[int] = []
-        for size in reversed(mesh.shape):
-            number, index = divmod(number, size)
-            at.append(index)
-        found[rank] = tuple(reversed(at))
-    return found
+    everywhere = product(*map(range, mesh.shape))
+    return dict(zip(mesh.mesh.flatten().tolist(), everywhere, strict=True))
 
 
 def _ranks_in(where: Coordinates, group: ProcessGroup) -> list[int]:
@@ -320,21 +316,6 @@ def _ranks_in(where: Coordinates, group: ProcessGroup) -> list[int]:
             f"expected a group of some of the mesh's ranks {sorted(where)}, got ranks {ranks}"
         )
     return ranks
-
-
-def _is_cut_so(source: Placement, wanted: Sequence[Region]) -> bool:
-    """Whether each rank holds just the region that it is to have; the same answer on all ranks."""
-    return all(
-        source.regions_of(rank) == ((region,) if region.numel else ())
-        for rank, region in enumerate(wanted)
-    )
-
-
-def _memory_of(tensor: ShardedTensor, region: Region) -> Tensor:
-    if region.numel:
-        ((_, part),) = tensor.parts()
-        return part
-    return torch.empty(region.sizes, dtype=tensor.dtype, device=tensor.device)
 
 
 def _normal(placement: MeshPlacement, tensor: Tensor) -> MeshPlacement:

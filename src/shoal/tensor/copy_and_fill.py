@@ -138,9 +138,7 @@ def _draw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTenso
     if any(isinstance(arg, torch.Tensor) for arg in rest):
         raise unsupported(op, "its parameters are tensors", target)
     if target.placement.shards_stand_alone:
-        for local in target.locals:
-            op(local, *rest, **kwargs)
-        return target
+        return _in_place(op, args, kwargs)
     whole = torch.empty(target.placement.shape, dtype=target.dtype, device=target.device)
     op(whole, *rest, **kwargs)
     keep_own(target, whole)

@@ -98,7 +98,7 @@ def rebuilt(saved: dict[str, Any]) -> ShardedTensor:
     )
     vars(tensor).update(attributes)
     if saved["is_shared"]:
-        older_api().share(tensor)
+        older_api().remote_shards.share(tensor)
     return tensor
 
 

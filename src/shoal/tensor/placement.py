@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from dataclasses import fields
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shoal._torch.sharded import ShardingSpec, ShardMetadata
+from shoal._torch.sharded import RemoteDevice, ShardingSpec, ShardMetadata
 from shoal.layout.region import Region
 
 
@@ -47,6 +48,8 @@ class Placement(ABC):
     """For each local tensor of this rank its rectangles, one after another; no empty ones."""
     local_shapes: tuple[tuple[int, ...], ...]
     """The shape of each local tensor; where a rank holds nothing, there is one without elements."""
+    _cut: object
+    """Which elements each rank holds, in which local shapes: the same value on all ranks."""
     local_devices: tuple[torch.device, ...] | None
     """Where each local tensor lies; None where the placement does not say."""
 
@@ -71,12 +74,17 @@ class Placement(ABC):
     def holders(self, region: Region) -> Sequence[int]:
         """The ranks that may hold an element of the region, in order; no other rank does."""
 
-    @abstractmethod
     def agrees(self, other: Placement) -> bool:
         """Whether every rank holds the same elements, in the same local shapes, by both.
 
         All ranks get the same answer, so an error that follows from it is raised on all.
         """
+        return self is other or (
+            type(self) is type(other)
+            and self.group is other.group
+            and self.shape == other.shape
+            and self._cut == other._cut
+        )
 
     @abstractmethod
     def shards(self, device: torch.device) -> list[ShardMetadata]:
@@ -98,9 +106,19 @@ class Placement(ABC):
     def within(self, group: ProcessGroup) -> Self:
         """The same cut, over another group of the same ranks."""
 
-    @abstractmethod
     def without_group(self) -> dict[str, Any]:
         """The fields that make the same placement of another group."""
+        names = [each.name for each in fields(cast(Any, self)) if each.init]
+        return {name: getattr(self, name) for name in names if name not in ("group", "rank")}
+
+
+def shard_metadata(
+    region: Region, rank: int, device: torch.device, *, is_own: bool
+) -> ShardMetadata:
+    """The metadata of a region on a rank of the world, as torch describes shards."""
+    # Which of its devices another rank uses is its own business.
+    place = device if is_own else torch.device(device.type)
+    return ShardMetadata([*region.offsets], [*region.sizes], RemoteDevice(f"rank:{rank}/{place}"))
 
 
 def group_or_default(group: ProcessGroup | None) -> ProcessGroup:

@@ -16,7 +16,6 @@ three times that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -26,8 +25,8 @@ from torch.distributed import ProcessGroup
 
 from shoal._torch.sharded import ShardingSpec
 from shoal.errors import UsageError
+from shoal.layout.listing import Listing
 from shoal.layout.parcel import Holding
-from shoal.layout.region import Region
 from shoal.tensor.listed import Listed
 from shoal.tensor.placement import Placement, shared_device
 from shoal.tensor.sharded import ShardedTensor, allocate
@@ -140,7 +139,7 @@ def _moved(tensor: ShardedTensor, placement: Placement, max_extra: float) -> Sha
 
 def _carried(tensor: ShardedTensor, placement: Placement, max_extra: float) -> ShardedTensor:
     source = tensor.placement
-    group = common_group(source, placement)
+    group = _common_group(source, placement)
     device = shared_device(tensor.device, source)
     with torch.no_grad():
         result = allocate(placement, tensor.dtype, device)
@@ -149,8 +148,8 @@ def _carried(tensor: ShardedTensor, placement: Placement, max_extra: float) -> S
         transfer(
             tensor.parts(),
             result.parts(),
-            renumbered(group, source),
-            renumbered(group, placement),
+            _renumbered(group, source),
+            _renumbered(group, placement),
             group,
             device=shared_device(device, source, placement),
             rounds=num_rounds(
@@ -186,7 +185,7 @@ def _placement(tensor: ShardedTensor, to: object) -> Placement:
     return to
 
 
-def common_group(source: Placement, target: Placement) -> ProcessGroup | None:
+def _common_group(source: Placement, target: Placement) -> ProcessGroup | None:
     """The group over which elements can go from one placement to the other.
 
     None on a rank that is in neither; where no group has all ranks, it raises.
@@ -214,34 +213,19 @@ def common_group(source: Placement, target: Placement) -> ProcessGroup | None:
     return larger.group
 
 
-def renumbered(group: ProcessGroup, placement: Placement) -> Holding:
-    """A placement, with ranks as `group` counts them."""
+def _renumbered(group: ProcessGroup, placement: Placement) -> Holding:
+    """A placement, with ranks as `group` counts them; ranks outside of it hold nothing."""
     members, own = dist.get_process_group_ranks(group), _members(placement.group)
     if own == members:
         return placement
     # By the placement of a rank outside of its group, ranks are those of the world.
-    inner = {rank: rank if own is None else own.index(rank) for rank in own or members}
-    return _Renumbered(placement, [inner.get(rank) for rank in members])
-
-
-class _Renumbered:
-    """A holding whose ranks have other numbers; those without one hold nothing."""
-
-    __slots__ = ("_inner", "_outer", "_placement")
-
-    def __init__(self, placement: Placement, inner: Sequence[int | None]) -> None:
-        self._placement = placement
-        self._inner = inner
-        self._outer = {number: rank for rank, number in enumerate(inner) if number is not None}
-
-    def regions_of(self, rank: int) -> Sequence[Region]:
-        """See `Holding.regions_of`."""
-        number = self._inner[rank]
-        return () if number is None else self._placement.regions_of(number)
-
-    def holders(self, region: Region) -> Sequence[int]:
-        """See `Holding.holders`."""
-        return sorted(self._outer[number] for number in self._placement.holders(region))
+    numbers = {rank: rank if own is None else own.index(rank) for rank in own or members}
+    return Listing(
+        (index, region)
+        for index, rank in enumerate(members)
+        if rank in numbers
+        for region in placement.regions_of(numbers[rank])
+    )
 
 
 def _members(group: object) -> list[int] | None:

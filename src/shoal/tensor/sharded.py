@@ -84,7 +84,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Allocate this rank's shards; every rank of the group calls it, and none communicates."""
-        return older_api().allocate(
+        return older_api().creation.allocate_by_spec(
             sharding_spec,
             size,
             dtype=dtype,
@@ -169,7 +169,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
 
     def remote_shards(self) -> dict[int, list[Any]]:
         """RRefs to the other ranks' shards, by RPC rank."""
-        return older_api().remote_shards(self)
+        return older_api().remote_shards.remote_shards(self)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Move or cast as a tensor does; `process_group` moves it to another group as well."""
@@ -264,7 +264,9 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Put all ranks' shards together; one exchange finds out whether they fit: collective."""
-        return older_api().assemble(local_shards, global_size, process_group, init_rrefs)
+        return older_api().from_local_shards.init_from_local_shards(
+            local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
+        )
 
     @classmethod
     def _init_from_local_tensor(
@@ -276,7 +278,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Take a tensor for this rank's shard of a spec; no rank looks at the others'."""
-        return older_api().assemble_by_spec(
+        return older_api().from_local_shards.assemble_by_spec(
             local_tensor, sharding_spec, global_size, process_group, init_rrefs
         )
 
@@ -290,7 +292,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """Put shards together as metadata say that each rank has; no rank looks at the others'."""
-        return older_api().assemble_by_metadata(
+        return older_api().from_local_shards.assemble_by_metadata(
             local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
         )
 
@@ -420,12 +422,12 @@ def _kind_of(local: Tensor) -> Kind:
 def _introduce() -> None:
     """Make torch's optimizers and state dicts know the class, once there is a tensor of it."""
     from shoal.tensor.optimizer_lists import grouped
-    from shoal.tensor.torch_checkpoints import filled, gathered
+    from shoal.tensor.torch_checkpoints import filled
 
     # Without it, optimizers and clipping would take tensors one by one on CUDA.
     optimizers.offer_foreach(ShardedTensor)
     optimizers.group_for_optimizers(grouped)
-    checkpoints.serve_state_dicts(ShardedTensor, gathered, filled)
+    checkpoints.serve_state_dicts(ShardedTensor, cast(Any, ShardedTensor.full_tensor), filled)
 
 
 @functools.cache

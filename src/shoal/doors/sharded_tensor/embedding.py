@@ -51,7 +51,8 @@ def embedding(
     found = look_up(
         weight,
         input,
-        renorm=_renorm(max_norm, norm_type),
+        max_norm=max_norm,
+        norm_type=norm_type,
         reason="embedding with a sharded weight",
     )
     return functional.embedding(
@@ -78,7 +79,8 @@ def embedding_bag(
     found = look_up(
         weight,
         input,
-        renorm=_renorm(max_norm, norm_type),
+        max_norm=max_norm,
+        norm_type=norm_type,
         reason="embedding_bag with a sharded weight",
     )
     return functional.embedding_bag(
@@ -139,14 +141,6 @@ def _check_bags(
         raise ValueError(f"mode '{mode}' is not supported: expected sum, mean or max")
 
 
-def _renorm(max_norm: float | None, order: float | None) -> Renorm | None:
-    return (
-        None
-        if max_norm is None
-        else Renorm(max_norm=max_norm, order=2.0 if order is None else order)
-    )
-
-
 def _row(padding_idx: int | None, weight: ShardedTensor) -> int | None:
     if padding_idx is None:
         return None
@@ -156,18 +150,6 @@ def _row(padding_idx: int | None, weight: ShardedTensor) -> int | None:
             f"got {padding_idx}"
         )
     return padding_idx % weight.shape[0]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Renorm:
-    """Rows that are looked up get at most this norm first, in place."""
-
-    max_norm: float
-    order: float
-
-    def __post_init__(self) -> None:
-        if self.max_norm <= 0.0:
-            raise ValueError(f'"max_norm" must be larger than zero! Got {self.max_norm}')
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,12 +167,19 @@ class FoundRows:
 
 
 def look_up(
-    table: ShardedTensor, indices: Tensor, *, renorm: Renorm | None, reason: str
+    table: ShardedTensor,
+    indices: Tensor,
+    *,
+    max_norm: float | None,
+    norm_type: float | None,
+    reason: str,
 ) -> FoundRows:
-    """Bring the rows of the indices here: collective.
+    """Bring the rows of the indices here, after they got at most `max_norm` in place: collective.
 
     All ranks raise where one asks for a row that is not there.
     """
+    if max_norm is not None and max_norm <= 0.0:
+        raise ValueError(f'"max_norm" must be larger than zero! Got {max_norm}')
     group, held = table.placement.group, held_by_rank(table)
     problem = _out_of_range(indices, table)
     distinct, positions = torch.unique(
@@ -212,8 +201,8 @@ def look_up(
         torch.cat([row[index] for row in asked]) - region.offsets[0]
         for index, (region, _) in enumerate(blocks)
     ]
-    if renorm is not None:
-        _renormalise(table, wanted, renorm)
+    if max_norm is not None:
+        _renormalise(table, wanted, max_norm, 2.0 if norm_type is None else norm_type)
     like = torch.empty(0, dtype=table.dtype, device=indices.device)
     answers = swaps.swap(
         _answers(blocks, wanted, numels),
@@ -271,24 +260,22 @@ def _length(span: slice) -> int:
 
 
 @torch.no_grad()
-def _renormalise(table: ShardedTensor, wanted: list[Tensor], renorm: Renorm) -> None:
+def _renormalise(table: ShardedTensor, wanted: list[Tensor], max_norm: float, order: float) -> None:
     """Scale the rows that any rank asked for, where their norm is too large.
 
     A row may lie on several ranks, so norms of all rows are put together.
     """
     placement = table.placement
-    is_largest = math.isinf(renorm.order)
+    is_largest = math.isinf(order)
     parts = torch.zeros(table.shape[0], dtype=torch.float64, device=table.device)
     rows_of = [torch.unique(asked).to(table.device) for asked in wanted]
     for rows, (region, block) in zip(rows_of, table.parts(), strict=True):
-        own = torch.linalg.vector_norm(block[rows].double(), renorm.order, dim=1)
+        own = torch.linalg.vector_norm(block[rows].double(), order, dim=1)
         whole = parts[slice(*_row_bounds(region))]
         whole[rows] = (
-            torch.maximum(whole[rows], own) if is_largest else (whole[rows] + own.pow(renorm.order))
+            torch.maximum(whole[rows], own) if is_largest else (whole[rows] + own.pow(order))
         )
-    norms = (
-        largest(parts, placement) if is_largest else add_up(parts, placement).pow(1 / renorm.order)
-    )
-    scale = torch.where(norms > renorm.max_norm, renorm.max_norm / (norms + _EPSILON), 1.0)
+    norms = largest(parts, placement) if is_largest else add_up(parts, placement).pow(1 / order)
+    scale = torch.where(norms > max_norm, max_norm / (norms + _EPSILON), 1.0)
     for rows, (region, block) in zip(rows_of, table.parts(), strict=True):
         block[rows] *= scale[slice(*_row_bounds(region))][rows].to(block.dtype).unsqueeze(1)
