@@ -1,4 +1,4 @@
-"""Parcels: what a rank sends to each other rank, and receives, to go from one holding to another.
+"""Parcels: the regions that ranks send one another to go from one holding to another.
 
     holding A, two ranks         holding B, three ranks       rank 0 of A sends
     rank 0  rows 0-2             rank 0  rows 0-1             to rank 0: rows 0-1
@@ -20,10 +20,10 @@ from shoal.layout.region import Region
 
 
 class Holding(Protocol):
-    """Who holds what of one tensor."""
+    """An answer to which ranks hold which regions of one tensor."""
 
     def regions_of(self, rank: int) -> Sequence[Region]:
-        """What a rank holds; none of the regions is empty."""
+        """The regions that a rank holds; none of them is empty."""
         ...
 
     def holders(self, region: Region) -> Sequence[int]:
@@ -41,7 +41,7 @@ class Parcel:
 
 
 Message: TypeAlias = tuple[Parcel, ...]
-"""All that goes from one rank to another, in the order of the sender's regions."""
+"""All parcels from one rank to another, in the order of the sender's regions."""
 
 
 def outgoing(src: Holding, dst: Holding, rank: int) -> dict[int, Message]:

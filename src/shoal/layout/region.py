@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import ge, le
 from typing import Self
 
 from shoal.errors import UsageError
@@ -51,7 +52,7 @@ class Region:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index a tensor with to view the region."""
+        """The index that views the region in a tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Region) -> Region | None:
@@ -67,11 +68,8 @@ class Region:
     def contains(self, other: Region) -> bool:
         """Whether every element of the other region is in this one."""
         self._check_same_ndim(other)
-        if other.numel == 0:
-            return True
-        return all(a <= b for a, b in zip(self.offsets, other.offsets, strict=True)) and all(
-            a >= b for a, b in zip(self.stops, other.stops, strict=True)
-        )
+        starts_inside = all(map(le, self.offsets, other.offsets))
+        return other.numel == 0 or (starts_inside and all(map(ge, self.stops, other.stops)))
 
     def relative_to(self, outer: Region) -> Region:
         """The same elements, counted from the first one of a region that contains them."""

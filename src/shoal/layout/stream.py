@@ -9,6 +9,7 @@ smallest shard that everything fits in.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -134,13 +135,9 @@ def _smallest(grains: Sequence[Grain], world_size: int, step: int, at_most: int)
     high = at_most // step
     if low > high or _stream(grains, world_size, high * step) is None:
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if _stream(grains, world_size, middle * step) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return high * step
+    return step * bisect_left(
+        range(high), True, lo=low, key=lambda n: _stream(grains, world_size, n * step) is not None
+    )
 
 
 def _stream(grains: Sequence[Grain], world_size: int, shard_bytes: int) -> list[ParamRun] | None:

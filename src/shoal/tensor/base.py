@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.tensor.sharded import ShardedTensor
 
 
-Kind: TypeAlias = tuple[torch.device, torch.dtype]
+DeviceDtype: TypeAlias = tuple[torch.device, torch.dtype]
 
 
 class ShardedTensorBase(Tensor):
@@ -41,7 +41,7 @@ class ShardedTensorBase(Tensor):
 
     __slots__ = ("kind", "placement")
 
-    kind: Kind
+    kind: DeviceDtype
     local: Tensor
     placement: Placement
     _several: tuple[Tensor, ...]
@@ -61,10 +61,19 @@ class ShardedTensorBase(Tensor):
             raise ValueError(f"expected a local tensor of {self.dtype}, got {local.dtype}")
         locals_ = [*self.locals]
         locals_[index] = local
+        self.hold(locals_)
+
+    def hold(self, locals_: Sequence[Tensor]) -> None:
+        """Have these local tensors and no others; checks nothing."""
+        # Who asks for the only local tensor must not get the first of several, nor may those that
+        # the tensor had before live on.
         if len(locals_) == 1:
-            self.local = local
+            present, absent, value = "local", "_several", locals_[0]
         else:
-            self._several = tuple(locals_)
+            present, absent, value = "_several", "local", tuple(locals_)
+        setattr(self, present, value)
+        if hasattr(self, absent):
+            delattr(self, absent)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -104,7 +113,7 @@ class ShardedTensorBase(Tensor):
         ]
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Where all shards of all ranks lie, and what they have in common."""
+        """The place of each shard of each rank, and the properties that all shards have."""
         return ShardedTensorMetadata(
             shards_metadata=self.placement.shards(self.device),
             size=self.size(),
@@ -149,7 +158,7 @@ class ShardedTensorBase(Tensor):
 
 
 class OwnShard(LocalShard):
-    """torch's `Shard`, which knows whose it is; copied or sent elsewhere, it is nobody's."""
+    """torch's `Shard`, which knows its sharded tensor; a copy or a pickle of it does not."""
 
     __slots__ = ("_index", "_owner")
 

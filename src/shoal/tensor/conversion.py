@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -37,11 +38,11 @@ from shoal.tensor.gather import gather_regions
 from shoal.tensor.listed import Listed
 from shoal.tensor.older_api import is_shared, older_api
 from shoal.tensor.placement import Placement, shard_metadata, shared_device
-from shoal.tensor.reshard import reshard
+from shoal.tensor.reshard import SameElements, reshard
 from shoal.tensor.sharded import ShardedTensor
 
 Coordinates: TypeAlias = Mapping[int, tuple[int, ...]]
-"""Where each rank of the world stands in a mesh."""
+"""The coordinate in a mesh of each rank of the world."""
 
 _KEPT = (torch.preserve_format, torch.contiguous_format)
 
@@ -160,7 +161,10 @@ def from_dtensor(dtensor: DTensor, process_group: ProcessGroup | None = None) ->
     if not placement.regions:
         local = local.reshape(-1)[:0].view(placement.local_shapes[0])
     made = ShardedTensor.of(local.contiguous(), placement)
-    return _FromDTensor.apply(dtensor, [made]) if records else made
+    if not records:
+        return made
+    back = partial(to_dtensor, mesh=dtensor.device_mesh, placements=dtensor.placements)
+    return SameElements.apply(dtensor, [made], back)
 
 
 def to_dtensor(
@@ -197,43 +201,16 @@ def to_dtensor(
     )
     made = distributed_tensor.dtensor(local, spec)
     records = torch.is_grad_enabled() and tensor.requires_grad
-    return _ToDTensor.apply(tensor, [made]) if records else made
+    if not records:
+        return made
+    placements = made.placements
 
-
-class _FromDTensor(torch.autograd.Function):
-    """The sharded tensor in the list, as what became of a DTensor."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dtensor: DTensor, made: list[ShardedTensor]
-    ) -> ShardedTensor:
-        ctx.mesh, ctx.placements = dtensor.device_mesh, dtensor.placements
-        return made[0]
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: ShardedTensor
-    ) -> tuple[DTensor, None]:
-        return to_dtensor(gradient, ctx.mesh, ctx.placements), None
-
-
-class _ToDTensor(torch.autograd.Function):
-    """The DTensor in the list, as what became of a sharded tensor."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, tensor: ShardedTensor, made: list[DTensor]
-    ) -> DTensor:
-        ctx.source, ctx.placements = tensor.placement, made[0].placements
-        return made[0]
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: DTensor
-    ) -> tuple[ShardedTensor, None]:
+    def back(gradient: DTensor) -> ShardedTensor:
         # What is Partial is added up here; what is replicated is the same on all ranks.
-        gradient = gradient.redistribute(placements=ctx.placements)
-        return reshard(from_dtensor(gradient, ctx.source.group), ctx.source), None
+        gradient = gradient.redistribute(placements=placements)
+        return reshard(from_dtensor(gradient, source.group), source)
+
+    return SameElements.apply(tensor, [made], back)
 
 
 def _region(
@@ -242,7 +219,7 @@ def _region(
     placements: Sequence[MeshPlacement],
     coordinate: Sequence[int],
 ) -> Region:
-    """What the rank at a coordinate has: the whole, cut along each mesh axis in turn.
+    """The region of the rank at a coordinate: the whole, cut along each mesh axis in turn.
 
     So two ranks have the same elements, or none in common.
     """
@@ -260,7 +237,7 @@ def _region(
 
 
 def _shards(dtensor: DTensor, where: Coordinates, ranks: Sequence[int]) -> list[ShardMetadata]:
-    """What each rank of a group holds, all elements once."""
+    """The shards that the ranks of a group hold, each element in one of them."""
     shape, mesh, placements = dtensor.shape, dtensor.device_mesh, dtensor.placements
     holders: dict[Region, int] = {}
     for rank in ranks:

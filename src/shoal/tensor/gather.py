@@ -8,7 +8,6 @@ scatter                a whole tensor that one rank has, dealt out as a spec say
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -105,7 +104,7 @@ def gather_on(
 
 
 def _problem(tensor: ShardedTensor, dst: int, out: Tensor | None) -> str | None:
-    """What is wrong with an output, if anything is."""
+    """The mistake in an output, if there is one."""
     shape, rank = tensor.placement.shape, tensor.placement.rank
     if rank != dst:
         if out is None:
@@ -229,14 +228,13 @@ def _ask(tensor: ShardedTensor, asked: Asked) -> list[Region | None]:
             f"a fetch from a tensor of shape {shape} asks for what it does not have, on ranks "
             f"{invalid} of the group" + (f"; on this one: {problem}" if problem else "")
         ) from problem
-    return [_read(row, len(shape)) for row in rows]
-
-
-def _read(row: Sequence[int], ndim: int) -> Region | None:
-    status, *numbers = row
-    if status == _NOTHING:
-        return None
-    return Region(offsets=tuple(numbers[:ndim]), sizes=tuple(numbers[ndim:]))
+    ndim = len(shape)
+    return [
+        Region(offsets=tuple(numbers[:ndim]), sizes=tuple(numbers[ndim:]))
+        if status == _REGION
+        else None
+        for status, *numbers in rows
+    ]
 
 
 def _as_region(asked: object, shape: tuple[int, ...]) -> Region | None:
@@ -268,7 +266,7 @@ def _sliced(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
 def scatter(
     tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: ProcessGroup | None
 ) -> ShardedTensor:
-    """Deal out the tensor of rank `src_rank` of the group; others give its shape: collective."""
+    """Deal out the tensor of rank `src_rank`; the other ranks give its shape: collective."""
     group = group_or_default(process_group)
     if not 0 <= src_rank < group.size():
         raise ValueError(f"src_rank {src_rank} does not exist: the group has {group.size()} ranks")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar, Self
 
 import torch
@@ -28,6 +29,7 @@ class Packed(Placement):
     """
 
     shards_stand_alone: ClassVar[bool] = False
+    local_devices: ClassVar[None] = None  # pyright: ignore
 
     packing: Packing
     index: int
@@ -37,6 +39,8 @@ class Packed(Placement):
     is_pinned: bool = field(default=False, init=False, repr=False, compare=False)
     shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
     piece: Piece = field(init=False, repr=False, compare=False)
+    local_regions: tuple[tuple[Region, ...], ...] = field(init=False, repr=False, compare=False)
+    local_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
     _cut: object = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -57,28 +61,13 @@ class Packed(Placement):
             )
         if self.replica < 0:
             raise UsageError(f"expected a replica of 0 or more, got {self.replica}")
-        object.__setattr__(self, "shape", self.packing.params[self.index].shape)
-        object.__setattr__(self, "piece", self.packing.piece(self.index, self.rank))
-        object.__setattr__(self, "_cut", _cut(self.packing, self.index))
-
-    @property
-    def local_regions(self) -> tuple[tuple[Region, ...], ...]:  # pyright: ignore
-        """See `Placement`: one local tensor has all of them."""
-        return (self.piece.regions,)
-
-    @property
-    def local_shapes(self) -> tuple[tuple[int, ...], ...]:  # pyright: ignore
-        """See `Placement`."""
-        return (self.piece.shape,)
-
-    @property
-    def local_devices(self) -> None:  # pyright: ignore
-        """See `Placement`: a packing does not say."""
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """See `Placement.regions`."""
-        return self.piece.regions
+        piece = self.packing.piece(self.index, self.rank)
+        set_field = partial(object.__setattr__, self)
+        set_field("shape", self.packing.params[self.index].shape)
+        set_field("piece", piece)
+        set_field("local_regions", (piece.regions,))
+        set_field("local_shapes", (piece.shape,))
+        set_field("_cut", _cut(self.packing, self.index))
 
     def regions_of(self, rank: int) -> tuple[Region, ...]:
         """See `Placement.regions_of`."""

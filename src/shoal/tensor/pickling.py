@@ -30,7 +30,7 @@ from shoal.tensor.sharded import ShardedTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
-    """What must be the same when a tensor is loaded."""
+    """Ranks and sizes of the groups, which must be the same when a tensor is loaded."""
 
     local_rank: int
     global_rank: int
@@ -60,7 +60,7 @@ class GroupState:
 
 
 def reduced(tensor: ShardedTensor) -> tuple[Callable[..., ShardedTensor], tuple[dict[str, Any]]]:
-    """What pickle needs to know."""
+    """The function that makes the tensor again, and its argument, for pickle."""
     placement = tensor.placement
     kind = type(placement).__name__
     values = tuple((name, _plain(v)) for name, v in placement.without_group().items())
@@ -79,7 +79,7 @@ def reduced(tensor: ShardedTensor) -> tuple[Callable[..., ShardedTensor], tuple[
 def rebuilt(saved: dict[str, Any]) -> ShardedTensor:
     """Make the tensor again, in the group that it is loaded into.
 
-    Anybody may have written what it is given: the values check themselves and one another.
+    The pickle may come from anywhere: its values check themselves and one another.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -113,7 +113,7 @@ _VALUES = (
     sharded.EnumerableShardingSpec,
     spec.ChunkShardingSpec,
 )
-"""What placements consist of: values that check themselves when they are made."""
+"""The classes of values in placements; they check themselves when they are made."""
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A placement: which elements of a tensor this rank holds, and who holds the others, and where.
+"""A placement: which ranks hold which elements of a tensor, and on which devices.
 
-    Packed   the pieces of a layout: every rank can compute every rank's, and nobody lists them
-    Listed   shards that somebody listed, with a rank and a device each, as torch's specs do
+    Packed   the pieces of a layout: every rank computes every rank's
+    Listed   shards from a list, with a rank and a device each, as torch's specs have it
 
 Everything else (gathering, resharding, operations, checkpoints) asks the questions below, and does
 not look which kind it has.
@@ -68,7 +68,7 @@ class Placement(ABC):
 
     @abstractmethod
     def regions_of(self, rank: int) -> tuple[Region, ...]:
-        """What any rank of the group holds."""
+        """The regions that a rank of the group holds; none of them is empty."""
 
     @abstractmethod
     def holders(self, region: Region) -> Sequence[int]:
@@ -92,11 +92,11 @@ class Placement(ABC):
 
     @abstractmethod
     def own_shards(self, device: torch.device) -> list[ShardMetadata]:
-        """Those of this rank."""
+        """This rank's shards, as torch describes them."""
 
     @abstractmethod
     def spec(self, device: torch.device) -> ShardingSpec:
-        """How torch would say that a tensor is cut like this."""
+        """torch's spec for a tensor that is cut like this."""
 
     @abstractmethod
     def on(self, device: torch.device) -> Placement:
@@ -134,7 +134,7 @@ def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def preferred_device(group: ProcessGroup | None) -> torch.device:
-    """Where a group's backend takes tensors from: the current accelerator, or the CPU."""
+    """The device whose tensors a group's backend takes: the current accelerator, or the CPU."""
     if not isinstance(group, ProcessGroup):
         return torch.device("cpu")
     types = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
@@ -142,7 +142,7 @@ def preferred_device(group: ProcessGroup | None) -> torch.device:
 
 
 def device_beside(shards: Sequence[ShardMetadata], group: ProcessGroup | None) -> torch.device:
-    """Where a rank has its local tensor that is none of the shards: on their type of device.
+    """The device of a local tensor on a rank that has no shard: of the type that the shards have.
 
     A group that serves both CPU and GPU does not say where the shards are; they do. The group
     decides where they differ, or where this process has no such device.

@@ -51,7 +51,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _lowest_of(dtype: torch.dtype) -> float | int:
-    """What never is the largest, unless there is nothing else."""
+    """The lowest value of a dtype, which is the largest only where there is no other."""
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
@@ -108,17 +108,6 @@ def _without_partial(tensor: Tensor) -> Tensor:
         return tensor
     placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
     return tensor.redistribute(placements=placements)
-
-
-def _shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of a result over all dims; other ways to reduce are refused."""
-    tensor, dim = given["self"], given.get("dim")
-    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
-    if dims and {d % max(tensor.dim(), 1) for d in dims} != set(range(max(tensor.dim(), 1))):
-        raise unsupported(
-            op, f"it reduces over dims {dims} of {tensor.dim()}, not over all", tensor
-        )
-    return (1,) * tensor.dim() if given.get("keepdim") else ()
 
 
 def _check_no_gradient(op: Op, tensor: Tensor) -> None:
@@ -216,10 +205,16 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _bound(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], ShardedTensor, tuple[int, ...]]:
+    """The arguments by name, the tensor, and the shape of a result over all of its dims."""
     given = operators.bind(op, args, kwargs)
-    tensor = given["self"]
+    tensor, dim = given["self"], given.get("dim")
     _check_no_gradient(op, tensor)
-    return given, tensor, _shape_over_all_dims(op, given)
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    if dims and {d % max(tensor.dim(), 1) for d in dims} != set(range(max(tensor.dim(), 1))):
+        raise unsupported(
+            op, f"it reduces over dims {dims} of {tensor.dim()}, not over all", tensor
+        )
+    return given, tensor, (1,) * tensor.dim() if given.get("keepdim") else ()
 
 
 def _total(tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
@@ -290,14 +285,14 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
 
 
 def _local_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    """What ranks compute in; lists of several dtypes, which clipping never makes, stay as is."""
+    """The dtype that ranks compute in; None leaves each tensor of a mixed list in its own."""
     dtypes = {tensor.dtype for tensor in tensors}
     dtype = accumulation_dtype(dtypes.pop())
     return None if dtypes or dtype.is_complex else dtype
 
 
 def _own(tensor: Tensor, order: float) -> Tensor:
-    """What this rank takes the norm of; something that adds nothing where it holds nothing."""
+    """The local tensor whose norm this rank takes; a neutral element where it holds nothing."""
     local = tensor
     if isinstance(tensor, ShardedTensor):
         local = tensor.local

@@ -16,6 +16,8 @@ three times that.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -46,7 +48,8 @@ def reshard(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA) 
     moved = _moved(tensor, placement, max_extra)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return moved
-    return _Resharded.apply(tensor, [moved], max_extra)
+    back = partial(reshard, to=tensor.placement, max_extra=max_extra)
+    return SameElements.apply(tensor, [moved], back)
 
 
 def reshard_(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA) -> ShardedTensor:
@@ -56,7 +59,8 @@ def reshard_(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA)
         return tensor
     moved = _moved(tensor, placement, max_extra)
     if tensor.grad_fn is not None and torch.is_grad_enabled():
-        return _ReshardedInPlace.apply(tensor, [moved], max_extra)
+        back = partial(reshard, to=tensor.placement, max_extra=max_extra)
+        return SameElements.apply(tensor, [moved], back, True)
     gradient = tensor.grad
     tensor.grad = None
     tensor.adopt(moved)
@@ -65,34 +69,34 @@ def reshard_(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA)
     return tensor
 
 
-class _Resharded(torch.autograd.Function):
-    """The tensor in the list, as what became of another one."""
+class SameElements(torch.autograd.Function):
+    """A tensor that has the elements of another one, which autograd knows.
+
+    `back` makes the other's gradient of its own. In place, the other becomes the tensor.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, tensor: ShardedTensor, moved: list[ShardedTensor], max_extra: float
-    ) -> ShardedTensor:
-        ctx.source, ctx.max_extra = tensor.placement, max_extra
-        return moved[0]
+        ctx: Any,
+        tensor: Any,
+        made: list[Tensor],
+        back: Callable[[Any], Tensor],
+        in_place: bool = False,
+    ) -> Tensor:
+        """Return the tensor in the list, which autograd must not take for an input."""
+        ctx.back = back
+        if not in_place:
+            return made[0]
+        tensor.adopt(made[0])
+        ctx.mark_dirty(tensor)
+        return tensor
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: ShardedTensor
-    ) -> tuple[ShardedTensor, None, None]:
-        return reshard(gradient, ctx.source, max_extra=ctx.max_extra), None, None
-
-
-class _ReshardedInPlace(_Resharded):
-    """A tensor that becomes the one in the list."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: ShardedTensor, moved: list[ShardedTensor], max_extra: float
-    ) -> ShardedTensor:
-        ctx.source, ctx.max_extra = tensor.placement, max_extra
-        tensor.adopt(moved[0])
-        ctx.mark_dirty(tensor)
-        return tensor
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Carry the gradient back."""
+        return ctx.back(gradient), None, None, None
 
 
 class _ReshardedShards(torch.autograd.Function):

@@ -23,7 +23,7 @@ from shoal._torch import checkpoints, operators, optimizers, sharded, subclasses
 from shoal._torch.sharded import LocalShard, ShardedTensorMetadata, ShardingSpec
 from shoal.errors import UsageError
 from shoal.layout.region import Region
-from shoal.tensor.base import Kind, ShardedTensorBase, check_locals, described
+from shoal.tensor.base import DeviceDtype, ShardedTensorBase, check_locals, described
 from shoal.tensor.older_api import older_api
 from shoal.tensor.placement import Placement, preferred_device
 
@@ -46,7 +46,7 @@ class _Handlers(dict[Op, Handler]):
 
 
 _HANDLERS = _Handlers()
-_KINDS: dict[Kind, Kind] = {}
+_KINDS: dict[DeviceDtype, DeviceDtype] = {}
 """One object for each device and dtype, so that lists of them compare by identity."""
 
 
@@ -56,8 +56,8 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
     torch's class is a base for isinstance, which its checkpoints and users' code ask: every method
     that it offers is defined anew.
 
-    `ShardedTensor(spec, *size)` allocates the shards that a spec lists, and leaves their values to
-    whoever fills them. `ShardedTensor.of(local, placement)` wraps memory that is there.
+    `ShardedTensor(spec, *size)` allocates the shards that a spec lists, without filling them.
+    `ShardedTensor.of(local, placement)` wraps memory that is there.
     """
 
     # Memory alone: torch's staging for asynchronous checkpoints copies what this names.
@@ -110,7 +110,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         if placement.shards_stand_alone and len(placement.shape) == 2:
             _introduce_weights()
         tensor = _made(_kind_of(locals_[0]), placement, requires_grad)
-        _hold(tensor, locals_)
+        tensor.hold(locals_)
         return tensor
 
     @classmethod
@@ -154,7 +154,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         return fetch(self, region)
 
     def sharding_spec(self) -> ShardingSpec:
-        """How torch would say that the tensor is cut."""
+        """torch's spec for a tensor that is cut like this one."""
         return self.placement.spec(self.device)
 
     def local_tensor(self) -> Tensor:
@@ -237,14 +237,14 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
     def adopt(self, other: ShardedTensor) -> None:
         """Become another tensor of the same shape: its local tensors, and where they lie."""
         subclasses.set_data(self, other)
-        _hold(self, other.locals)
+        self.hold(other.locals)
         self.kind, self.placement = other.kind, other.placement
 
     @classmethod
     def from_dtensor(
         cls, dtensor: DTensor, process_group: ProcessGroup | None = None
     ) -> ShardedTensor:
-        """The same local tensor as a ShardedTensor; nobody communicates."""
+        """The same local tensor as a ShardedTensor, without communication."""
         from shoal.tensor.conversion import from_dtensor
 
         return from_dtensor(dtensor, process_group)
@@ -361,8 +361,7 @@ def like_each(example: ShardedTensor, locals_: Sequence[Tensor]) -> ShardedTenso
     """Do as `like` does for any number of local tensors."""
     tensor = like(example, locals_[0])
     if len(locals_) > 1:
-        del tensor.local
-        tensor._several = tuple(locals_)
+        tensor.hold(locals_)
     return tensor
 
 
@@ -388,7 +387,7 @@ def allocate(
     return ShardedTensor.of(locals_, placement, requires_grad=requires_grad)
 
 
-def _made(kind: Kind, placement: Placement, requires_grad: bool) -> ShardedTensor:
+def _made(kind: DeviceDtype, placement: Placement, requires_grad: bool) -> ShardedTensor:
     """Make a tensor that has no local tensors yet."""
     device, dtype = kind
     shape = placement.shape
@@ -400,20 +399,7 @@ def _made(kind: Kind, placement: Placement, requires_grad: bool) -> ShardedTenso
     return tensor
 
 
-def _hold(tensor: ShardedTensor, locals_: tuple[Tensor, ...]) -> None:
-    """Let a tensor have these local tensors and no others."""
-    # Who asks for the only local tensor must not get the first of several, nor may those that a
-    # tensor had before live on.
-    if len(locals_) == 1:
-        present, absent, value = "local", "_several", locals_[0]
-    else:
-        present, absent, value = "_several", "local", locals_
-    setattr(tensor, present, value)
-    if hasattr(tensor, absent):
-        delattr(tensor, absent)
-
-
-def _kind_of(local: Tensor) -> Kind:
+def _kind_of(local: Tensor) -> DeviceDtype:
     kind = local.device, local.dtype
     return _KINDS.setdefault(kind, kind)
 

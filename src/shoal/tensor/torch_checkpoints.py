@@ -1,7 +1,7 @@
-"""What `torch.distributed.checkpoint` and torch's state-dict functions ask of a sharded tensor.
+"""Answers to `torch.distributed.checkpoint` and torch's state-dict functions.
 
-    write_items         what this rank saves: one item for each of its regions
-    chunks              what this rank loads: the same regions
+    write_items         an item for each region that this rank saves
+    chunks              the regions that this rank loads: the same
     shard_at            its memory for one of them
     filled              a tensor that takes its elements from a full state dict
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def write_items(tensor: ShardedTensorBase, name: str) -> list[WriteItem]:
-    """What this rank saves; of the groups that hold equal replicas, the first does."""
+    """An item for each region that this rank saves; of equal replicas, the first group saves."""
     if tensor.placement.replica > 0:
         return []
     properties = TensorProperties.create_from_tensor(tensor)
@@ -49,7 +49,7 @@ def write_items(tensor: ShardedTensorBase, name: str) -> list[WriteItem]:
 
 
 def chunks(tensor: ShardedTensorBase) -> list[ChunkStorageMetadata]:
-    """What this rank loads."""
+    """The regions that this rank loads."""
     return [_chunk(region) for region in tensor.regions]
 
 

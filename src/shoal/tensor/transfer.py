@@ -38,7 +38,7 @@ ONE_ROUND_BYTES = 1 << 20
 """A tensor of this size or less goes in one round: there time is worth more than memory."""
 
 ROUND_BYTES = 32 << 20
-"""What a rank sends in a round, about: more does not fit in caches, less does not pay its start."""
+"""About the bytes that a rank sends in a round: more leave the caches, fewer waste the start."""
 
 # By itemsize: every dtype of that size is copied as this one, which all devices can copy.
 _BITS = {

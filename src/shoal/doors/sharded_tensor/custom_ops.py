@@ -78,7 +78,7 @@ def call_replacement(func: Function, types: Any, args: Any, kwargs: dict[str, An
 
 
 def _replacement(func: Function, tensor: ShardedTensor) -> Replacement | None:
-    """What a user has registered; for all tensors goes before for one kind of spec."""
+    """A user's replacement; one for all tensors goes before one for a kind of spec."""
     found = _for_all.get(func)
     if found is not None or not _for_specs:
         return found

@@ -21,6 +21,7 @@ from shoal.doors.sharded_tensor.block_exchange import (
     MatrixBlock,
     Swaps,
     announce,
+    check_matrix,
     held_by_rank,
     needs_gradient,
     own_blocks,
@@ -31,7 +32,7 @@ from shoal.tensor.reductions import add_up, largest
 from shoal.tensor.sharded import ShardedTensor
 
 _EPSILON = 1e-7
-"""What torch adds to a norm that it divides by."""
+"""torch adds this to a norm before it divides by it."""
 
 
 def embedding(
@@ -98,10 +99,7 @@ def embedding_bag(
 def _check(input: object, weight: object, scale_grad_by_freq: bool, sparse: bool) -> None:
     if not isinstance(input, Tensor) or isinstance(input, ShardedTensor):
         raise TypeError(f"input need to be torch.Tensor, this rank's own; got {type(input)}")
-    if not isinstance(weight, ShardedTensor):
-        raise TypeError(f"weight needs to be ShardedTensor, got {type(weight)}")
-    if weight.dim() != 2:
-        raise ValueError(f"Weight needs to have exactly 2 dims, got {weight.dim()}")
+    check_matrix(weight)
     if scale_grad_by_freq or sparse:
         flag = "scale_grad_by_freq" if scale_grad_by_freq else "sparse"
         raise RuntimeError(f'nn.Embedding weight sharded with flag on "{flag}" not supported!')
@@ -161,7 +159,7 @@ class FoundRows:
     positions: Tensor
 
     def position_of(self, index: int | None) -> int | None:
-        """Where the row of an index is; None where the rank does not need it."""
+        """The position of an index's row; None where the rank does not need it."""
         found = [] if index is None else (self.indices == index).nonzero().tolist()
         return found[0][0] if found else None
 
@@ -247,12 +245,11 @@ def _answers(
     blocks: list[tuple[Region, Tensor]], wanted: list[Tensor], numels: list[list[int]]
 ) -> list[list[Tensor]]:
     """For each rank what it asked of each block of this one."""
-    answers: list[list[Tensor]] = [[] for _ in numels]
+    answers: list[tuple[Tensor, ...]] = []
     for index, (_, block) in enumerate(blocks):
         rows = functional.embedding(wanted[index].to(block.device), block)
-        for answer, part in zip(answers, rows.split([row[index] for row in numels]), strict=True):
-            answer.append(part)
-    return answers
+        answers.append(rows.split([row[index] for row in numels]))
+    return [[answer[rank] for answer in answers] for rank in range(len(numels))]
 
 
 def _length(span: slice) -> int:

@@ -27,7 +27,7 @@ from shoal.tensor.placement import group_or_default
 from shoal.tensor.sharded import ShardedTensor
 
 _Brought: TypeAlias = ShardedTensorMetadata | str | None
-"""What a rank brings: shards, why they cannot be right, or none."""
+"""A rank's answer: metadata of its shards, the mistake in them, or None without shards."""
 
 
 def init_from_local_shards(
@@ -60,7 +60,7 @@ def assemble_by_metadata(
     init_rrefs: bool,
     spec: ShardingSpec | None,
 ) -> ShardedTensor:
-    """Put shards together; every rank has the metadata of all, and nobody compares them."""
+    """Put shards together by metadata of all ranks' shards, which ranks do not compare."""
     group = group_or_default(process_group)
     properties = metadata.tensor_properties
     placement = _placement(metadata, group, given_spec=spec, is_pinned=properties.pin_memory)
