@@ -1,4 +1,4 @@
-"""A module around a module that shards it: what checkpoints and `replicate` ask of one.
+"""A module around a module that shards it, as checkpoints and `replicate` know it.
 
 `FullyShardedDataParallel` is the only kind. Its parameters do not say which elements of the user's
 parameters they hold, so the wrapper answers in their place.
@@ -78,7 +78,7 @@ class ShardingWrapper(nn.Module):
     def optim_state_dict_to_load(
         model: nn.Module, optim: Optimizer, optim_state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """What `optim.load_state_dict` takes, of what `optim_state_dict` gave."""
+        """A state for `optim.load_state_dict`, made of one that `optim_state_dict` gave."""
         _refuse()
 
 

@@ -12,6 +12,7 @@ import torch
 
 from shoal.errors import UsageError
 from shoal.layout.packing import Packing
+from shoal.layout.region import Region
 from shoal.layout.spec import ParamSpec
 
 
@@ -24,11 +25,8 @@ def shard_of(packing: Packing, rank: int, tensors: Sequence[torch.Tensor]) -> to
         for tensor, local, piece in zip(
             tensors, shard_views(packing, rank, shard), packing.pieces(rank), strict=True
         ):
-            flat, start = local.view(-1), 0
-            for region in piece.regions:
-                stop = start + region.numel
-                flat[start:stop].view(region.sizes).copy_(tensor[region.slices])
-                start = stop
+            for region, part in region_views(local, piece.regions):
+                part.copy_(tensor[region.slices])
     return shard
 
 
@@ -41,18 +39,19 @@ def shard_views(packing: Packing, rank: int, shard: torch.Tensor) -> list[torch.
     ]
 
 
-def gathered_of(packing: Packing, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The gathered buffer of full tensors; padding is zero. What a reduce-scatter takes."""
-    _check_tensors(packing, tensors)
-    device = tensors[0].device if tensors else None
-    gathered = torch.zeros(packing.gathered_bytes, dtype=torch.uint8, device=device)
-    with torch.no_grad():
-        for index, tensor in enumerate(tensors):
-            flat = tensor.reshape(-1)
-            rows = gathered_rows(packing, gathered, index)
-            for stripe in packing.stripes(index):
-                stripe.of_rows(rows).copy_(stripe.of_full(flat))
-    return gathered
+def region_views(
+    local: torch.Tensor, regions: Sequence[Region]
+) -> list[tuple[Region, torch.Tensor]]:
+    """Each region with its part of a local tensor, in the region's shape."""
+    if len(regions) == 1:
+        return [(regions[0], local.view(regions[0].sizes))]
+    flat, start = local.view(-1), 0
+    found: list[tuple[Region, torch.Tensor]] = []
+    for region in regions:
+        stop = start + region.numel
+        found.append((region, flat[start:stop].view(region.sizes)))
+        start = stop
+    return found
 
 
 def full_tensors(packing: Packing, gathered: torch.Tensor) -> list[torch.Tensor]:

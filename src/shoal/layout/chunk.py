@@ -12,7 +12,6 @@ import torch
 
 from shoal.errors import UsageError
 from shoal.layout.region import Region
-from shoal.layout.spec import round_up
 
 
 def chunk_size(size: int, num_chunks: int) -> int:
@@ -48,25 +47,6 @@ def chunk_with_empty(tensor: torch.Tensor, num_chunks: int, dim: int) -> list[to
     chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
     chunks.extend(tensor.new_empty(0) for _ in range(num_chunks - len(chunks)))
     return chunks
-
-
-def dim0_padded_size(size: torch.Size, factor: int) -> torch.Size:
-    """The size with dim 0 rounded up to a multiple of `factor`."""
-    _check_num_chunks(factor)
-    if len(size) == 0:
-        raise UsageError("a 0-d size has no dim 0 to pad: reshape the tensor to (1,) first")
-    return torch.Size([round_up(size[0], factor), *size[1:]])
-
-
-def dim_chunked_size(chunk: torch.Tensor, unchunked_size: torch.Size, dim: int) -> torch.Size:
-    """The size of a chunk, where an empty one keeps the sizes of the dims that were not cut."""
-    if not -len(unchunked_size) <= dim < len(unchunked_size):
-        raise UsageError(f"dim {dim} is outside of a tensor of size {tuple(unchunked_size)}")
-    if chunk.numel() > 0:
-        return chunk.size()
-    sizes = list(unchunked_size)
-    sizes[dim] = 0
-    return torch.Size(sizes)
 
 
 def _check_num_chunks(num_chunks: int) -> None:

@@ -20,11 +20,11 @@ from shoal.layout.packing import Packing, check_packable, shard_step_bytes
 from shoal.layout.piece import Piece
 from shoal.layout.region import Region
 from shoal.layout.spec import ParamSpec, round_up
-from shoal.layout.stripe import Stripe, chunk_stripes
+from shoal.layout.stripe import Stripe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Cut:
+class _Bands:
     """A parameter as bands of `size` slabs each, of which every rank takes `chunk` per band.
 
     A slab is what one index into the cut dim selects within a band: the elements of the dims
@@ -38,6 +38,10 @@ class _Cut:
 
     @classmethod
     def of(cls, param: ParamSpec, dim: int, world_size: int) -> Self:
+        if not 0 <= dim < max(len(param.shape), 1):
+            raise UsageError(
+                f"parameter {param.name!r} of shape {param.shape} cannot be cut along dim {dim}"
+            )
         size = param.shape[dim] if param.shape else 1
         return cls(
             num_bands=math.prod(param.shape[:dim]),
@@ -58,19 +62,18 @@ class EvenPacking(Packing):
 
     dims: tuple[int, ...]
     offsets_bytes: tuple[int, ...]
-    _cuts: tuple[_Cut, ...] = field(init=False, repr=False, compare=False)
+    _bands: tuple[_Bands, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         Packing.__post_init__(self)
         self._check_one_each("dims", self.dims)
         self._check_one_each("offsets_bytes", self.offsets_bytes)
-        cuts = _cuts(self.params, self.dims, self.world_size)
-        object.__setattr__(self, "_cuts", cuts)
+        object.__setattr__(self, "_bands", _bands(self.params, self.dims, self.world_size))
         end = 0
-        for param, cut, offset in zip(self.params, cuts, self.offsets_bytes, strict=True):
+        for param, bands, offset in zip(self.params, self._bands, self.offsets_bytes, strict=True):
             if offset < end or offset % param.align_bytes != 0:
                 raise UsageError(f"parameter {param.name!r} cannot start at byte {offset}")
-            end = offset + cut.chunk_numel * param.itemsize
+            end = offset + bands.chunk_numel * param.itemsize
         if end > self.shard_bytes:
             raise UsageError(f"{end} bytes of chunks do not fit in {self.shard_bytes}")
 
@@ -78,8 +81,8 @@ class EvenPacking(Packing):
         """See `Packing.piece`."""
         param = self._param(index)
         self._check_rank(rank)
-        cut, dim = self._cuts[index], self.dims[index]
-        start, stop = chunk_bounds(cut.size, self.world_size, rank)
+        bands, dim = self._bands[index], self.dims[index]
+        start, stop = chunk_bounds(bands.size, self.world_size, rank)
         if not param.shape:
             sizes, offsets = (() if start < stop else (0,)), ()
         else:
@@ -95,26 +98,36 @@ class EvenPacking(Packing):
             return range(0)
         if not region.sizes:
             return range(1)
-        chunk, dim = self._cuts[index].chunk, self.dims[index]
+        chunk, dim = self._bands[index].chunk, self.dims[index]
         start, stop = region.offsets[dim], region.stops[dim]
         return range(start // chunk, (stop - 1) // chunk + 1)
 
     def stripes(self, index: int) -> tuple[Stripe, ...]:
         """See `Packing.stripes`; there are at most two."""
-        param, cut = self._param(index), self._cuts[index]
-        return chunk_stripes(
-            num_bands=cut.num_bands,
-            band_numel=cut.size * cut.slab_numel,
-            chunk_numel=cut.chunk * cut.slab_numel,
-            shard_offset=self.offsets_bytes[index] // param.itemsize,
+        param, bands = self._param(index), self._bands[index]
+        if param.numel == 0:
+            return ()
+        num_whole, rest = divmod(bands.size, bands.chunk)
+        blocks = ((0, num_whole, bands.chunk), (num_whole, 1, rest))
+        return tuple(
+            Stripe(
+                first_rank=first_rank,
+                num_ranks=num_ranks,
+                shard_offset=self.offsets_bytes[index] // param.itemsize,
+                full_offset=first_rank * bands.chunk * bands.slab_numel,
+                numel=num_slabs * bands.slab_numel,
+                num_bands=bands.num_bands,
+            )
+            for first_rank, num_ranks, num_slabs in blocks
+            if num_ranks * num_slabs > 0
         )
 
     def gathered_offset(self, index: int) -> int | None:
         """See `Packing.gathered_offset`."""
-        param, cut = self._param(index), self._cuts[index]
-        is_on_one_rank = cut.size <= cut.chunk or param.numel == 0
+        param, bands = self._param(index), self._bands[index]
+        is_on_one_rank = bands.size <= bands.chunk or param.numel == 0
         # Chunks touch only where one chunk is the whole of a rank's buffer.
-        touch = cut.num_bands == 1 and cut.chunk_numel * param.itemsize == self.shard_bytes
+        touch = bands.num_bands == 1 and bands.chunk_numel * param.itemsize == self.shard_bytes
         return self.offsets_bytes[index] if is_on_one_rank or touch else None
 
     def with_dtypes(self, dtypes: Sequence[torch.dtype]) -> EvenPacking:
@@ -126,10 +139,10 @@ def pack_even(params: Sequence[ParamSpec], dims: Sequence[int], world_size: int)
     """Lay parameters out one after another, each cut along its own dim."""
     check_packable(params, world_size)
     offsets_bytes, end = [], 0
-    for param, cut in zip(params, _cuts(params, dims, world_size), strict=True):
+    for param, bands in zip(params, _bands(params, dims, world_size), strict=True):
         offset = round_up(end, param.align_bytes)
         offsets_bytes.append(offset)
-        end = offset + cut.chunk_numel * param.itemsize
+        end = offset + bands.chunk_numel * param.itemsize
     return EvenPacking(
         params=tuple(params),
         world_size=world_size,
@@ -139,10 +152,5 @@ def pack_even(params: Sequence[ParamSpec], dims: Sequence[int], world_size: int)
     )
 
 
-def _cuts(params: Sequence[ParamSpec], dims: Sequence[int], world_size: int) -> tuple[_Cut, ...]:
-    for param, dim in zip(params, dims, strict=True):
-        if not 0 <= dim < max(len(param.shape), 1):
-            raise UsageError(
-                f"parameter {param.name!r} of shape {param.shape} cannot be cut along dim {dim}"
-            )
-    return tuple(_Cut.of(param, dim, world_size) for param, dim in zip(params, dims, strict=True))
+def _bands(params: Sequence[ParamSpec], dims: Sequence[int], world_size: int) -> tuple[_Bands, ...]:
+    return tuple(_Bands.of(param, dim, world_size) for param, dim in zip(params, dims, strict=True))

@@ -10,10 +10,10 @@ from shoal.layout.region import Region
 
 
 class Listing:
-    """Who holds which regions of a tensor; several ranks may hold the same elements.
+    """Regions of a tensor with the ranks that hold them; ranks may hold the same elements.
 
-    Regions are sorted along the dim in which they differ most. So who holds a region is found among
-    its neighbours, and a rank need not walk all ranks to learn whom it talks to.
+    Regions are sorted along the dim in which they differ most. So the holders of a region are found
+    among its neighbours, and a rank need not walk all ranks to find its peers.
     """
 
     __slots__ = ("_by_rank", "_dim", "_reached", "_sorted", "_starts")
@@ -41,11 +41,11 @@ class Listing:
 
     @property
     def numel(self) -> int:
-        """How many elements are held; those that several ranks hold count several times."""
+        """The number of elements held; an element counts once for each rank that holds it."""
         return sum(region.numel for _, region in self._sorted)
 
     def regions_of(self, rank: int) -> tuple[Region, ...]:
-        """What a rank holds, in the order given; no region is empty."""
+        """The regions that a rank holds, in the order given; none is empty."""
         return self._by_rank.get(rank, ())
 
     def holders(self, region: Region) -> tuple[int, ...]:

@@ -45,10 +45,10 @@ class Packing(ABC):
 
     @abstractmethod
     def piece(self, index: int, rank: int) -> Piece:
-        """What a rank holds of parameter `index`."""
+        """The piece of parameter `index` that a rank holds."""
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What a rank holds of every parameter."""
+        """The pieces that a rank holds, one of each parameter."""
         return tuple(self.piece(index, rank) for index in range(len(self.params)))
 
     @abstractmethod
@@ -115,5 +115,5 @@ def check_packable(params: Sequence[ParamSpec], world_size: int) -> None:
 
 
 def shard_step_bytes(params: Sequence[ParamSpec]) -> int:
-    """What shard sizes are multiples of, so that every rank's buffer starts aligned."""
+    """The unit of shard sizes, by which every rank's buffer starts aligned."""
     return max((param.align_bytes for param in params), default=1)

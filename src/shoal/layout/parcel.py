@@ -1,4 +1,4 @@
-"""Parcels: what a rank sends to each other rank, and receives, to go from one holding to another.
+"""Parcels: the regions that ranks send one another to go from one holding to another.
 
     holding A, two ranks         holding B, three ranks       rank 0 of A sends
     rank 0  rows 0-2             rank 0  rows 0-1             to rank 0: rows 0-1
@@ -11,7 +11,7 @@ the ranks. All parcels of a pair of ranks are one message, of which both ends kn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -20,10 +20,10 @@ from shoal.layout.region import Region
 
 
 class Holding(Protocol):
-    """Who holds what of one tensor."""
+    """An answer to which ranks hold which regions of one tensor."""
 
     def regions_of(self, rank: int) -> Sequence[Region]:
-        """What a rank holds; none of the regions is empty."""
+        """The regions that a rank holds; none of them is empty."""
         ...
 
     def holders(self, region: Region) -> Sequence[int]:
@@ -41,27 +41,21 @@ class Parcel:
 
 
 Message: TypeAlias = tuple[Parcel, ...]
-"""All that goes from one rank to another, in the order of the sender's regions."""
+"""All parcels from one rank to another, in the order of the sender's regions."""
 
 
 def outgoing(src: Holding, dst: Holding, rank: int) -> dict[int, Message]:
-    """What a rank sends, by receiver."""
-    found: dict[int, list[Parcel]] = {}
-    for index, region in enumerate(src.regions_of(rank)):
-        for peer in dst.holders(region):
-            parcels = _parcels([region], dst.regions_of(peer), first_src=index)
-            found.setdefault(peer, []).extend(parcels)
-    return _messages(found)
+    """The messages that a rank sends, by receiver."""
+    return _messages(
+        src, dst, rank, lambda region, own, other: Parcel(region=region, src=own, dst=other)
+    )
 
 
 def incoming(src: Holding, dst: Holding, rank: int) -> dict[int, Message]:
-    """What a rank receives, by sender."""
-    found: dict[int, list[Parcel]] = {}
-    for index, region in enumerate(dst.regions_of(rank)):
-        for peer in src.holders(region):
-            parcels = _parcels(src.regions_of(peer), [region], first_dst=index)
-            found.setdefault(peer, []).extend(parcels)
-    return _messages(found)
+    """The messages that a rank receives, by sender."""
+    return _messages(
+        dst, src, rank, lambda region, own, other: Parcel(region=region, src=other, dst=own)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,17 +90,18 @@ def cut(message: Message, index: int, num_cuts: int) -> list[Cut]:
     return cuts
 
 
-def _parcels(
-    sources: Sequence[Region], targets: Sequence[Region], *, first_src: int = 0, first_dst: int = 0
-) -> Iterator[Parcel]:
-    for src, source in enumerate(sources, first_src):
-        for dst, target in enumerate(targets, first_dst):
-            region = source.overlap(target)
-            if region is not None:
-                yield Parcel(region=region, src=src, dst=dst)
-
-
-def _messages(found: dict[int, list[Parcel]]) -> dict[int, Message]:
+def _messages(
+    own: Holding, other: Holding, rank: int, parcel_of: Callable[[Region, int, int], Parcel]
+) -> dict[int, Message]:
+    """The parcels between a rank's regions in one holding and its peers' in the other, by peer."""
+    found: dict[int, list[Parcel]] = {}
+    for index, region in enumerate(own.regions_of(rank)):
+        for peer in other.holders(region):
+            parcels = found.setdefault(peer, [])
+            for at_peer, held in enumerate(other.regions_of(peer)):
+                overlap = region.overlap(held)
+                if overlap is not None:
+                    parcels.append(parcel_of(overlap, index, at_peer))
     return {
         peer: tuple(sorted(parcels, key=lambda parcel: (parcel.src, parcel.dst)))
         for peer, parcels in found.items()

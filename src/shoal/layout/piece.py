@@ -1,4 +1,4 @@
-"""A piece: what one rank holds of one parameter."""
+"""A piece: one rank's part of one parameter."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from shoal.layout.stripe import Stripe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class ParamRun:
     """The way of one parameter through the ranks; counts are elements.
 
     `first` elements lie on rank `rank` from `offset_bytes` on, then `later` on each following
@@ -80,11 +80,15 @@ class Run:
         return fills_first and (fills_later or param.numel <= self.first + self.later)
 
 
+RUN_OF_NOTHING = ParamRun(rank=0, offset_bytes=0, first=1, later=1)
+"""The run of a parameter with no element."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RaggedPacking(Packing):
     """A stream of parameters; where `by_rows`, local tensors keep all dims but the first."""
 
-    runs: tuple[Run, ...]
+    runs: tuple[ParamRun, ...]
     by_rows: bool = False
 
     def __post_init__(self) -> None:
@@ -163,11 +167,11 @@ class RaggedPacking(Packing):
     def with_dtypes(self, dtypes: Sequence[torch.dtype]) -> RaggedPacking:
         """See `Packing.with_dtypes`; when all itemsizes change alike, offsets scale with them."""
         params = self._recast(dtypes)
-        runs: list[Run] = []
+        runs: list[ParamRun] = []
         rank = end = shard_bytes = 0
         for param, run in zip(params, self.runs, strict=True):
             if param.numel == 0:
-                runs.append(run_of_nothing())
+                runs.append(RUN_OF_NOTHING)
                 continue
             end = end if run.rank == rank else 0
             run = replace(run, offset_bytes=round_up(end, run.align * param.itemsize))
@@ -181,8 +185,3 @@ class RaggedPacking(Packing):
             runs=tuple(runs),
             by_rows=self.by_rows,
         )
-
-
-def run_of_nothing() -> Run:
-    """The run of a parameter with no element."""
-    return Run(rank=0, offset_bytes=0, first=1, later=1)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import ge, le
 from typing import Self
 
 from shoal.errors import UsageError
@@ -51,7 +52,7 @@ class Region:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """What to index a tensor with to view the region."""
+        """The index that views the region in a tensor."""
         return tuple(slice(o, o + s) for o, s in zip(self.offsets, self.sizes, strict=True))
 
     def overlap(self, other: Region) -> Region | None:
@@ -67,11 +68,8 @@ class Region:
     def contains(self, other: Region) -> bool:
         """Whether every element of the other region is in this one."""
         self._check_same_ndim(other)
-        if other.numel == 0:
-            return True
-        return all(a <= b for a, b in zip(self.offsets, other.offsets, strict=True)) and all(
-            a >= b for a, b in zip(self.stops, other.stops, strict=True)
-        )
+        starts_inside = all(map(le, self.offsets, other.offsets))
+        return other.numel == 0 or (starts_inside and all(map(ge, self.stops, other.stops)))
 
     def relative_to(self, outer: Region) -> Region:
         """The same elements, counted from the first one of a region that contains them."""
@@ -95,10 +93,7 @@ def flat_regions(shape: Sequence[int], start: int, stop: int) -> tuple[Region, .
         )
     if start == stop:
         return ()
-    return tuple(
-        Region(offsets=offsets, sizes=sizes)
-        for offsets, sizes in _rectangles(tuple(shape), start, stop)
-    )
+    return tuple(_rectangles(tuple(shape), start, stop))
 
 
 def flat_span(shape: Sequence[int], region: Region) -> tuple[int, int]:
@@ -114,13 +109,16 @@ def flat_span(shape: Sequence[int], region: Region) -> tuple[int, int]:
     return first, last + 1
 
 
-_Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+def _rectangles(
+    shape: tuple[int, ...], start: int, stop: int, outer: tuple[int, ...] = ()
+) -> Iterator[Region]:
+    """The regions of a range that is not empty: part of a row, whole rows, part of a row.
 
-
-def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Rectangle]:
-    """Offsets and sizes of a range that is not empty: part of a row, whole rows, part of a row."""
+    `outer` are the indices that select the tensor of this shape from the one asked for.
+    """
+    ones = (1,) * len(outer)
     if not shape:
-        yield (), ()
+        yield Region(offsets=outer, sizes=ones)
         return
     inner = shape[1:]
     row_numel = math.prod(inner)
@@ -128,16 +126,12 @@ def _rectangles(shape: tuple[int, ...], start: int, stop: int) -> Iterator[_Rect
     last_row, end = divmod(stop, row_numel)
     if begin > 0:
         rest = end if row == last_row else row_numel
-        yield from _in_row(row, inner, begin, rest)
+        yield from _rectangles(inner, begin, rest, (*outer, row))
         if row == last_row:
             return
         row += 1
     if row < last_row:
-        yield (row,) + (0,) * len(inner), (last_row - row, *inner)
+        offsets = (*outer, row, *(0,) * len(inner))
+        yield Region(offsets=offsets, sizes=(*ones, last_row - row, *inner))
     if end > 0:
-        yield from _in_row(last_row, inner, 0, end)
-
-
-def _in_row(row: int, inner: tuple[int, ...], start: int, stop: int) -> Iterator[_Rectangle]:
-    for offsets, sizes in _rectangles(inner, start, stop):
-        yield (row, *offsets), (1, *sizes)
+        yield from _rectangles(inner, 0, end, (*outer, last_row))

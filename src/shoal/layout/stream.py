@@ -9,12 +9,13 @@ smallest shard that everything fits in.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from shoal.layout.packing import check_packable, shard_step_bytes
-from shoal.layout.ragged import RaggedPacking, Run, run_of_nothing
+from shoal.layout.ragged import RUN_OF_NOTHING, ParamRun, RaggedPacking
 from shoal.layout.spec import ALIGN_NUMEL, ParamSpec, round_up
 
 MAX_GROWTH = Fraction(1, 8)
@@ -32,7 +33,7 @@ class Grain:
     quantum: int
     align: int = ALIGN_NUMEL
 
-    def start_at(self, rank: int, end_bytes: int, shard_bytes: int) -> Run | None:
+    def start_at(self, rank: int, end_bytes: int, shard_bytes: int) -> ParamRun | None:
         """The run that starts here or, where no quantum fits any more, on the next rank."""
         param = self.param
         quantum = min(self.quantum, param.numel)
@@ -44,7 +45,9 @@ class Grain:
         if room < quantum:
             rank, offset_bytes, room = rank + 1, 0, shard_bytes // param.itemsize
         first = param.numel if param.numel <= room else _whole(room, quantum)
-        return Run(rank=rank, offset_bytes=offset_bytes, first=first, later=later, align=self.align)
+        return ParamRun(
+            rank=rank, offset_bytes=offset_bytes, first=first, later=later, align=self.align
+        )
 
 
 def pack_stream(
@@ -84,7 +87,7 @@ def pack_stream(
 
 def _without_gaps(
     grains: Sequence[Grain], world_size: int, smallest_bytes: int
-) -> list[Run] | None:
+) -> list[ParamRun] | None:
     """The runs through the smallest shard without gaps, or None where that costs too much.
 
     No gap arises where both the shard and the parameter's start are multiples of its quantum.
@@ -105,17 +108,17 @@ def _without_gaps(
         if not gapped:
             return runs
         for index in gapped:
-            param, quantum = grains[index].param, grains[index].quantum
-            align = math.lcm(ALIGN_NUMEL, quantum)
-            grains[index] = Grain(param=param, quantum=quantum, align=align)
-            step = math.lcm(step, align * param.itemsize)
+            grain = grains[index]
+            align = math.lcm(ALIGN_NUMEL, grain.quantum)
+            grains[index] = replace(grain, align=align)
+            step = math.lcm(step, align * grain.param.itemsize)
         shard_bytes = _smallest(grains, world_size, step, limit)
         if shard_bytes is None:
             return None
     return None
 
 
-def _spread(grains: Sequence[Grain], world_size: int, aligned_bytes: int) -> list[Run] | None:
+def _spread(grains: Sequence[Grain], world_size: int, aligned_bytes: int) -> list[ParamRun] | None:
     """The runs through ranks filled only as far as needed; None where alignment costs little."""
     step = max((grain.param.itemsize for grain in grains), default=1)
     needed_bytes = _smallest(grains, world_size, step, aligned_bytes)
@@ -132,23 +135,19 @@ def _smallest(grains: Sequence[Grain], world_size: int, step: int, at_most: int)
     high = at_most // step
     if low > high or _stream(grains, world_size, high * step) is None:
         return None
-    while low < high:
-        middle = (low + high) // 2
-        if _stream(grains, world_size, middle * step) is None:
-            low = middle + 1
-        else:
-            high = middle
-    return high * step
+    return step * bisect_left(
+        range(high), True, lo=low, key=lambda n: _stream(grains, world_size, n * step) is not None
+    )
 
 
-def _stream(grains: Sequence[Grain], world_size: int, shard_bytes: int) -> list[Run] | None:
+def _stream(grains: Sequence[Grain], world_size: int, shard_bytes: int) -> list[ParamRun] | None:
     """The runs of all parameters through shards of this size, or None where they do not fit."""
-    runs: list[Run] = []
+    runs: list[ParamRun] = []
     rank = end_bytes = 0
     for grain in grains:
         param = grain.param
         if param.numel == 0:
-            runs.append(run_of_nothing())
+            runs.append(RUN_OF_NOTHING)
             continue
         run = grain.start_at(rank, end_bytes, shard_bytes)
         if run is None:

@@ -53,25 +53,3 @@ class Stripe:
         columns = slice(self.full_offset, self.full_offset + self.num_ranks * self.numel)
         bands = full.view(self.num_bands, -1)[:, columns]
         return bands.unflatten(1, (self.num_ranks, self.numel)).transpose(0, 1)
-
-
-def chunk_stripes(
-    *, num_bands: int, band_numel: int, chunk_numel: int, shard_offset: int
-) -> tuple[Stripe, ...]:
-    """The stripes of bands that are each cut into chunks, at one offset on all ranks."""
-    if num_bands * band_numel == 0:
-        return ()
-    num_whole, rest = divmod(band_numel, chunk_numel)
-    blocks = ((0, num_whole, chunk_numel), (num_whole, 1, rest))
-    return tuple(
-        Stripe(
-            first_rank=first_rank,
-            num_ranks=num_ranks,
-            shard_offset=shard_offset,
-            full_offset=first_rank * chunk_numel,
-            numel=numel,
-            num_bands=num_bands,
-        )
-        for first_rank, num_ranks, numel in blocks
-        if num_ranks * numel > 0
-    )

@@ -20,11 +20,7 @@ from shoal.doors.sharded_tensor.from_local_shards import init_from_local_shards
 from shoal.doors.sharded_tensor.shard_module import shard_module, shard_parameter
 from shoal.doors.sharded_tensor.state_dict_hooks import pre_load_state_dict_hook, state_dict_hook
 from shoal.sharded_tensor import api, metadata, shard, utils
-from shoal.sharded_tensor.api import (
-    _collect_local_shard,
-    _reshard_output,
-    _shard_tensor,
-)
+from shoal.sharded_tensor.api import _collect_local_shard, _reshard_output, _shard_tensor
 from shoal.tensor.base import ShardedTensorBase
 from shoal.tensor.sharded import ShardedTensor
 

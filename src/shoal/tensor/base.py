@@ -18,6 +18,7 @@ from shoal._torch.sharded import (
     TensorProperties,
 )
 from shoal.errors import UsageError
+from shoal.layout.buffer import region_views
 from shoal.layout.region import Region
 from shoal.tensor.older_api import older_api
 from shoal.tensor.placement import Placement
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from shoal.tensor.sharded import ShardedTensor
 
 
-Kind: TypeAlias = tuple[torch.device, torch.dtype]
+DeviceDtype: TypeAlias = tuple[torch.device, torch.dtype]
 
 
 class ShardedTensorBase(Tensor):
@@ -40,7 +41,7 @@ class ShardedTensorBase(Tensor):
 
     __slots__ = ("kind", "placement")
 
-    kind: Kind
+    kind: DeviceDtype
     local: Tensor
     placement: Placement
     _several: tuple[Tensor, ...]
@@ -60,10 +61,19 @@ class ShardedTensorBase(Tensor):
             raise ValueError(f"expected a local tensor of {self.dtype}, got {local.dtype}")
         locals_ = [*self.locals]
         locals_[index] = local
+        self.hold(locals_)
+
+    def hold(self, locals_: Sequence[Tensor]) -> None:
+        """Have these local tensors and no others; checks nothing."""
+        # Who asks for the only local tensor must not get the first of several, nor may those that
+        # the tensor had before live on.
         if len(locals_) == 1:
-            self.local = local
+            present, absent, value = "local", "_several", locals_[0]
         else:
-            self._several = tuple(locals_)
+            present, absent, value = "_several", "local", tuple(locals_)
+        setattr(self, present, value)
+        if hasattr(self, absent):
+            delattr(self, absent)
 
     @property
     def regions(self) -> tuple[Region, ...]:
@@ -103,17 +113,11 @@ class ShardedTensorBase(Tensor):
         ]
 
     def metadata(self) -> ShardedTensorMetadata:
-        """Where all shards of all ranks lie, and what they have in common."""
+        """The place of each shard of each rank, and the properties that all shards have."""
         return ShardedTensorMetadata(
             shards_metadata=self.placement.shards(self.device),
             size=self.size(),
-            tensor_properties=TensorProperties(
-                dtype=self.dtype,
-                layout=torch.strided,
-                requires_grad=self.requires_grad,
-                memory_format=torch.contiguous_format,
-                pin_memory=self.is_pinned(),
-            ),
+            tensor_properties=TensorProperties.create_from_tensor(self),
         )
 
     def is_pinned(self, device: Any = None) -> bool:
@@ -148,13 +152,13 @@ class ShardedTensorBase(Tensor):
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """Put shards together that are all here, without a process group."""
-        return older_api().assemble_without_group(
+        return older_api().from_local_shards.assemble_without_group(
             local_shards, sharded_tensor_metadata, sharding_spec
         )
 
 
 class OwnShard(LocalShard):
-    """torch's `Shard`, which knows whose it is; copied or sent elsewhere, it is nobody's."""
+    """torch's `Shard`, which knows its sharded tensor; a copy or a pickle of it does not."""
 
     __slots__ = ("_index", "_owner")
 
@@ -185,17 +189,8 @@ class OwnShard(LocalShard):
 
 def parts_of(placement: Placement, locals_: Sequence[Tensor]) -> list[tuple[Region, Tensor]]:
     """Each region of a rank with its part of the rank's local tensors, in the region's shape."""
-    found: list[tuple[Region, Tensor]] = []
-    for local, regions in zip(locals_, placement.local_regions, strict=True):
-        if len(regions) == 1:
-            found.append((regions[0], local.view(regions[0].sizes)))
-            continue
-        flat, start = local.view(-1), 0
-        for region in regions:
-            stop = start + region.numel
-            found.append((region, flat[start:stop].view(region.sizes)))
-            start = stop
-    return found
+    each = zip(locals_, placement.local_regions, strict=True)
+    return [part for local, regions in each for part in region_views(local, regions)]
 
 
 def check_locals(locals_: tuple[Tensor, ...], placement: Placement) -> None:

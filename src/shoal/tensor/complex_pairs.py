@@ -9,7 +9,6 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch.distributed import ProcessGroup
 
-from shoal._torch.sharded import ShardingSpec, ShardMetadata
 from shoal.layout.region import Region
 from shoal.tensor.placement import Placement
 from shoal.tensor.sharded import Handler, Op, ShardedTensor
@@ -59,26 +58,13 @@ class ComplexPairs(Placement):
         """See `Placement.within`."""
         return ComplexPairs(self.whole.within(group))
 
-    def shards(self, device: torch.device) -> list[ShardMetadata]:
-        """Not there: nobody saves a view."""
-        self._refuse()
-
-    def own_shards(self, device: torch.device) -> list[ShardMetadata]:
-        """Not there: nobody saves a view."""
-        self._refuse()
-
-    def spec(self, device: torch.device) -> ShardingSpec:
-        """Not there: torch has no word for it."""
-        self._refuse()
-
-    def without_group(self) -> dict[str, Any]:
-        """Not there: nobody saves a view."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
+    def _refuse(self, device: object = None) -> NoReturn:
         raise NotImplementedError(
             "torch.view_as_real of a ShardedTensor has no shards of its own; use the complex tensor"
         )
+
+    # Nobody saves a view, and torch's specs have no word for it.
+    shards = own_shards = spec = without_group = _refuse
 
 
 def _pair(region: Region) -> Region:

@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from functools import partial
+from itertools import product
 from typing import Any, TypeAlias
 
 import torch
@@ -27,7 +29,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import Placement as MeshPlacement
 
 from shoal._torch import distributed_tensor, operators
-from shoal._torch.sharded import RemoteDevice, ShardMetadata
+from shoal._torch.sharded import ShardMetadata
 from shoal.errors import MeshError, UsageError
 from shoal.layout.chunk import chunk_region
 from shoal.layout.listing import Listing
@@ -35,12 +37,12 @@ from shoal.layout.region import Region
 from shoal.tensor.gather import gather_regions
 from shoal.tensor.listed import Listed
 from shoal.tensor.older_api import is_shared, older_api
-from shoal.tensor.placement import Placement, shared_device
-from shoal.tensor.reshard import reshard
+from shoal.tensor.placement import Placement, shard_metadata, shared_device
+from shoal.tensor.reshard import SameElements, reshard
 from shoal.tensor.sharded import ShardedTensor
 
 Coordinates: TypeAlias = Mapping[int, tuple[int, ...]]
-"""Where each rank of the world stands in a mesh."""
+"""The coordinate in a mesh of each rank of the world."""
 
 _KEPT = (torch.preserve_format, torch.contiguous_format)
 
@@ -107,7 +109,7 @@ def _placed(
     if placement is not moved.placement or (always and moved is tensor):
         moved = ShardedTensor.of(moved.locals, placement, requires_grad=moved.requires_grad)
     if moved is not tensor and is_shared(tensor):
-        older_api().share(moved)
+        older_api().remote_shards.share(moved)
     return moved
 
 
@@ -159,7 +161,10 @@ def from_dtensor(dtensor: DTensor, process_group: ProcessGroup | None = None) ->
     if not placement.regions:
         local = local.reshape(-1)[:0].view(placement.local_shapes[0])
     made = ShardedTensor.of(local.contiguous(), placement)
-    return _FromDTensor.apply(dtensor, [made]) if records else made
+    if not records:
+        return made
+    back = partial(to_dtensor, mesh=dtensor.device_mesh, placements=dtensor.placements)
+    return SameElements.apply(dtensor, [made], back)
 
 
 def to_dtensor(
@@ -179,54 +184,33 @@ def to_dtensor(
         for rank in _ranks_in(where, source.group)
     ]
     own = wanted[source.rank]
-    if _is_cut_so(source, wanted):
-        local = _memory_of(tensor, own)
-    else:
+    is_cut_so = all(
+        source.regions_of(rank) == ((region,) if region.numel else ())
+        for rank, region in enumerate(wanted)
+    )
+    if not is_cut_so:
         device = shared_device(tensor.device, source)
         local = torch.empty(own.sizes, dtype=tensor.dtype, device=device)
         gather_regions(tensor, Listing(enumerate(wanted)), local, reason="a conversion to DTensor")
+    elif own.numel:
+        ((_, local),) = tensor.parts()
+    else:
+        local = torch.empty(own.sizes, dtype=tensor.dtype, device=tensor.device)
     spec = distributed_tensor.dtensor_spec(
         mesh, [_normal(p, tensor) for p in placements], tensor.shape, tensor.stride(), tensor.dtype
     )
     made = distributed_tensor.dtensor(local, spec)
     records = torch.is_grad_enabled() and tensor.requires_grad
-    return _ToDTensor.apply(tensor, [made]) if records else made
+    if not records:
+        return made
+    placements = made.placements
 
-
-class _FromDTensor(torch.autograd.Function):
-    """The sharded tensor in the list, as what became of a DTensor."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dtensor: DTensor, made: list[ShardedTensor]
-    ) -> ShardedTensor:
-        ctx.mesh, ctx.placements = dtensor.device_mesh, dtensor.placements
-        return made[0]
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: ShardedTensor
-    ) -> tuple[DTensor, None]:
-        return to_dtensor(gradient, ctx.mesh, ctx.placements), None
-
-
-class _ToDTensor(torch.autograd.Function):
-    """The DTensor in the list, as what became of a sharded tensor."""
-
-    @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, tensor: ShardedTensor, made: list[DTensor]
-    ) -> DTensor:
-        ctx.source, ctx.placements = tensor.placement, made[0].placements
-        return made[0]
-
-    @staticmethod
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: DTensor
-    ) -> tuple[ShardedTensor, None]:
+    def back(gradient: DTensor) -> ShardedTensor:
         # What is Partial is added up here; what is replicated is the same on all ranks.
-        gradient = gradient.redistribute(placements=ctx.placements)
-        return reshard(from_dtensor(gradient, ctx.source.group), ctx.source), None
+        gradient = gradient.redistribute(placements=placements)
+        return reshard(from_dtensor(gradient, source.group), source)
+
+    return SameElements.apply(tensor, [made], back)
 
 
 def _region(
@@ -235,7 +219,7 @@ def _region(
     placements: Sequence[MeshPlacement],
     coordinate: Sequence[int],
 ) -> Region:
-    """What the rank at a coordinate has: the whole, cut along each mesh axis in turn.
+    """The region of the rank at a coordinate: the whole, cut along each mesh axis in turn.
 
     So two ranks have the same elements, or none in common.
     """
@@ -253,7 +237,7 @@ def _region(
 
 
 def _shards(dtensor: DTensor, where: Coordinates, ranks: Sequence[int]) -> list[ShardMetadata]:
-    """What each rank of a group holds, all elements once."""
+    """The shards that the ranks of a group hold, each element in one of them."""
     shape, mesh, placements = dtensor.shape, dtensor.device_mesh, dtensor.placements
     holders: dict[Region, int] = {}
     for rank in ranks:
@@ -266,13 +250,8 @@ def _shards(dtensor: DTensor, where: Coordinates, ranks: Sequence[int]) -> list[
         )
     # Who holds nothing is not listed, unless there is nothing to hold.
     listed = {r: rank for r, rank in holders.items() if r.numel} or {Region.whole(shape): ranks[0]}
-    return [_shard(region, rank, dtensor.device) for region, rank in listed.items()]
-
-
-def _shard(region: Region, rank: int, device: torch.device) -> ShardMetadata:
-    # Which of its devices another rank uses is its own business.
-    place = device if rank == dist.get_rank() else torch.device(device.type)
-    return ShardMetadata([*region.offsets], [*region.sizes], RemoteDevice(f"rank:{rank}/{place}"))
+    here, device = dist.get_rank(), dtensor.device
+    return [shard_metadata(r, rank, device, is_own=rank == here) for r, rank in listed.items()]
 
 
 def _group_of(dtensor: DTensor) -> ProcessGroup:
@@ -302,14 +281,8 @@ def _replica(mesh: DeviceMesh, where: Coordinates, ranks: Sequence[int]) -> int:
 
 
 def _coordinates(mesh: DeviceMesh) -> Coordinates:
-    found: dict[int, tuple[int, ...]] = {}
-    for number, rank in enumerate(mesh.mesh.flatten().tolist()):
-        at: list[int] = []
-        for size in reversed(mesh.shape):
-            number, index = divmod(number, size)
-            at.append(index)
-        found[rank] = tuple(reversed(at))
-    return found
+    everywhere = product(*map(range, mesh.shape))
+    return dict(zip(mesh.mesh.flatten().tolist(), everywhere, strict=True))
 
 
 def _ranks_in(where: Coordinates, group: ProcessGroup) -> list[int]:
@@ -320,21 +293,6 @@ def _ranks_in(where: Coordinates, group: ProcessGroup) -> list[int]:
             f"expected a group of some of the mesh's ranks {sorted(where)}, got ranks {ranks}"
         )
     return ranks
-
-
-def _is_cut_so(source: Placement, wanted: Sequence[Region]) -> bool:
-    """Whether each rank holds just the region that it is to have; the same answer on all ranks."""
-    return all(
-        source.regions_of(rank) == ((region,) if region.numel else ())
-        for rank, region in enumerate(wanted)
-    )
-
-
-def _memory_of(tensor: ShardedTensor, region: Region) -> Tensor:
-    if region.numel:
-        ((_, part),) = tensor.parts()
-        return part
-    return torch.empty(region.sizes, dtype=tensor.dtype, device=tensor.device)
 
 
 def _normal(placement: MeshPlacement, tensor: Tensor) -> MeshPlacement:

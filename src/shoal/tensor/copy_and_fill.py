@@ -33,24 +33,25 @@ _RANDOM = (
 )
 
 
-def copy_into(op: Op, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
+def copy_into(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Copy into a sharded tensor: one cut alike, a whole one of its shape, or a single number."""
+    target, source, *rest = args
     if not isinstance(target, ShardedTensor):
         if isinstance(source, ShardedTensor):
             raise unsupported(op, "the target is a plain tensor", source)
-        return target.copy_(source, non_blocking=non_blocking)
+        return target.copy_(source, *rest, **kwargs)
     if isinstance(source, ShardedTensor):
         if not target.placement.agrees(source.placement):
             raise differently_cut(op, target, source)
         for into, taken in zip(target.locals, source.locals, strict=True):
-            into.copy_(taken, non_blocking=non_blocking)
+            into.copy_(taken, *rest, **kwargs)
     elif isinstance(source, DTensor):
         raise unsupported(op, "the source is a DTensor; use source.full_tensor()", target)
     elif source.shape == target.shape:
-        keep_own(target, source, non_blocking=non_blocking)
+        _keep_own(target, source, *rest, **kwargs)
     elif source.dim() == 0:
         for into in target.locals:
-            into.copy_(source, non_blocking=non_blocking)
+            into.copy_(source, *rest, **kwargs)
     else:
         raise unsupported(
             op,
@@ -61,7 +62,7 @@ def copy_into(op: Op, target: Tensor, source: Tensor, non_blocking: bool = False
     return target
 
 
-def keep_own(target: ShardedTensor, whole: Tensor, *, non_blocking: bool = False) -> None:
+def _keep_own(target: ShardedTensor, whole: Tensor, non_blocking: bool = False) -> None:
     """Take this rank's elements out of a whole tensor that every rank has."""
     for region, part in target.parts():
         part.copy_(whole[region.slices], non_blocking=non_blocking)
@@ -122,10 +123,6 @@ def _fill_from_tensor(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _in_place(op, args, kwargs)
 
 
-def _copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    return copy_into(op, *args, **kwargs)
-
-
 def _check_row_major(op: Op, example: ShardedTensor, kwargs: dict[str, Any]) -> None:
     if kwargs.get("memory_format") not in _ROW_MAJOR:
         raise unsupported(op, f"a piece has no {kwargs['memory_format']}", example)
@@ -138,12 +135,10 @@ def _draw(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTenso
     if any(isinstance(arg, torch.Tensor) for arg in rest):
         raise unsupported(op, "its parameters are tensors", target)
     if target.placement.shards_stand_alone:
-        for local in target.locals:
-            op(local, *rest, **kwargs)
-        return target
+        return _in_place(op, args, kwargs)
     whole = torch.empty(target.placement.shape, dtype=target.dtype, device=target.device)
     op(whole, *rest, **kwargs)
-    keep_own(target, whole)
+    _keep_own(target, whole)
     return target
 
 
@@ -168,7 +163,7 @@ HANDLERS: dict[str, Handler] = {
     "ones_like": _made_like,
     "zeros_like": _made_like,
     "_to_copy": _made_like,
-    "copy_": _copy,
+    "copy_": copy_into,
     "eye.m_out": _identity,
     "fill_.Scalar": _in_place,
     "fill_.Tensor": _fill_from_tensor,

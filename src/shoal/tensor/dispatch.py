@@ -52,7 +52,7 @@ def _is_elementwise(op: Op) -> bool:
 
 
 def _elementwise_handler(op: Op) -> Handler:
-    """Make the _elementwise_handler of one element-wise operation."""
+    """Make the handler of one element-wise operation."""
     mutated = operators.mutated_arguments(op)
     if len(mutated) > 1 or len(operators.schema_of(op).returns) != 1:
         return refuse

@@ -8,7 +8,6 @@ scatter                a whole tensor that one rank has, dealt out as a spec say
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
@@ -27,7 +26,7 @@ from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
 from shoal.tensor.placement import Placement, group_or_default, shared_device
 from shoal.tensor.sharded import ShardedTensor, allocate
-from shoal.tensor.transfer import MAX_EXTRA, Part, num_rounds, transfer
+from shoal.tensor.transfer import Part, num_rounds, transfer
 
 Asked: TypeAlias = Region | tuple[slice, ...] | None
 """A region, the slices that index it, or nothing."""
@@ -105,7 +104,7 @@ def gather_on(
 
 
 def _problem(tensor: ShardedTensor, dst: int, out: Tensor | None) -> str | None:
-    """What is wrong with an output, if anything is."""
+    """The mistake in an output, if there is one."""
     shape, rank = tensor.placement.shape, tensor.placement.rank
     if rank != dst:
         if out is None:
@@ -135,8 +134,9 @@ def _gather_stripes(
         _broadcast(transport, rows, local, first_rank)
     flat = full.view(-1)
     for stripe in stripes:
-        at_row = _from_row(stripe, first_rank)
-        at_row.of_full(flat).copy_(at_row.of_rows(rows))
+        # The matrix has nothing but this tensor, from the first holder on.
+        there = replace(stripe, first_rank=stripe.first_rank - first_rank, shard_offset=0)
+        there.of_full(flat).copy_(there.of_rows(rows))
 
 
 def _all_gather(transport: Transport, rows: Tensor, local: Tensor) -> None:
@@ -160,12 +160,7 @@ def _broadcast(transport: Transport, rows: Tensor, local: Tensor, first_rank: in
         pending.wait()
 
 
-def _from_row(stripe: Stripe, first_rank: int) -> Stripe:
-    """Where the stripe lies in a matrix that has nothing but this tensor."""
-    return replace(stripe, first_rank=stripe.first_rank - first_rank, shard_offset=0)
-
-
-def fetch(tensor: ShardedTensor, region: Asked, *, max_extra: float = MAX_EXTRA) -> Tensor | None:
+def fetch(tensor: ShardedTensor, region: Asked) -> Tensor | None:
     """Give this rank the region that it names, as a plain tensor outside of autograd.
 
     Collective: every rank of the tensor's group calls it, each with a region of its own or with
@@ -179,17 +174,12 @@ def fetch(tensor: ShardedTensor, region: Asked, *, max_extra: float = MAX_EXTRA)
         device = shared_device(tensor.device, tensor.placement)
         target = torch.empty(own.sizes, dtype=tensor.dtype, device=device)
     asked = Listing((rank, each) for rank, each in enumerate(wanted) if each is not None)
-    gather_regions(tensor, asked, target, reason="a fetch", max_extra=max_extra)
+    gather_regions(tensor, asked, target, reason="a fetch")
     return target
 
 
 def gather_regions(
-    tensor: ShardedTensor,
-    wanted: Listing,
-    target: Tensor | None,
-    *,
-    reason: str,
-    max_extra: float = MAX_EXTRA,
+    tensor: ShardedTensor, wanted: Listing, target: Tensor | None, *, reason: str
 ) -> None:
     """Fill `target` with the region that this rank wants of a tensor: collective.
 
@@ -202,7 +192,6 @@ def gather_regions(
     rounds = num_rounds(
         wanted.numel * tensor.element_size(),
         placement.group.size(),
-        max_extra=max_extra,
         num_copies=max(len(wanted.ranks), 1),
     )
     transfer(
@@ -239,14 +228,13 @@ def _ask(tensor: ShardedTensor, asked: Asked) -> list[Region | None]:
             f"a fetch from a tensor of shape {shape} asks for what it does not have, on ranks "
             f"{invalid} of the group" + (f"; on this one: {problem}" if problem else "")
         ) from problem
-    return [_read(row, len(shape)) for row in rows]
-
-
-def _read(row: Sequence[int], ndim: int) -> Region | None:
-    status, *numbers = row
-    if status == _NOTHING:
-        return None
-    return Region(offsets=tuple(numbers[:ndim]), sizes=tuple(numbers[ndim:]))
+    ndim = len(shape)
+    return [
+        Region(offsets=tuple(numbers[:ndim]), sizes=tuple(numbers[ndim:]))
+        if status == _REGION
+        else None
+        for status, *numbers in rows
+    ]
 
 
 def _as_region(asked: object, shape: tuple[int, ...]) -> Region | None:
@@ -278,7 +266,7 @@ def _sliced(slices: tuple[slice, ...], shape: tuple[int, ...]) -> Region:
 def scatter(
     tensor: Tensor, spec: ShardingSpec, src_rank: int, process_group: ProcessGroup | None
 ) -> ShardedTensor:
-    """Deal out the tensor of rank `src_rank` of the group; others give its shape: collective."""
+    """Deal out the tensor of rank `src_rank`; the other ranks give its shape: collective."""
     group = group_or_default(process_group)
     if not 0 <= src_rank < group.size():
         raise ValueError(f"src_rank {src_rank} does not exist: the group has {group.size()} ranks")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, ClassVar, Self, TypeAlias, cast
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ from shoal.layout.listing import Listing
 from shoal.layout.region import Region
 from shoal.tensor.placement import Placement, device_beside
 from shoal.tensor.spec import spec_of
-
-Held: TypeAlias = tuple[int, Region]
-"""A rank of the group, and what it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +43,7 @@ class Listed(Placement):
     )
     local_regions: tuple[tuple[Region, ...], ...] = field(init=False, repr=False, compare=False)
     local_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
-    _held: tuple[Held, ...] = field(init=False, repr=False)
+    _cut: object = field(init=False, repr=False)
     _listing: Listing = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -66,7 +63,7 @@ class Listed(Placement):
         held = sorted(zip(ranks, regions, strict=True), key=lambda pair: pair[0])
         set_field("shape", tuple(self.shape))
         set_field("given_spec", self.given_spec or spec_of([*self.listed]))
-        set_field("_held", tuple(held))
+        set_field("_cut", tuple(held))
         set_field("_listing", Listing(held))
         set_field("local_regions", tuple(_if_any(regions[i]) for i in own) or ((),))
         set_field("local_shapes", tuple(regions[i].sizes for i in own) or ((0,),))
@@ -101,17 +98,6 @@ class Listed(Placement):
         """See `Placement.holders`."""
         return self._listing.holders(region)
 
-    def agrees(self, other: Placement) -> bool:
-        """See `Placement.agrees`."""
-        if self is other:
-            return True
-        return (
-            isinstance(other, Listed)
-            and self.group is other.group
-            and self.shape == other.shape
-            and self._held == other._held
-        )
-
     def shards(self, device: torch.device) -> list[ShardMetadata]:
         """See `Placement.shards`: in the order in which the spec lists them."""
         spec = self.given_spec
@@ -142,17 +128,6 @@ class Listed(Placement):
     def within(self, group: ProcessGroup) -> Self:
         """See `Placement.within`."""
         return replace(self, group=group)
-
-    def without_group(self) -> dict[str, Any]:
-        """See `Placement.without_group`."""
-        return {
-            "listed": self.listed,
-            "shape": self.shape,
-            "given_spec": self.given_spec,
-            "is_pinned": self.is_pinned,
-            "own": self.own,
-            "replica": self.replica,
-        }
 
     def _devices(self, own: Sequence[int]) -> tuple[torch.device, ...]:
         found = tuple(_place(self.listed[index]).device() for index in own)

@@ -1,13 +1,12 @@
 """Functions that torch's older API asks of `ShardedTensor`, and that a door serves.
 
 The class has torch's constructors and `remote_shards()`, since code in the wild calls them on it.
-`doors.sharded_tensor` implements them, and says so here when it is imported.
+`doors.sharded_tensor` implements them. The core imports it when one of them is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,40 +16,11 @@ if TYPE_CHECKING:
 _DOOR = "shoal.doors.sharded_tensor"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OlderApi:
-    """The functions, with the arguments of the methods that call them."""
-
-    allocate: Callable[..., ShardedTensor]
-    """Shards of a spec, as `ShardedTensor(spec, *size)` makes them."""
-    assemble: Callable[..., ShardedTensor]
-    assemble_by_spec: Callable[..., ShardedTensor]
-    assemble_by_metadata: Callable[..., ShardedTensor]
-    assemble_without_group: Callable[..., ShardedTensor]
-    share: Callable[[ShardedTensor], None]
-    """Exchange RRefs to all shards between all RPC workers."""
-    is_shared: Callable[[ShardedTensor], bool]
-    """Whether RRefs to its shards were exchanged."""
-    remote_shards: Callable[[ShardedTensor], dict[int, list[Any]]]
-
-
-_served: OlderApi | None = None
-
-
-def serve(api: OlderApi) -> None:
-    """Have methods of `ShardedTensor` call these functions from now on."""
-    global _served
-    _served = api
-
-
-def older_api() -> OlderApi:
-    """The functions; imports the door where a tensor came by `torch.load` or `from_dtensor`."""
-    if _served is None:
-        import_module(_DOOR)
-    assert _served is not None, f"{_DOOR} has not registered itself"
-    return _served
+def older_api() -> Any:
+    """The door, whose modules are its attributes; imported by the first call."""
+    return import_module(_DOOR)
 
 
 def is_shared(tensor: ShardedTensor) -> bool:
     """Whether RRefs to a tensor's shards were exchanged; imports nothing to find out."""
-    return _served is not None and _served.is_shared(tensor)
+    return _DOOR in sys.modules and older_api().remote_shards.is_shared(tensor)

@@ -20,11 +20,11 @@ from torch.distributed.tensor import DTensor, Partial
 from shoal._torch import distributed_tensor, operators
 from shoal.errors import UsageError
 from shoal.tensor.copy_and_fill import copy_into
-from shoal.tensor.sharded import Handler, Kind, Op, ShardedTensor, like, like_each
+from shoal.tensor.sharded import DeviceDtype, Handler, Op, ShardedTensor, like, like_each
 from shoal.tensor.unsupported import check_plain, differently_cut, unsupported
 
 Lists: TypeAlias = list[list[Any]]
-TensorGroups: TypeAlias = dict[Kind, tuple[Lists, list[int]]]
+TensorGroups: TypeAlias = dict[DeviceDtype, tuple[Lists, list[int]]]
 """For each kind the parts of all lists, and where in the lists they were."""
 
 ELEMENTWISE = frozenset(
@@ -90,7 +90,14 @@ def _like(example: Tensor, local: Tensor) -> Tensor:
     """A result that lies as its example does."""
     if isinstance(example, ShardedTensor):
         return like(example, local)
-    return _dtensor_like(example, local) if isinstance(example, DTensor) else local
+    if not isinstance(example, DTensor):
+        return local
+    spec = distributed_tensor.spec_of(example)
+    if local.dtype is not example.dtype:
+        spec = distributed_tensor.dtensor_spec(
+            spec.mesh, spec.placements, example.shape, example.stride(), local.dtype
+        )
+    return distributed_tensor.dtensor(local, spec)
 
 
 def _foreach_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -106,7 +113,7 @@ def _foreach_copy(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None
         op([t.local for t in targets], [s.local for s in sources], *rest, **kwargs)
         return
     for target, source in zip(targets, sources, strict=True):
-        copy_into(op, target, source, *rest)
+        copy_into(op, (target, source, *rest), {})
 
 
 def _fused(num_lists: int) -> Handler:
@@ -198,16 +205,6 @@ def _described(tensor: Tensor) -> str:
     return f"{tuple(tensor.shape)} {where or 'of a plain tensor'}"
 
 
-def _dtensor_like(example: DTensor, local: Tensor) -> DTensor:
-    """Wrap a local tensor of the right shape as another DTensor is wrapped."""
-    spec = distributed_tensor.spec_of(example)
-    if local.dtype is not example.dtype:
-        spec = distributed_tensor.dtensor_spec(
-            spec.mesh, spec.placements, example.shape, example.stride(), local.dtype
-        )
-    return distributed_tensor.dtensor(local, spec)
-
-
 def _counts(examples: Sequence[Tensor]) -> list[int]:
     """How many local tensors each tensor has on this rank."""
     return [len(each.locals) if isinstance(each, ShardedTensor) else 1 for each in examples]
@@ -283,10 +280,10 @@ def _local_and_place(tensor: Any) -> tuple[Any, object]:
     return tensor, None if tensor is None else (tensor.dtype, tensor.shape)
 
 
-def _by_kind(kinds: list[Kind], lists: Lists) -> TensorGroups:
+def _by_kind(kinds: list[DeviceDtype], lists: Lists) -> TensorGroups:
     if kinds.count(kinds[0]) == len(kinds):
         return {kinds[0]: (lists, [*range(len(kinds))])}
-    found: dict[Kind, list[int]] = {}
+    found: dict[DeviceDtype, list[int]] = {}
     for index, kind in enumerate(kinds):
         found.setdefault(kind, []).append(index)
     return {

@@ -5,21 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self, TypeAlias
+from functools import partial
+from typing import ClassVar, Self
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shoal._torch.sharded import RemoteDevice, ShardingSpec, ShardMetadata
+from shoal._torch.sharded import ShardingSpec, ShardMetadata
 from shoal.errors import MeshError, UsageError
 from shoal.layout.packing import Packing
 from shoal.layout.piece import Piece
 from shoal.layout.region import Region
-from shoal.tensor.placement import Placement
+from shoal.tensor.placement import Placement, shard_metadata
 from shoal.tensor.spec import spec_of
-
-Cut: TypeAlias = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +29,7 @@ class Packed(Placement):
     """
 
     shards_stand_alone: ClassVar[bool] = False
+    local_devices: ClassVar[None] = None  # pyright: ignore
 
     packing: Packing
     index: int
@@ -39,7 +39,9 @@ class Packed(Placement):
     is_pinned: bool = field(default=False, init=False, repr=False, compare=False)
     shape: tuple[int, ...] = field(init=False, repr=False, compare=False)
     piece: Piece = field(init=False, repr=False, compare=False)
-    _cut: Cut = field(init=False, repr=False, compare=False)
+    local_regions: tuple[tuple[Region, ...], ...] = field(init=False, repr=False, compare=False)
+    local_shapes: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    _cut: object = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.group, ProcessGroup):
@@ -59,28 +61,13 @@ class Packed(Placement):
             )
         if self.replica < 0:
             raise UsageError(f"expected a replica of 0 or more, got {self.replica}")
-        object.__setattr__(self, "shape", self.packing.params[self.index].shape)
-        object.__setattr__(self, "piece", self.packing.piece(self.index, self.rank))
-        object.__setattr__(self, "_cut", _cut(self.packing, self.index))
-
-    @property
-    def local_regions(self) -> tuple[tuple[Region, ...], ...]:  # pyright: ignore
-        """See `Placement`: one local tensor has all of them."""
-        return (self.piece.regions,)
-
-    @property
-    def local_shapes(self) -> tuple[tuple[int, ...], ...]:  # pyright: ignore
-        """See `Placement`."""
-        return (self.piece.shape,)
-
-    @property
-    def local_devices(self) -> None:  # pyright: ignore
-        """See `Placement`: a packing does not say."""
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """See `Placement.regions`."""
-        return self.piece.regions
+        piece = self.packing.piece(self.index, self.rank)
+        set_field = partial(object.__setattr__, self)
+        set_field("shape", self.packing.params[self.index].shape)
+        set_field("piece", piece)
+        set_field("local_regions", (piece.regions,))
+        set_field("local_shapes", (piece.shape,))
+        set_field("_cut", _cut(self.packing, self.index))
 
     def regions_of(self, rank: int) -> tuple[Region, ...]:
         """See `Placement.regions_of`."""
@@ -89,17 +76,6 @@ class Packed(Placement):
     def holders(self, region: Region) -> Sequence[int]:
         """See `Placement.holders`."""
         return self.packing.holders(self.index, region)
-
-    def agrees(self, other: Placement) -> bool:
-        """See `Placement.agrees`; decided from stripes: few, and the same on all ranks."""
-        if self is other:
-            return True
-        return (
-            isinstance(other, Packed)
-            and self.group is other.group
-            and self.shape == other.shape
-            and self._cut == other._cut
-        )
 
     def shards(self, device: torch.device) -> list[ShardMetadata]:
         """See `Placement.shards`; walks all ranks of the group."""
@@ -121,22 +97,13 @@ class Packed(Placement):
         """See `Placement.within`."""
         return replace(self, group=group, rank=group.rank())
 
-    def without_group(self) -> dict[str, Any]:
-        """See `Placement.without_group`."""
-        return {"packing": self.packing, "index": self.index, "replica": self.replica}
-
     def _of(self, rank: int, device: torch.device) -> list[ShardMetadata]:
-        place = self._place(rank, device)
         regions = self.regions_of(rank)
         if rank == 0 and not math.prod(self.shape):
             # torch has a shard for each tensor, also for one without elements.
             regions = (Region.whole(self.shape),)
-        return [_shard(region, place) for region in regions]
-
-    def _place(self, rank: int, device: torch.device) -> RemoteDevice:
-        # Which of its devices another rank uses is its own business.
-        of_rank = device if rank == self.rank else torch.device(device.type)
-        return RemoteDevice(f"rank:{dist.get_global_rank(self.group, rank)}/{of_rank}")
+        of_world, is_own = dist.get_global_rank(self.group, rank), rank == self.rank
+        return [shard_metadata(region, of_world, device, is_own=is_own) for region in regions]
 
     def __str__(self) -> str:
         return (
@@ -150,12 +117,8 @@ def packed(group: ProcessGroup, *, packing: Packing, index: int, replica: int) -
     return Packed(packing=packing, index=index, group=group, rank=group.rank(), replica=replica)
 
 
-def _shard(region: Region, place: RemoteDevice) -> ShardMetadata:
-    return ShardMetadata(list(region.offsets), list(region.sizes), place)
-
-
-def _cut(packing: Packing, index: int) -> Cut:
-    """Who holds what, without where it lies in the shards; and how a holder shapes it."""
+def _cut(packing: Packing, index: int) -> object:
+    """See `Placement`: stripes, of which there are few, and how a holder shapes its piece."""
     stripes = packing.stripes(index)
     first_rank = stripes[0].first_rank if stripes else 0
     return (

@@ -20,7 +20,7 @@ from torch.distributed import ProcessGroup
 from shoal._torch import sharded
 from shoal.errors import UsageError
 from shoal.layout.even import EvenPacking
-from shoal.layout.ragged import RaggedPacking, Run
+from shoal.layout.ragged import ParamRun, RaggedPacking
 from shoal.layout.spec import ParamSpec
 from shoal.layout.whole import WholePacking
 from shoal.tensor import listed, packed, spec
@@ -30,7 +30,7 @@ from shoal.tensor.sharded import ShardedTensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupState:
-    """What must be the same when a tensor is loaded."""
+    """Ranks and sizes of the groups, which must be the same when a tensor is loaded."""
 
     local_rank: int
     global_rank: int
@@ -60,7 +60,7 @@ class GroupState:
 
 
 def reduced(tensor: ShardedTensor) -> tuple[Callable[..., ShardedTensor], tuple[dict[str, Any]]]:
-    """What pickle needs to know."""
+    """The function that makes the tensor again, and its argument, for pickle."""
     placement = tensor.placement
     kind = type(placement).__name__
     values = tuple((name, _plain(v)) for name, v in placement.without_group().items())
@@ -79,7 +79,7 @@ def reduced(tensor: ShardedTensor) -> tuple[Callable[..., ShardedTensor], tuple[
 def rebuilt(saved: dict[str, Any]) -> ShardedTensor:
     """Make the tensor again, in the group that it is loaded into.
 
-    Anybody may have written what it is given: the values check themselves and one another.
+    The pickle may come from anywhere: its values check themselves and one another.
     """
     if not dist.is_initialized():
         raise RuntimeError(
@@ -98,7 +98,7 @@ def rebuilt(saved: dict[str, Any]) -> ShardedTensor:
     )
     vars(tensor).update(attributes)
     if saved["is_shared"]:
-        older_api().share(tensor)
+        older_api().remote_shards.share(tensor)
     return tensor
 
 
@@ -107,13 +107,13 @@ _PLACEMENTS = {"Packed": packed.packed, "Listed": listed.listed}
 _PACKINGS = (EvenPacking, RaggedPacking, WholePacking)
 _VALUES = (
     ParamSpec,
-    Run,
+    ParamRun,
     sharded.ShardMetadata,
     sharded.ChunkShardingSpec,
     sharded.EnumerableShardingSpec,
     spec.ChunkShardingSpec,
 )
-"""What placements consist of: values that check themselves when they are made."""
+"""The classes of values in placements; they check themselves when they are made."""
 
 
 def _plain(value: Any) -> Any:
@@ -136,7 +136,8 @@ def _plain_fields(value: Any) -> Any:
 
 
 def _tag(kind: type) -> str:
-    return f"<{kind.__module__}.{kind.__name__}>"
+    name = "Run" if kind is ParamRun else kind.__name__  # files have its first name
+    return f"<{kind.__module__}.{name}>"
 
 
 def _from_plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""A placement: which elements of a tensor this rank holds, and who holds the others, and where.
+"""A placement: which ranks hold which elements of a tensor, and on which devices.
 
-    Packed   the pieces of a layout: every rank can compute every rank's, and nobody lists them
-    Listed   shards that somebody listed, with a rank and a device each, as torch's specs do
+    Packed   the pieces of a layout: every rank computes every rank's
+    Listed   shards from a list, with a rank and a device each, as torch's specs have it
 
 Everything else (gathering, resharding, operations, checkpoints) asks the questions below, and does
 not look which kind it has.
@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from dataclasses import fields
+from typing import Any, ClassVar, Self, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from shoal._torch.sharded import ShardingSpec, ShardMetadata
+from shoal._torch.sharded import RemoteDevice, ShardingSpec, ShardMetadata
 from shoal.layout.region import Region
 
 
@@ -47,6 +48,8 @@ class Placement(ABC):
     """For each local tensor of this rank its rectangles, one after another; no empty ones."""
     local_shapes: tuple[tuple[int, ...], ...]
     """The shape of each local tensor; where a rank holds nothing, there is one without elements."""
+    _cut: object
+    """Which elements each rank holds, in which local shapes: the same value on all ranks."""
     local_devices: tuple[torch.device, ...] | None
     """Where each local tensor lies; None where the placement does not say."""
 
@@ -65,18 +68,23 @@ class Placement(ABC):
 
     @abstractmethod
     def regions_of(self, rank: int) -> tuple[Region, ...]:
-        """What any rank of the group holds."""
+        """The regions that a rank of the group holds; none of them is empty."""
 
     @abstractmethod
     def holders(self, region: Region) -> Sequence[int]:
         """The ranks that may hold an element of the region, in order; no other rank does."""
 
-    @abstractmethod
     def agrees(self, other: Placement) -> bool:
         """Whether every rank holds the same elements, in the same local shapes, by both.
 
         All ranks get the same answer, so an error that follows from it is raised on all.
         """
+        return self is other or (
+            type(self) is type(other)
+            and self.group is other.group
+            and self.shape == other.shape
+            and self._cut == other._cut
+        )
 
     @abstractmethod
     def shards(self, device: torch.device) -> list[ShardMetadata]:
@@ -84,11 +92,11 @@ class Placement(ABC):
 
     @abstractmethod
     def own_shards(self, device: torch.device) -> list[ShardMetadata]:
-        """Those of this rank."""
+        """This rank's shards, as torch describes them."""
 
     @abstractmethod
     def spec(self, device: torch.device) -> ShardingSpec:
-        """How torch would say that a tensor is cut like this."""
+        """torch's spec for a tensor that is cut like this."""
 
     @abstractmethod
     def on(self, device: torch.device) -> Placement:
@@ -98,9 +106,19 @@ class Placement(ABC):
     def within(self, group: ProcessGroup) -> Self:
         """The same cut, over another group of the same ranks."""
 
-    @abstractmethod
     def without_group(self) -> dict[str, Any]:
         """The fields that make the same placement of another group."""
+        names = [each.name for each in fields(cast(Any, self)) if each.init]
+        return {name: getattr(self, name) for name in names if name not in ("group", "rank")}
+
+
+def shard_metadata(
+    region: Region, rank: int, device: torch.device, *, is_own: bool
+) -> ShardMetadata:
+    """The metadata of a region on a rank of the world, as torch describes shards."""
+    # Which of its devices another rank uses is its own business.
+    place = device if is_own else torch.device(device.type)
+    return ShardMetadata([*region.offsets], [*region.sizes], RemoteDevice(f"rank:{rank}/{place}"))
 
 
 def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
@@ -116,7 +134,7 @@ def group_or_default(group: ProcessGroup | None) -> ProcessGroup:
 
 
 def preferred_device(group: ProcessGroup | None) -> torch.device:
-    """Where a group's backend takes tensors from: the current accelerator, or the CPU."""
+    """The device whose tensors a group's backend takes: the current accelerator, or the CPU."""
     if not isinstance(group, ProcessGroup):
         return torch.device("cpu")
     types = [pair.split(":")[0] for pair in dist.get_backend_config(group).split(",")]
@@ -124,7 +142,7 @@ def preferred_device(group: ProcessGroup | None) -> torch.device:
 
 
 def device_beside(shards: Sequence[ShardMetadata], group: ProcessGroup | None) -> torch.device:
-    """Where a rank has its local tensor that is none of the shards: on their type of device.
+    """The device of a local tensor on a rank that has no shard: of the type that the shards have.
 
     A group that serves both CPU and GPU does not say where the shards are; they do. The group
     decides where they differ, or where this process has no such device.

@@ -14,7 +14,7 @@ A DTensor's norm is combined along each axis of its mesh that shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -51,7 +51,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _lowest_of(dtype: torch.dtype) -> float | int:
-    """What never is the largest, unless there is nothing else."""
+    """The lowest value of a dtype, which is the largest only where there is no other."""
     return -torch.inf if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
@@ -96,14 +96,10 @@ def _holders_of(tensor: Tensor) -> tuple[Holders, ...]:
     """The groups whose ranks hold different elements of a tensor; none for a plain one."""
     if isinstance(tensor, ShardedTensor):
         return (tensor.placement,)
-    return tuple(_sharding_axes(tensor)) if isinstance(tensor, DTensor) else ()
-
-
-def _sharding_axes(tensor: DTensor) -> Iterator[_MeshAxis]:
-    """The mesh axes along which ranks hold different elements."""
-    for axis, placement in enumerate(tensor.placements):
-        if not isinstance(placement, Replicate):
-            yield _MeshAxis(tensor.device_mesh.get_group(axis))
+    if not isinstance(tensor, DTensor):
+        return ()
+    axes = [axis for axis, each in enumerate(tensor.placements) if not isinstance(each, Replicate)]
+    return tuple(_MeshAxis(tensor.device_mesh.get_group(axis)) for axis in axes)
 
 
 def _without_partial(tensor: Tensor) -> Tensor:
@@ -112,17 +108,6 @@ def _without_partial(tensor: Tensor) -> Tensor:
         return tensor
     placements = [Replicate() if isinstance(p, Partial) else p for p in tensor.placements]
     return tensor.redistribute(placements=placements)
-
-
-def _shape_over_all_dims(op: Op, given: dict[str, Any]) -> tuple[int, ...]:
-    """The shape of a result over all dims; other ways to reduce are refused."""
-    tensor, dim = given["self"], given.get("dim")
-    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
-    if dims and {d % max(tensor.dim(), 1) for d in dims} != set(range(max(tensor.dim(), 1))):
-        raise unsupported(
-            op, f"it reduces over dims {dims} of {tensor.dim()}, not over all", tensor
-        )
-    return (1,) * tensor.dim() if given.get("keepdim") else ()
 
 
 def _check_no_gradient(op: Op, tensor: Tensor) -> None:
@@ -136,8 +121,7 @@ def _check_no_gradient(op: Op, tensor: Tensor) -> None:
 def _sum(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     given, tensor, shape = _bound(op, args, kwargs)
     dtype = given["dtype"] or (torch.int64 if _is_whole(tensor.dtype) else tensor.dtype)
-    part = _own_sum(tensor, accumulation_dtype(dtype))
-    return add_up(part.view(1), tensor.placement).to(dtype).view(shape)
+    return _total(tensor, dtype).to(dtype).view(shape)
 
 
 def _mean(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -145,9 +129,7 @@ def _mean(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     dtype = given["dtype"] or tensor.dtype
     if _is_whole(dtype):
         raise unsupported(op, f"the mean of {dtype} is not whole; pass a dtype", tensor)
-    part = _own_sum(tensor, accumulation_dtype(dtype))
-    total = add_up(part.view(1), tensor.placement)
-    return (total / tensor.numel()).to(dtype).view(shape)
+    return (_total(tensor, dtype) / tensor.numel()).to(dtype).view(shape)
 
 
 def _max(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -223,14 +205,21 @@ def _unscale(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _bound(
     op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], ShardedTensor, tuple[int, ...]]:
+    """The arguments by name, the tensor, and the shape of a result over all of its dims."""
     given = operators.bind(op, args, kwargs)
-    tensor = given["self"]
+    tensor, dim = given["self"], given.get("dim")
     _check_no_gradient(op, tensor)
-    return given, tensor, _shape_over_all_dims(op, given)
+    dims = (dim,) if isinstance(dim, int) else tuple(dim or ())
+    if dims and {d % max(tensor.dim(), 1) for d in dims} != set(range(max(tensor.dim(), 1))):
+        raise unsupported(
+            op, f"it reduces over dims {dims} of {tensor.dim()}, not over all", tensor
+        )
+    return given, tensor, (1,) * tensor.dim() if given.get("keepdim") else ()
 
 
-def _own_sum(tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
-    return torch.stack([local.sum(dtype=dtype) for local in tensor.locals]).sum()
+def _total(tensor: ShardedTensor, dtype: torch.dtype) -> Tensor:
+    sums = [local.sum(dtype=accumulation_dtype(dtype)) for local in tensor.locals]
+    return add_up(torch.stack(sums).sum().view(1), tensor.placement)
 
 
 def _is_whole(dtype: torch.dtype) -> bool:
@@ -256,10 +245,7 @@ def _largest(tensor: ShardedTensor, locals_: Sequence[Tensor]) -> Tensor:
 
 
 def _norm(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    given = operators.bind(op, args, kwargs)
-    tensor = given["self"]
-    _check_no_gradient(op, tensor)
-    shape = _shape_over_all_dims(op, given)
+    given, tensor, shape = _bound(op, args, kwargs)
     order = given["ord"] if "ord" in given else given["p"]
     (norm,) = _norms([tensor], 2 if order is None else order, given.get("dtype"))
     return norm.view(shape)
@@ -286,7 +272,7 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
         norms = [_own_norm(tensor, order, local_dtype) for tensor in tensors]
     members: dict[tuple[_Groups, torch.dtype], tuple[tuple[Holders, ...], list[int]]] = {}
     for index, tensor in enumerate(tensors):
-        kind, holders = dtype or _real(tensor.dtype), _holders_of(tensor)
+        kind, holders = dtype or tensor.dtype.to_real(), _holders_of(tensor)
         key = tuple(each.group for each in holders), kind
         members.setdefault(key, (holders, []))[1].append(index)
     for (_, kind), (holders, indices) in members.items():
@@ -299,14 +285,14 @@ def _norms(tensors: Sequence[Tensor], order: float, dtype: torch.dtype | None) -
 
 
 def _local_dtype(tensors: Sequence[Tensor]) -> torch.dtype | None:
-    """What ranks compute in; lists of several dtypes, which clipping never makes, stay as is."""
+    """The dtype that ranks compute in; None leaves each tensor of a mixed list in its own."""
     dtypes = {tensor.dtype for tensor in tensors}
     dtype = accumulation_dtype(dtypes.pop())
     return None if dtypes or dtype.is_complex else dtype
 
 
 def _own(tensor: Tensor, order: float) -> Tensor:
-    """What this rank takes the norm of; something that adds nothing where it holds nothing."""
+    """The local tensor whose norm this rank takes; a neutral element where it holds nothing."""
     local = tensor
     if isinstance(tensor, ShardedTensor):
         local = tensor.local
@@ -338,10 +324,6 @@ def _combine(norms: Tensor, order: float, placement: Holders) -> Tensor:
     if order in (0, 1):
         return add_up(norms, placement)
     return add_up(norms.pow(order), placement).pow(1 / order)
-
-
-def _real(dtype: torch.dtype) -> torch.dtype:
-    return dtype.to_real() if dtype.is_complex else dtype
 
 
 HANDLERS: dict[str, Handler] = {

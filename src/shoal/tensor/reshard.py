@@ -16,7 +16,8 @@ three times that.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -26,8 +27,8 @@ from torch.distributed import ProcessGroup
 
 from shoal._torch.sharded import ShardingSpec
 from shoal.errors import UsageError
+from shoal.layout.listing import Listing
 from shoal.layout.parcel import Holding
-from shoal.layout.region import Region
 from shoal.tensor.listed import Listed
 from shoal.tensor.placement import Placement, shared_device
 from shoal.tensor.sharded import ShardedTensor, allocate
@@ -47,7 +48,8 @@ def reshard(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA) 
     moved = _moved(tensor, placement, max_extra)
     if not (torch.is_grad_enabled() and tensor.requires_grad):
         return moved
-    return _Resharded.apply(tensor, [moved], max_extra)
+    back = partial(reshard, to=tensor.placement, max_extra=max_extra)
+    return SameElements.apply(tensor, [moved], back)
 
 
 def reshard_(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA) -> ShardedTensor:
@@ -57,7 +59,8 @@ def reshard_(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA)
         return tensor
     moved = _moved(tensor, placement, max_extra)
     if tensor.grad_fn is not None and torch.is_grad_enabled():
-        return _ReshardedInPlace.apply(tensor, [moved], max_extra)
+        back = partial(reshard, to=tensor.placement, max_extra=max_extra)
+        return SameElements.apply(tensor, [moved], back, True)
     gradient = tensor.grad
     tensor.grad = None
     tensor.adopt(moved)
@@ -66,34 +69,34 @@ def reshard_(tensor: ShardedTensor, to: Target, *, max_extra: float = MAX_EXTRA)
     return tensor
 
 
-class _Resharded(torch.autograd.Function):
-    """The tensor in the list, as what became of another one."""
+class SameElements(torch.autograd.Function):
+    """A tensor that has the elements of another one, which autograd knows.
+
+    `back` makes the other's gradient of its own. In place, the other becomes the tensor.
+    """
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, tensor: ShardedTensor, moved: list[ShardedTensor], max_extra: float
-    ) -> ShardedTensor:
-        ctx.source, ctx.max_extra = tensor.placement, max_extra
-        return moved[0]
+        ctx: Any,
+        tensor: Any,
+        made: list[Tensor],
+        back: Callable[[Any], Tensor],
+        in_place: bool = False,
+    ) -> Tensor:
+        """Return the tensor in the list, which autograd must not take for an input."""
+        ctx.back = back
+        if not in_place:
+            return made[0]
+        tensor.adopt(made[0])
+        ctx.mark_dirty(tensor)
+        return tensor
 
     @staticmethod
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, gradient: ShardedTensor
-    ) -> tuple[ShardedTensor, None, None]:
-        return reshard(gradient, ctx.source, max_extra=ctx.max_extra), None, None
-
-
-class _ReshardedInPlace(_Resharded):
-    """A tensor that becomes the one in the list."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: ShardedTensor, moved: list[ShardedTensor], max_extra: float
-    ) -> ShardedTensor:
-        ctx.source, ctx.max_extra = tensor.placement, max_extra
-        tensor.adopt(moved[0])
-        ctx.mark_dirty(tensor)
-        return tensor
+        ctx: Any, gradient: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """Carry the gradient back."""
+        return ctx.back(gradient), None, None, None
 
 
 class _ReshardedShards(torch.autograd.Function):
@@ -140,7 +143,7 @@ def _moved(tensor: ShardedTensor, placement: Placement, max_extra: float) -> Sha
 
 def _carried(tensor: ShardedTensor, placement: Placement, max_extra: float) -> ShardedTensor:
     source = tensor.placement
-    group = common_group(source, placement)
+    group = _common_group(source, placement)
     device = shared_device(tensor.device, source)
     with torch.no_grad():
         result = allocate(placement, tensor.dtype, device)
@@ -149,8 +152,8 @@ def _carried(tensor: ShardedTensor, placement: Placement, max_extra: float) -> S
         transfer(
             tensor.parts(),
             result.parts(),
-            renumbered(group, source),
-            renumbered(group, placement),
+            _renumbered(group, source),
+            _renumbered(group, placement),
             group,
             device=shared_device(device, source, placement),
             rounds=num_rounds(
@@ -186,7 +189,7 @@ def _placement(tensor: ShardedTensor, to: object) -> Placement:
     return to
 
 
-def common_group(source: Placement, target: Placement) -> ProcessGroup | None:
+def _common_group(source: Placement, target: Placement) -> ProcessGroup | None:
     """The group over which elements can go from one placement to the other.
 
     None on a rank that is in neither; where no group has all ranks, it raises.
@@ -214,34 +217,19 @@ def common_group(source: Placement, target: Placement) -> ProcessGroup | None:
     return larger.group
 
 
-def renumbered(group: ProcessGroup, placement: Placement) -> Holding:
-    """A placement, with ranks as `group` counts them."""
+def _renumbered(group: ProcessGroup, placement: Placement) -> Holding:
+    """A placement, with ranks as `group` counts them; ranks outside of it hold nothing."""
     members, own = dist.get_process_group_ranks(group), _members(placement.group)
     if own == members:
         return placement
     # By the placement of a rank outside of its group, ranks are those of the world.
-    inner = {rank: rank if own is None else own.index(rank) for rank in own or members}
-    return _Renumbered(placement, [inner.get(rank) for rank in members])
-
-
-class _Renumbered:
-    """A holding whose ranks have other numbers; those without one hold nothing."""
-
-    __slots__ = ("_inner", "_outer", "_placement")
-
-    def __init__(self, placement: Placement, inner: Sequence[int | None]) -> None:
-        self._placement = placement
-        self._inner = inner
-        self._outer = {number: rank for rank, number in enumerate(inner) if number is not None}
-
-    def regions_of(self, rank: int) -> Sequence[Region]:
-        """See `Holding.regions_of`."""
-        number = self._inner[rank]
-        return () if number is None else self._placement.regions_of(number)
-
-    def holders(self, region: Region) -> Sequence[int]:
-        """See `Holding.holders`."""
-        return sorted(self._outer[number] for number in self._placement.holders(region))
+    numbers = {rank: rank if own is None else own.index(rank) for rank in own or members}
+    return Listing(
+        (index, region)
+        for index, rank in enumerate(members)
+        if rank in numbers
+        for region in placement.regions_of(numbers[rank])
+    )
 
 
 def _members(group: object) -> list[int] | None:

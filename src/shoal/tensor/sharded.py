@@ -23,7 +23,7 @@ from shoal._torch import checkpoints, operators, optimizers, sharded, subclasses
 from shoal._torch.sharded import LocalShard, ShardedTensorMetadata, ShardingSpec
 from shoal.errors import UsageError
 from shoal.layout.region import Region
-from shoal.tensor.base import Kind, ShardedTensorBase, check_locals, described
+from shoal.tensor.base import DeviceDtype, ShardedTensorBase, check_locals, described
 from shoal.tensor.older_api import older_api
 from shoal.tensor.placement import Placement, preferred_device
 
@@ -46,7 +46,7 @@ class _Handlers(dict[Op, Handler]):
 
 
 _HANDLERS = _Handlers()
-_KINDS: dict[Kind, Kind] = {}
+_KINDS: dict[DeviceDtype, DeviceDtype] = {}
 """One object for each device and dtype, so that lists of them compare by identity."""
 
 
@@ -56,8 +56,8 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
     torch's class is a base for isinstance, which its checkpoints and users' code ask: every method
     that it offers is defined anew.
 
-    `ShardedTensor(spec, *size)` allocates the shards that a spec lists, and leaves their values to
-    whoever fills them. `ShardedTensor.of(local, placement)` wraps memory that is there.
+    `ShardedTensor(spec, *size)` allocates the shards that a spec lists, without filling them.
+    `ShardedTensor.of(local, placement)` wraps memory that is there.
     """
 
     # Memory alone: torch's staging for asynchronous checkpoints copies what this names.
@@ -84,7 +84,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Allocate this rank's shards; every rank of the group calls it, and none communicates."""
-        return older_api().allocate(
+        return older_api().creation.allocate_by_spec(
             sharding_spec,
             size,
             dtype=dtype,
@@ -110,7 +110,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         if placement.shards_stand_alone and len(placement.shape) == 2:
             _introduce_weights()
         tensor = _made(_kind_of(locals_[0]), placement, requires_grad)
-        _hold(tensor, locals_)
+        tensor.hold(locals_)
         return tensor
 
     @classmethod
@@ -154,7 +154,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         return fetch(self, region)
 
     def sharding_spec(self) -> ShardingSpec:
-        """How torch would say that the tensor is cut."""
+        """torch's spec for a tensor that is cut like this one."""
         return self.placement.spec(self.device)
 
     def local_tensor(self) -> Tensor:
@@ -169,7 +169,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
 
     def remote_shards(self) -> dict[int, list[Any]]:
         """RRefs to the other ranks' shards, by RPC rank."""
-        return older_api().remote_shards(self)
+        return older_api().remote_shards.remote_shards(self)
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Move or cast as a tensor does; `process_group` moves it to another group as well."""
@@ -237,14 +237,14 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
     def adopt(self, other: ShardedTensor) -> None:
         """Become another tensor of the same shape: its local tensors, and where they lie."""
         subclasses.set_data(self, other)
-        _hold(self, other.locals)
+        self.hold(other.locals)
         self.kind, self.placement = other.kind, other.placement
 
     @classmethod
     def from_dtensor(
         cls, dtensor: DTensor, process_group: ProcessGroup | None = None
     ) -> ShardedTensor:
-        """The same local tensor as a ShardedTensor; nobody communicates."""
+        """The same local tensor as a ShardedTensor, without communication."""
         from shoal.tensor.conversion import from_dtensor
 
         return from_dtensor(dtensor, process_group)
@@ -264,7 +264,9 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Put all ranks' shards together; one exchange finds out whether they fit: collective."""
-        return older_api().assemble(local_shards, global_size, process_group, init_rrefs)
+        return older_api().from_local_shards.init_from_local_shards(
+            local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs
+        )
 
     @classmethod
     def _init_from_local_tensor(
@@ -276,7 +278,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         init_rrefs: bool = False,
     ) -> ShardedTensor:
         """Take a tensor for this rank's shard of a spec; no rank looks at the others'."""
-        return older_api().assemble_by_spec(
+        return older_api().from_local_shards.assemble_by_spec(
             local_tensor, sharding_spec, global_size, process_group, init_rrefs
         )
 
@@ -290,7 +292,7 @@ class ShardedTensor(ShardedTensorBase, sharded.TorchShardedTensor):  # pyright: 
         sharding_spec: ShardingSpec | None = None,
     ) -> ShardedTensor:
         """Put shards together as metadata say that each rank has; no rank looks at the others'."""
-        return older_api().assemble_by_metadata(
+        return older_api().from_local_shards.assemble_by_metadata(
             local_shards, sharded_tensor_metadata, process_group, init_rrefs, sharding_spec
         )
 
@@ -359,8 +361,7 @@ def like_each(example: ShardedTensor, locals_: Sequence[Tensor]) -> ShardedTenso
     """Do as `like` does for any number of local tensors."""
     tensor = like(example, locals_[0])
     if len(locals_) > 1:
-        del tensor.local
-        tensor._several = tuple(locals_)
+        tensor.hold(locals_)
     return tensor
 
 
@@ -386,7 +387,7 @@ def allocate(
     return ShardedTensor.of(locals_, placement, requires_grad=requires_grad)
 
 
-def _made(kind: Kind, placement: Placement, requires_grad: bool) -> ShardedTensor:
+def _made(kind: DeviceDtype, placement: Placement, requires_grad: bool) -> ShardedTensor:
     """Make a tensor that has no local tensors yet."""
     device, dtype = kind
     shape = placement.shape
@@ -398,20 +399,7 @@ def _made(kind: Kind, placement: Placement, requires_grad: bool) -> ShardedTenso
     return tensor
 
 
-def _hold(tensor: ShardedTensor, locals_: tuple[Tensor, ...]) -> None:
-    """Let a tensor have these local tensors and no others."""
-    # Who asks for the only local tensor must not get the first of several, nor may those that a
-    # tensor had before live on.
-    if len(locals_) == 1:
-        present, absent, value = "local", "_several", locals_[0]
-    else:
-        present, absent, value = "_several", "local", locals_
-    setattr(tensor, present, value)
-    if hasattr(tensor, absent):
-        delattr(tensor, absent)
-
-
-def _kind_of(local: Tensor) -> Kind:
+def _kind_of(local: Tensor) -> DeviceDtype:
     kind = local.device, local.dtype
     return _KINDS.setdefault(kind, kind)
 
@@ -420,12 +408,12 @@ def _kind_of(local: Tensor) -> Kind:
 def _introduce() -> None:
     """Make torch's optimizers and state dicts know the class, once there is a tensor of it."""
     from shoal.tensor.optimizer_lists import grouped
-    from shoal.tensor.torch_checkpoints import filled, gathered
+    from shoal.tensor.torch_checkpoints import filled
 
     # Without it, optimizers and clipping would take tensors one by one on CUDA.
     optimizers.offer_foreach(ShardedTensor)
     optimizers.group_for_optimizers(grouped)
-    checkpoints.serve_state_dicts(ShardedTensor, gathered, filled)
+    checkpoints.serve_state_dicts(ShardedTensor, cast(Any, ShardedTensor.full_tensor), filled)
 
 
 @functools.cache

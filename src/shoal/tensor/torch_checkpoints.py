@@ -1,9 +1,9 @@
-"""What `torch.distributed.checkpoint` and torch's state-dict functions ask of a sharded tensor.
+"""Answers to `torch.distributed.checkpoint` and torch's state-dict functions.
 
-    write_items         what this rank saves: one item for each of its regions
-    chunks              what this rank loads: the same regions
+    write_items         an item for each region that this rank saves
+    chunks              the regions that this rank loads: the same
     shard_at            its memory for one of them
-    gathered, filled    full state dicts: a tensor made whole, and filled again
+    filled              a tensor that takes its elements from a full state dict
 
 torch puts a region of a checkpoint together from whatever chunks were saved, so ours, torch's own
 ShardedTensor and `DTensor` load one another's, on any number of ranks. Its functions for full state
@@ -12,7 +12,7 @@ dicts know `DTensor`, and take every other sharded tensor for chunks of dim 0.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,23 +24,18 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from shoal.layout.region import Region
-from shoal.tensor.sharded import ShardedTensor
 
 if TYPE_CHECKING:
     from shoal.tensor.base import ShardedTensorBase
 
 
 def write_items(tensor: ShardedTensorBase, name: str) -> list[WriteItem]:
-    """What this rank saves; of the groups that hold equal replicas, the first does."""
+    """An item for each region that this rank saves; of equal replicas, the first group saves."""
     if tensor.placement.replica > 0:
         return []
-    properties = TensorProperties(
-        dtype=tensor.dtype,
-        layout=torch.strided,
-        requires_grad=tensor.requires_grad,
-        memory_format=torch.contiguous_format,
-        pin_memory=tensor.is_pinned(),
-    )
+    properties = TensorProperties.create_from_tensor(tensor)
+    # A tensor without elements is in the checkpoint too: all ranks say so, and torch takes one.
+    regions = tensor.regions if tensor.numel() else (Region.whole(tensor.shape),)
     return [
         WriteItem(
             index=MetadataIndex(name, torch.Size(region.offsets)),
@@ -49,12 +44,12 @@ def write_items(tensor: ShardedTensorBase, name: str) -> list[WriteItem]:
                 chunk=_chunk(region), properties=properties, size=tensor.size()
             ),
         )
-        for region in _saved_regions(tensor)
+        for region in regions
     ]
 
 
 def chunks(tensor: ShardedTensorBase) -> list[ChunkStorageMetadata]:
-    """What this rank loads."""
+    """The regions that this rank loads."""
     return [_chunk(region) for region in tensor.regions]
 
 
@@ -77,18 +72,8 @@ def shard_at(tensor: ShardedTensorBase, index: MetadataIndex) -> Tensor:
     )
 
 
-def _saved_regions(tensor: ShardedTensorBase) -> tuple[Region, ...]:
-    # A tensor without elements is in the checkpoint too: all ranks say so, and torch takes one.
-    return tensor.regions if tensor.numel() else (Region.whole(tensor.shape),)
-
-
 def _chunk(region: Region) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(region.offsets), sizes=torch.Size(region.sizes))
-
-
-def gathered(tensor: Tensor) -> Tensor:
-    """Give every rank of the tensor's group the whole: collective."""
-    return cast(ShardedTensor, tensor).full_tensor()
 
 
 def filled(tensor: Tensor, whole: Tensor) -> Tensor:

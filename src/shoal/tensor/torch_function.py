@@ -25,7 +25,7 @@ from shoal.tensor.sharded import Op, ShardedTensor
 Function: TypeAlias = Callable[..., Any]
 
 REPLACED: dict[Function, Callable[[Function, Any, Any, dict[str, Any] | None], Any]] = {}
-"""What a door calls in place of a function of torch, with the arguments of `__torch_function__`."""
+"""By function of torch, the one that a door calls with the arguments of `__torch_function__`."""
 
 
 @functools.cache
@@ -42,9 +42,7 @@ def _torch_function(
     replacement = REPLACED.get(func)
     if replacement is not None:
         return replacement(func, types, args, kwargs)
-    if kwargs is None:
-        return subclasses.no_torch_function(func, types, args)
-    return subclasses.no_torch_function(func, types, args, kwargs)
+    return subclasses.no_torch_function(func, types, args, kwargs or {})
 
 
 def _has_dtensors(args: Sequence[Any]) -> bool:

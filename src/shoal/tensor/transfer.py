@@ -12,7 +12,7 @@ from numbers that all ranks know, so nobody has to ask. Elements travel as bits:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -38,7 +38,7 @@ ONE_ROUND_BYTES = 1 << 20
 """A tensor of this size or less goes in one round: there time is worth more than memory."""
 
 ROUND_BYTES = 32 << 20
-"""What a rank sends in a round, about: more does not fit in caches, less does not pay its start."""
+"""About the bytes that a rank sends in a round: more leave the caches, fewer waste the start."""
 
 # By itemsize: every dtype of that size is copied as this one, which all devices can copy.
 _BITS = {
@@ -97,9 +97,9 @@ def transfer(
         arriving = _packets(received, lambda parcel: want[parcel.dst], rounds, device)
         memory = _memory_for(leaving, arriving, device)
         for number in range(rounds):
-            space = _Space(memory)
-            receives = [(packet, space.place(packet)) for packet in arriving[number]]
-            sends = [(packet, space.place(packet)) for packet in leaving[number]]
+            places = [*_places([*arriving[number], *leaving[number]], memory)]
+            num_arriving = len(arriving[number])
+            receives, sends = places[:num_arriving], places[num_arriving:]
             started = send_messages(
                 group,
                 # Packed one by one, while those before are on their way.
@@ -127,14 +127,13 @@ def _packets(
     """The packets of each round."""
     found: list[list[_Packet]] = []
     for number in range(rounds):
-        cuts = {peer: cut(message, number, rounds) for peer, message in messages.items()}
-        found.append(
-            [
-                _Packet.of(peer, [(each, part_of(each.parcel)) for each in own], device)
-                for peer, own in cuts.items()
-                if own
-            ]
-        )
+        packets: list[_Packet] = []
+        for peer, message in messages.items():
+            cuts = cut(message, number, rounds)
+            pieces = [piece for each in cuts for piece in _pieces(each, part_of(each.parcel))]
+            if pieces:
+                packets.append(_Packet(peer=peer, pieces=pieces, run=_one_run(pieces, device)))
+        found.append(packets)
     return found
 
 
@@ -165,14 +164,8 @@ class _Packet:
     """
 
     peer: int
-    pieces: tuple[Tensor, ...]
+    pieces: Sequence[Tensor]
     run: Tensor | None
-
-    @classmethod
-    def of(cls, peer: int, ends: Sequence[tuple[Cut, Part]], device: torch.device) -> _Packet:
-        """Find the elements of cuts, each in the part that has it on this rank."""
-        pieces = tuple(piece for cut, part in ends for piece in _pieces(cut, part))
-        return cls(peer=peer, pieces=pieces, run=_one_run(pieces, device))
 
     @property
     def num_packed(self) -> int:
@@ -181,40 +174,29 @@ class _Packet:
 
     def pack(self, memory: Tensor) -> Tensor:
         """Put the elements into the memory in which they travel, and return it."""
-        if self.run is None:
-            self._copy(memory, into_memory=True)
+        for piece, packed in self._packed_in(memory):
+            packed.copy_(piece)
         return memory
 
     def unpack(self, memory: Tensor) -> None:
         """Take the elements out of the memory in which they travelled."""
+        for piece, packed in self._packed_in(memory):
+            piece.copy_(packed)
+
+    def _packed_in(self, memory: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each piece with its place in the memory; none where elements travel as they lie."""
         if self.run is None:
-            self._copy(memory, into_memory=False)
-
-    def _copy(self, memory: Tensor, *, into_memory: bool) -> None:
-        start = 0
-        for piece in self.pieces:
-            stop = start + piece.numel()
-            packed = memory[start:stop].view(piece.shape)
-            target, source = (packed, piece) if into_memory else (piece, packed)
-            target.copy_(source)
-            start = stop
+            packed = memory.split([piece.numel() for piece in self.pieces])
+            for piece, part in zip(self.pieces, packed, strict=True):
+                yield piece, part.view(piece.shape)
 
 
-class _Space:
-    """Memory for the packets of one round, dealt out from its start."""
-
-    __slots__ = ("_end", "_memory")
-
-    def __init__(self, memory: Tensor) -> None:
-        self._memory = memory
-        self._end = 0
-
-    def place(self, packet: _Packet) -> Tensor:
-        """Where a packet travels: its own memory, or the next free one."""
-        if packet.run is not None:
-            return packet.run
-        start, self._end = self._end, self._end + packet.num_packed
-        return self._memory[start : self._end]
+def _places(packets: Sequence[_Packet], memory: Tensor) -> Iterator[tuple[_Packet, Tensor]]:
+    """Each packet of a round, and where it travels: its own memory, or the next free one."""
+    end = 0
+    for packet in packets:
+        start, end = end, end + packet.num_packed
+        yield packet, memory[start:end] if packet.run is None else packet.run
 
 
 def _within(part: Part, region: Region) -> Tensor:

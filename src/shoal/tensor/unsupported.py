@@ -51,7 +51,7 @@ def differently_cut(op: Op, first: ShardedTensor, second: ShardedTensor) -> Usag
 
 
 def check_plain(op: Op, example: ShardedTensor, plain: Tensor) -> None:
-    """Raise unless a plain operand means the same for every element, whoever holds it."""
+    """Raise unless a plain operand means the same for every element, on every rank."""
     if isinstance(plain, DTensor):
         raise unsupported(op, "one operand is a DTensor, which is cut in another way", example)
     if plain.dim() != 0:

@@ -5,11 +5,15 @@ import torch
 
 from pure.layout.strategies import random_tensors, spec
 from shoal.errors import UsageError
-from shoal.layout import Even, Flat, Rows
-from shoal.layout.buffer import full_tensors, gathered_of, shard_of, shard_views
+from shoal.layout import Even, Flat, Packing, Rows
+from shoal.layout.buffer import full_tensors, shard_of, shard_views
 from shoal.layout.stripe import Stripe
 
 PARAMS = [spec("w", 10, 4), spec("b", 10)]
+
+
+def gathered_of(packing: Packing, tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([shard_of(packing, rank, tensors) for rank in range(packing.world_size)])
 
 
 def test_zero_copy_parameters_are_views_and_others_are_not() -> None:
@@ -40,14 +44,10 @@ def test_tensors_that_need_grad_or_are_not_contiguous_can_be_packed() -> None:
     packing = Flat().pack(PARAMS, 2)
     w = torch.randn(4, 10).t().requires_grad_()
     b = torch.randn(20)[::2]
-    for gathered in (
-        gathered_of(packing, [w, b]),
-        torch.cat([shard_of(packing, rank, [w, b]) for rank in range(2)]),
-    ):
-        got_w, got_b = full_tensors(packing, gathered)
-        assert torch.equal(got_w, w)
-        assert torch.equal(got_b, b)
-        assert not got_w.requires_grad
+    got_w, got_b = full_tensors(packing, gathered_of(packing, [w, b]))
+    assert torch.equal(got_w, w)
+    assert torch.equal(got_b, b)
+    assert not got_w.requires_grad
 
 
 def test_wrong_buffers_and_tensors_are_refused() -> None:
@@ -56,8 +56,8 @@ def test_wrong_buffers_and_tensors_are_refused() -> None:
     for call in (
         lambda: shard_of(packing, 0, good[:1]),
         lambda: shard_of(packing, 2, good),
-        lambda: gathered_of(packing, [good[0].half(), good[1]]),
-        lambda: gathered_of(packing, [good[0].t(), good[1]]),
+        lambda: shard_of(packing, 0, [good[0].half(), good[1]]),
+        lambda: shard_of(packing, 0, [good[0].t(), good[1]]),
         lambda: shard_views(packing, 0, torch.empty(3, dtype=torch.uint8)),
         lambda: full_tensors(packing, torch.empty(packing.gathered_bytes // 4)),
     ):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common as torch_common
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -16,7 +17,7 @@ from pure.layout.strategies import any_shapes, profile, spec
 from shoal.errors import UsageError
 from shoal.layout import Even, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
-from shoal.layout.chunk import chunk_with_empty, dim_chunked_size
+from shoal.layout.chunk import chunk_with_empty
 from shoal.layout.even import EvenPacking
 
 
@@ -42,7 +43,7 @@ def test_local_tensors_are_torch_chunks(
     for rank, chunk in enumerate(chunk_with_empty(tensor, world_size, dim)):
         (view,) = shard_views(packing, rank, shard_of(packing, rank, [tensor]))
         if tensor.numel() > 0:
-            assert view.shape == dim_chunked_size(chunk, tensor.size(), dim)
+            assert view.shape == torch_common._get_dim_chunked_size(chunk, tensor.size(), dim)
         assert view.reshape(-1).tolist() == chunk.reshape(-1).tolist()
 
 

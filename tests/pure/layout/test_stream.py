@@ -19,7 +19,7 @@ from pure.layout.strategies import (
 )
 from shoal.errors import UsageError
 from shoal.layout import Block, Even, Flat, Layout, Packing, ParamSpec, Rows
-from shoal.layout.ragged import RaggedPacking, Run
+from shoal.layout.ragged import ParamRun, RaggedPacking
 from shoal.layout.spec import round_up
 from shoal.layout.stream import MAX_GROWTH
 
@@ -178,7 +178,7 @@ def test_blocks_of_one_element_are_flat() -> None:
     assert Block(1).pack(transformer_block(), 8) == Flat().pack(transformer_block(), 8)
 
 
-RUN = Run(rank=0, offset_bytes=0, first=32, later=32)
+RUN = ParamRun(rank=0, offset_bytes=0, first=32, later=32)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ def test_a_run_ends_after_its_last_element(numel: int, end: tuple[int, int]) -> 
 
 def test_a_gap_matters_only_between_elements() -> None:
     """Here 16 elements fill the first rank, and 24 of 32 each later one."""
-    run = Run(rank=0, offset_bytes=64, first=16, later=24)
+    run = ParamRun(rank=0, offset_bytes=64, first=16, later=24)
     assert run.is_one_run(spec("w", 40), 128)
     assert not run.is_one_run(spec("w", 41), 128)
     assert not run.is_one_run(spec("w", 17), 192)

@@ -30,6 +30,14 @@ MatrixBlock: TypeAlias = tuple[slice, slice]
 _FINE, _WRONG = range(2)
 
 
+def check_matrix(weight: object) -> None:
+    """Raise unless a layer's weight is a sharded matrix."""
+    if not isinstance(weight, ShardedTensor):
+        raise TypeError(f"weight needs to be ShardedTensor, got {type(weight)}")
+    if weight.dim() != 2:
+        raise ValueError(f"Weight needs to have exactly 2 dims, got {weight.dim()}")
+
+
 def held_by_rank(matrix: ShardedTensor) -> list[tuple[Region, ...]]:
     """For each rank of the group the blocks that it holds, in its order."""
     placement = matrix.placement

@@ -1,4 +1,4 @@
-"""New sharded tensors: each rank fills the shards that a spec gives it, and nobody communicates."""
+"""New sharded tensors: each rank fills the shards that a spec gives it, without communication."""
 
 from __future__ import annotations
 

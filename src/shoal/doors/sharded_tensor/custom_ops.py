@@ -31,41 +31,32 @@ LAYERS: dict[Function, Function] = {
 
 def custom_sharded_op_impl(func: Function) -> Callable[[Replacement], Replacement]:
     """Replace a function of torch wherever a ShardedTensor is among its arguments: a decorator."""
-
-    def register(replacement: Replacement) -> Replacement:
-        _for_all[func] = _checked(func, replacement)
-        _replace(func)
-        return replacement
-
-    return register
+    return _registration(_for_all, func, func)
 
 
 def custom_sharding_spec_op(
     sharding_spec_class: type[ShardingSpec], func: Function
 ) -> Callable[[Replacement], Replacement]:
     """Replace a function of torch for tensors of one kind of spec: a decorator."""
+    return _registration(_for_specs, (sharding_spec_class.__qualname__, func), func)
 
+
+def _registration(
+    table: dict[Any, Replacement], key: object, func: Function
+) -> Callable[[Replacement], Replacement]:
     def register(replacement: Replacement) -> Replacement:
-        _for_specs[sharding_spec_class.__qualname__, func] = _checked(func, replacement)
-        _replace(func)
+        signature = inspect.signature(replacement)
+        if len(signature.parameters) != 4:
+            raise TypeError(
+                f"Custom sharded op function for {func} expects signature: (types, args, kwargs, "
+                f"process_group), but received signature: {signature}"
+            )
+        table[key] = replacement
+        REPLACED[func] = call_replacement
+        listen()
         return replacement
 
     return register
-
-
-def _replace(func: Function) -> None:
-    REPLACED[func] = call_replacement
-    listen()
-
-
-def _checked(func: Function, replacement: Replacement) -> Replacement:
-    signature = inspect.signature(replacement)
-    if len(signature.parameters) != 4:
-        raise TypeError(
-            f"Custom sharded op function for {func} expects signature: (types, args, kwargs, "
-            f"process_group), but received signature: {signature}"
-        )
-    return replacement
 
 
 def call_replacement(func: Function, types: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
@@ -87,7 +78,7 @@ def call_replacement(func: Function, types: Any, args: Any, kwargs: dict[str, An
 
 
 def _replacement(func: Function, tensor: ShardedTensor) -> Replacement | None:
-    """What a user has registered; for all tensors goes before for one kind of spec."""
+    """A user's replacement; one for all tensors goes before one for a kind of spec."""
     found = _for_all.get(func)
     if found is not None or not _for_specs:
         return found

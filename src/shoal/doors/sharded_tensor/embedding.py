@@ -21,6 +21,7 @@ from shoal.doors.sharded_tensor.block_exchange import (
     MatrixBlock,
     Swaps,
     announce,
+    check_matrix,
     held_by_rank,
     needs_gradient,
     own_blocks,
@@ -31,7 +32,7 @@ from shoal.tensor.reductions import add_up, largest
 from shoal.tensor.sharded import ShardedTensor
 
 _EPSILON = 1e-7
-"""What torch adds to a norm that it divides by."""
+"""torch adds this to a norm before it divides by it."""
 
 
 def embedding(
@@ -51,7 +52,8 @@ def embedding(
     found = look_up(
         weight,
         input,
-        renorm=_renorm(max_norm, norm_type),
+        max_norm=max_norm,
+        norm_type=norm_type,
         reason="embedding with a sharded weight",
     )
     return functional.embedding(
@@ -78,7 +80,8 @@ def embedding_bag(
     found = look_up(
         weight,
         input,
-        renorm=_renorm(max_norm, norm_type),
+        max_norm=max_norm,
+        norm_type=norm_type,
         reason="embedding_bag with a sharded weight",
     )
     return functional.embedding_bag(
@@ -96,10 +99,7 @@ def embedding_bag(
 def _check(input: object, weight: object, scale_grad_by_freq: bool, sparse: bool) -> None:
     if not isinstance(input, Tensor) or isinstance(input, ShardedTensor):
         raise TypeError(f"input need to be torch.Tensor, this rank's own; got {type(input)}")
-    if not isinstance(weight, ShardedTensor):
-        raise TypeError(f"weight needs to be ShardedTensor, got {type(weight)}")
-    if weight.dim() != 2:
-        raise ValueError(f"Weight needs to have exactly 2 dims, got {weight.dim()}")
+    check_matrix(weight)
     if scale_grad_by_freq or sparse:
         flag = "scale_grad_by_freq" if scale_grad_by_freq else "sparse"
         raise RuntimeError(f'nn.Embedding weight sharded with flag on "{flag}" not supported!')
@@ -139,14 +139,6 @@ def _check_bags(
         raise ValueError(f"mode '{mode}' is not supported: expected sum, mean or max")
 
 
-def _renorm(max_norm: float | None, order: float | None) -> Renorm | None:
-    return (
-        None
-        if max_norm is None
-        else Renorm(max_norm=max_norm, order=2.0 if order is None else order)
-    )
-
-
 def _row(padding_idx: int | None, weight: ShardedTensor) -> int | None:
     if padding_idx is None:
         return None
@@ -159,18 +151,6 @@ def _row(padding_idx: int | None, weight: ShardedTensor) -> int | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Renorm:
-    """Rows that are looked up get at most this norm first, in place."""
-
-    max_norm: float
-    order: float
-
-    def __post_init__(self) -> None:
-        if self.max_norm <= 0.0:
-            raise ValueError(f'"max_norm" must be larger than zero! Got {self.max_norm}')
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FoundRows:
     """The rows that a rank needs, each once, and where in them each of its indices is."""
 
@@ -179,18 +159,25 @@ class FoundRows:
     positions: Tensor
 
     def position_of(self, index: int | None) -> int | None:
-        """Where the row of an index is; None where the rank does not need it."""
+        """The position of an index's row; None where the rank does not need it."""
         found = [] if index is None else (self.indices == index).nonzero().tolist()
         return found[0][0] if found else None
 
 
 def look_up(
-    table: ShardedTensor, indices: Tensor, *, renorm: Renorm | None, reason: str
+    table: ShardedTensor,
+    indices: Tensor,
+    *,
+    max_norm: float | None,
+    norm_type: float | None,
+    reason: str,
 ) -> FoundRows:
-    """Bring the rows of the indices here: collective.
+    """Bring the rows of the indices here, after they got at most `max_norm` in place: collective.
 
     All ranks raise where one asks for a row that is not there.
     """
+    if max_norm is not None and max_norm <= 0.0:
+        raise ValueError(f'"max_norm" must be larger than zero! Got {max_norm}')
     group, held = table.placement.group, held_by_rank(table)
     problem = _out_of_range(indices, table)
     distinct, positions = torch.unique(
@@ -212,8 +199,8 @@ def look_up(
         torch.cat([row[index] for row in asked]) - region.offsets[0]
         for index, (region, _) in enumerate(blocks)
     ]
-    if renorm is not None:
-        _renormalise(table, wanted, renorm)
+    if max_norm is not None:
+        _renormalise(table, wanted, max_norm, 2.0 if norm_type is None else norm_type)
     like = torch.empty(0, dtype=table.dtype, device=indices.device)
     answers = swaps.swap(
         _answers(blocks, wanted, numels),
@@ -258,12 +245,11 @@ def _answers(
     blocks: list[tuple[Region, Tensor]], wanted: list[Tensor], numels: list[list[int]]
 ) -> list[list[Tensor]]:
     """For each rank what it asked of each block of this one."""
-    answers: list[list[Tensor]] = [[] for _ in numels]
+    answers: list[tuple[Tensor, ...]] = []
     for index, (_, block) in enumerate(blocks):
         rows = functional.embedding(wanted[index].to(block.device), block)
-        for answer, part in zip(answers, rows.split([row[index] for row in numels]), strict=True):
-            answer.append(part)
-    return answers
+        answers.append(rows.split([row[index] for row in numels]))
+    return [[answer[rank] for answer in answers] for rank in range(len(numels))]
 
 
 def _length(span: slice) -> int:
@@ -271,24 +257,22 @@ def _length(span: slice) -> int:
 
 
 @torch.no_grad()
-def _renormalise(table: ShardedTensor, wanted: list[Tensor], renorm: Renorm) -> None:
+def _renormalise(table: ShardedTensor, wanted: list[Tensor], max_norm: float, order: float) -> None:
     """Scale the rows that any rank asked for, where their norm is too large.
 
     A row may lie on several ranks, so norms of all rows are put together.
     """
     placement = table.placement
-    is_largest = math.isinf(renorm.order)
+    is_largest = math.isinf(order)
     parts = torch.zeros(table.shape[0], dtype=torch.float64, device=table.device)
     rows_of = [torch.unique(asked).to(table.device) for asked in wanted]
     for rows, (region, block) in zip(rows_of, table.parts(), strict=True):
-        own = torch.linalg.vector_norm(block[rows].double(), renorm.order, dim=1)
+        own = torch.linalg.vector_norm(block[rows].double(), order, dim=1)
         whole = parts[slice(*_row_bounds(region))]
         whole[rows] = (
-            torch.maximum(whole[rows], own) if is_largest else (whole[rows] + own.pow(renorm.order))
+            torch.maximum(whole[rows], own) if is_largest else (whole[rows] + own.pow(order))
         )
-    norms = (
-        largest(parts, placement) if is_largest else add_up(parts, placement).pow(1 / renorm.order)
-    )
-    scale = torch.where(norms > renorm.max_norm, renorm.max_norm / (norms + _EPSILON), 1.0)
+    norms = largest(parts, placement) if is_largest else add_up(parts, placement).pow(1 / order)
+    scale = torch.where(norms > max_norm, max_norm / (norms + _EPSILON), 1.0)
     for rows, (region, block) in zip(rows_of, table.parts(), strict=True):
         block[rows] *= scale[slice(*_row_bounds(region))][rows].to(block.dtype).unsqueeze(1)

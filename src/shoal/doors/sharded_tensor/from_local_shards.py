@@ -1,8 +1,8 @@
 """Sharded tensors put together from local tensors that are there: aliased, never copied.
 
-    assemble              shards of all ranks; what they say is compared in one exchange
-    assemble_by_metadata  shards, and metadata of all ranks' that each rank has itself
-    assemble_by_spec      one tensor, taken for this rank's shard of a spec
+    init_from_local_shards  shards of all ranks; what they say is compared in one exchange
+    assemble_by_metadata    shards, and metadata of all ranks' that each rank has itself
+    assemble_by_spec        one tensor, taken for this rank's shard of a spec
 
 After the exchange all ranks raise or none. A rank whose own shards cannot be right says so in the
 exchange instead of staying away from it, so that the other ranks raise too and do not wait for it.
@@ -10,8 +10,7 @@ exchange instead of staying away from it, so that the other ranks raise too and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -28,7 +27,7 @@ from shoal.tensor.placement import group_or_default
 from shoal.tensor.sharded import ShardedTensor
 
 _Brought: TypeAlias = ShardedTensorMetadata | str | None
-"""What a rank brings: shards, why they cannot be right, or none."""
+"""A rank's answer: metadata of its shards, the mistake in them, or None without shards."""
 
 
 def init_from_local_shards(
@@ -37,17 +36,7 @@ def init_from_local_shards(
     process_group: ProcessGroup | None = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """Put the shards of all ranks together, after one exchange about them: collective."""
-    return assemble(local_shards, global_size, process_group, init_rrefs)
-
-
-def assemble(
-    local_shards: list[LocalShard],
-    global_size: Sequence[Any],
-    process_group: ProcessGroup | None,
-    init_rrefs: bool,
-) -> ShardedTensor:
-    """Put the shards of all ranks together: collective.
+    """Put the shards of all ranks together, after one exchange about them: collective.
 
     Where sizes of the whole are None, the shards are rows, one shard on each rank, in the order of
     ranks; offsets and sizes then follow from the shards' own sizes.
@@ -60,12 +49,7 @@ def assemble(
         _stack(metadata, group)
         local_shards[0].metadata = metadata.shards_metadata[dist.get_rank(group)]
     check_shards(metadata.shards_metadata, metadata.size)
-    placement = Listed(
-        listed=tuple(metadata.shards_metadata),
-        shape=tuple(metadata.size),
-        group=group,
-        is_pinned=metadata.tensor_properties.pin_memory,
-    )
+    placement = _placement(metadata, group, is_pinned=metadata.tensor_properties.pin_memory)
     return _assembled(local_shards, placement, metadata.tensor_properties, init_rrefs)
 
 
@@ -76,16 +60,10 @@ def assemble_by_metadata(
     init_rrefs: bool,
     spec: ShardingSpec | None,
 ) -> ShardedTensor:
-    """Put shards together; every rank has the metadata of all, and nobody compares them."""
+    """Put shards together by metadata of all ranks' shards, which ranks do not compare."""
     group = group_or_default(process_group)
     properties = metadata.tensor_properties
-    placement = Listed(
-        listed=tuple(metadata.shards_metadata),
-        shape=tuple(metadata.size),
-        group=group,
-        given_spec=spec,
-        is_pinned=properties.pin_memory,
-    )
+    placement = _placement(metadata, group, given_spec=spec, is_pinned=properties.pin_memory)
     num_expected = len(placement.own or ())
     if len(local_shards) != num_expected:
         raise RuntimeError(
@@ -115,10 +93,8 @@ def assemble_by_spec(
     group = group_or_default(process_group)
     properties = TensorProperties.create_from_tensor(local)
     metadata = spec.build_metadata(torch.Size(shape_of(global_size)), properties)
-    placement = Listed(
-        listed=tuple(metadata.shards_metadata), shape=tuple(metadata.size), group=group
-    )
-    shards = [LocalShard(local, shard) for shard in placement.own_shards(local.device)]
+    own = _placement(metadata, group).own_shards(local.device)
+    shards = [LocalShard(local, shard) for shard in own]
     return assemble_by_metadata(shards, metadata, group, init_rrefs, spec)
 
 
@@ -128,14 +104,16 @@ def assemble_without_group(
     """Put shards together that are all in this process."""
     _check_strided(metadata.tensor_properties)
     check_shards(metadata.shards_metadata, metadata.size)
-    placement = Listed(
-        listed=tuple(metadata.shards_metadata),
-        shape=tuple(metadata.size),
-        group=cast(Any, None),
-        given_spec=spec,
-        own=tuple(metadata.shards_metadata.index(shard.metadata) for shard in local_shards),
-    )
+    own = tuple(metadata.shards_metadata.index(shard.metadata) for shard in local_shards)
+    placement = _placement(metadata, None, given_spec=spec, own=own)
     return _assembled(local_shards, placement, metadata.tensor_properties, init_rrefs=False)
+
+
+def _placement(
+    metadata: ShardedTensorMetadata, group: ProcessGroup | None, **options: Any
+) -> Listed:
+    shards, shape = tuple(metadata.shards_metadata), tuple(metadata.size)
+    return Listed(listed=shards, shape=shape, group=cast(Any, group), **options)
 
 
 def _assembled(
@@ -231,8 +209,7 @@ def _agreed_metadata(
         raise ValueError(
             "ShardedTensor have no local shards on all ranks! Give at least one rank a shard"
         )
-    for question in _QUESTIONS:
-        question.check(brought)
+    _check_agreement(brought)
     first, *others = brought.values()
     for other in others:
         first.shards_metadata.extend(other.shards_metadata)
@@ -246,33 +223,21 @@ def all_gather_objects(value: Any, group: ProcessGroup) -> list[Any]:
     return values
 
 
-@dataclass(frozen=True, slots=True)
-class _Question:
-    """Something that all ranks must answer alike."""
-
-    name: str
-    answer: Callable[[ShardedTensorMetadata], object]
-
-    def check(self, brought: dict[int, ShardedTensorMetadata]) -> None:
+def _check_agreement(brought: dict[int, ShardedTensorMetadata]) -> None:
+    """Raise unless all ranks brought shards of one size and with the same properties."""
+    names = ("dtype", "layout", "requires_grad", "memory_format", "pin_memory")
+    for name in ("global_size", *names):
         ranks: dict[str, list[int]] = {}
         for rank, metadata in brought.items():
-            ranks.setdefault(str(self.answer(metadata)), []).append(rank)
+            properties = metadata.tensor_properties
+            said = tuple(metadata.size) if name == "global_size" else getattr(properties, name)
+            ranks.setdefault(str(said), []).append(rank)
         if len(ranks) > 1:
-            found = ", ".join(f"{self.name}={said} on rank:{who}" for said, who in ranks.items())
+            found = ", ".join(f"{name}={said} on rank:{who}" for said, who in ranks.items())
             raise ValueError(
-                f"ShardedTensor {self.name} property does not match from different ranks! "
+                f"ShardedTensor {name} property does not match from different ranks! "
                 f"Found {found}: make it the same on all"
             )
-
-
-_QUESTIONS = (
-    _Question("global_size", lambda metadata: tuple(metadata.size)),
-    _Question("dtype", lambda metadata: metadata.tensor_properties.dtype),
-    _Question("layout", lambda metadata: metadata.tensor_properties.layout),
-    _Question("requires_grad", lambda metadata: metadata.tensor_properties.requires_grad),
-    _Question("memory_format", lambda metadata: metadata.tensor_properties.memory_format),
-    _Question("pin_memory", lambda metadata: metadata.tensor_properties.pin_memory),
-)
 
 
 def _own_metadata(

@@ -16,6 +16,7 @@ from torch.nn import functional
 from shoal.doors.sharded_tensor.block_exchange import (
     Swaps,
     announce,
+    check_matrix,
     held_by_rank,
     needs_gradient,
     own_blocks,
@@ -70,14 +71,12 @@ def _products(
     blocks: list[tuple[Region, Tensor]], asked: list[list[Tensor]], num_rows: list[int]
 ) -> list[list[Tensor]]:
     """For each rank, its rows times each block of this one."""
-    answers: list[list[Tensor]] = [[] for _ in asked]
+    products: list[tuple[Tensor, ...]] = []
     for index, (region, block) in enumerate(blocks):
         rows = torch.cat([row[index].view(-1, region.sizes[1]) for row in asked])
         with torch.autocast(rows.device.type, enabled=False):
-            product = functional.linear(rows, block)
-        for answer, part in zip(answers, product.split(num_rows), strict=True):
-            answer.append(part)
-    return answers
+            products.append(functional.linear(rows, block).split(num_rows))
+    return [[product[rank] for product in products] for rank in range(len(asked))]
 
 
 def _cast(input: Tensor, weight: ShardedTensor) -> tuple[Tensor, torch.dtype]:
@@ -97,10 +96,7 @@ def _check_types(input: object, weight: object, bias: object) -> None:
             f"bias needs to be torch.Tensor, whole on every rank; got {type(bias)}: shard the "
             "weight alone"
         )
-    if not isinstance(weight, ShardedTensor):
-        raise TypeError(f"weight needs to be ShardedTensor, got {type(weight)}")
-    if weight.dim() != 2:
-        raise ValueError(f"Weight needs to have exactly 2 dims, got {weight.dim()}")
+    check_matrix(weight)
     if bias is not None and bias.dim() != 1:
         raise ValueError(f"Bias needs to have exactly 1 dim, got {bias.dim()}")
 
@@ -112,7 +108,7 @@ def _fits(input: Tensor, weight: ShardedTensor) -> bool:
 def _problem(
     input: Tensor, weight: ShardedTensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Exception | None:
-    """What is wrong with the arguments of this rank, of which the others know nothing."""
+    """The mistake in the arguments of this rank, of which the other ranks know nothing."""
     if input.dim() == 0:
         return ValueError("Input needs to have at least 1 dim, got a single number")
     if not _fits(input, weight):
