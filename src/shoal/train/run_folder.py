@@ -93,7 +93,11 @@ class RunFolder:
         with ExitStack() as held:
             with _writing_into(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(_hold_lock(self.lock))
+                # The system frees it when its holder dies, however it dies; the file stays.
+                file = held.enter_context(open_own(self.lock))
+                _acquire(file, self.lock, fcntl.LOCK_EX)
+                file.truncate(0)
+                write_all(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             yield
 
     def is_lost(self, home: os.stat_result) -> bool:
@@ -124,9 +128,13 @@ class RunFolder:
                 path.rmdir()  # if it is empty
 
     def check_unused(self) -> None:
-        """Raise a `UsageError` if a run writes here now."""
-        with _writing_into(self.path):
-            _check_unlocked(self.lock)
+        """Raise a `UsageError` if a run writes here now; any number may look at once."""
+        with (
+            _writing_into(self.path),
+            suppress(FileNotFoundError),
+            open_regular(self.lock) as file,
+        ):
+            _acquire(file, self.lock, fcntl.LOCK_SH)
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raise a `UsageError` unless a new run may be made here."""
@@ -225,26 +233,8 @@ def _writing_into(path: Path) -> Iterator[None]:
         raise UsageError(f"cannot write into {path}{within}: {error.strerror or error}") from None
 
 
-@contextmanager
-def _hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock at `path`, which lies in the folder it guards; raise if another holds it.
-
-    The operating system frees it when its holder dies, however it dies; the file itself stays.
-    """
-    with open_own(path) as file:
-        _acquire(file, path, fcntl.LOCK_EX)
-        file.truncate(0)
-        write_all(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield
-
-
-def _check_unlocked(path: Path) -> None:
-    """Raise a `UsageError` if someone holds the lock now; any number may look at once."""
-    with suppress(FileNotFoundError), open_regular(path) as file:
-        _acquire(file, path, fcntl.LOCK_SH)
-
-
 def _acquire(file: BinaryIO, path: Path, kind: int) -> None:
+    """Take the lock in `file`; raise a `UsageError` if another process holds it."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -253,8 +243,7 @@ def _acquire(file: BinaryIO, path: Path, kind: int) -> None:
             f"Ctrl-C or SIGTERM, or choose another --name"
         ) from None
     except OSError:
-        # Some network file systems have no locks: better to train unguarded than not at all.
-        return
+        pass  # some network file systems have no locks: better to train unguarded than not at all
 
 
 def _lock_holder(path: Path) -> str:

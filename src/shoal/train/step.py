@@ -25,8 +25,6 @@ from shoal.train.optimizer import clip_gradients, unscale_gradients
 class StepResult:
     """What one rank knows after a step."""
 
-    loss: float
-    """Mean over this rank's share of the batch."""
     grad_norm: float
     """Global norm of the gradient before clipping; the same on every rank."""
     num_tokens: int
@@ -56,6 +54,7 @@ class StepAttempt:
     """What one rank knows of a step before the optimizer has changed anything."""
 
     loss: float
+    """Mean over this rank's share of the batch."""
     grad_norm: float
     own_ms: float
     """Time so far that was not spent waiting for others."""
@@ -103,7 +102,6 @@ def training_step(
         recorder.span(EventKind.OPTIMIZER, "optimizer", start, recorder.mark())
     events = tuple(recorder.events())  # waits for the device, so that the time below is whole
     return StepResult(
-        loss=attempt.loss,
         grad_norm=attempt.grad_norm,
         num_tokens=sum(sequences[:, 1:].numel() for sequences in micro_batches),
         step_ms=(time.perf_counter() - began_at) * 1e3,
