@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from shoal.bench.cases import Mode, Run
-from shoal.bench.model import Block, Transformer
+from shoal.bench.model import BenchBlock, BenchTransformer
 from shoal.errors import InvariantError
 
 REDUCE_DTYPE = torch.float32
@@ -36,7 +36,7 @@ class Engine:
     """A way to train the model on N ranks."""
 
     name: str
-    wrap: Callable[[Transformer, Run], nn.Module]
+    wrap: Callable[[BenchTransformer, Run], nn.Module]
     """Called in the run's own process, with the model on its device and the group initialised."""
     refuses: Callable[[Run], str | None]
     """Why it cannot do this run, if it cannot."""
@@ -57,7 +57,7 @@ def refusal(run: Run) -> str | None:
     return ENGINES[run.engine].refuses(run)
 
 
-def _compile_blocks(model: Transformer, run: Run) -> None:
+def _compile_blocks(model: BenchTransformer, run: Run) -> None:
     """Compile what stands between the engine's hooks, so that no hook is traced."""
     if run.mode is Mode.COMPILED:
         for block in model.blocks:
@@ -80,7 +80,7 @@ def _peer_refuses(run: Run) -> str | None:
     return "CUDA graphs are measured for whole graphs only: plain and shoal-graph"
 
 
-def _wrap_plain(model: Transformer, run: Run) -> nn.Module:
+def _wrap_plain(model: BenchTransformer, run: Run) -> nn.Module:
     if run.mode is not Mode.EAGER:
         model.compile(mode="reduce-overhead" if run.mode is Mode.CUDAGRAPHS else None)
     return model
@@ -100,7 +100,7 @@ def _plain_shoal_refuses(run: Run) -> str | None:
     return _plain_refuses(run)
 
 
-def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
+def _wrap_ddp(model: BenchTransformer, run: Run) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model)
@@ -108,7 +108,9 @@ def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
     return cast(nn.Module, torch.compile(wrapped)) if run.mode is Mode.COMPILED else wrapped
 
 
-def _wrap_modules(model: Transformer, run: Run, wrapper: Callable[..., nn.Module]) -> nn.Module:
+def _wrap_modules(
+    model: BenchTransformer, run: Run, wrapper: Callable[..., nn.Module]
+) -> nn.Module:
     """What `fsdp1` and `shoal-wrapper` have in common: all but the library."""
     from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -118,7 +120,7 @@ def _wrap_modules(model: Transformer, run: Run, wrapper: Callable[..., nn.Module
         model,
         process_group=dist.group.WORLD,
         sharding_strategy=ShardingStrategy.FULL_SHARD,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy({BenchBlock}),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         mixed_precision=MixedPrecision(param_dtype=run.compute_dtype, reduce_dtype=REDUCE_DTYPE)
         if run.case.mixed_precision
@@ -129,20 +131,20 @@ def _wrap_modules(model: Transformer, run: Run, wrapper: Callable[..., nn.Module
     )
 
 
-def _wrap_fsdp1(model: Transformer, run: Run) -> nn.Module:
+def _wrap_fsdp1(model: BenchTransformer, run: Run) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return _wrap_modules(model, run, FullyShardedDataParallel)
 
 
-def _wrap_shoal_wrapper(model: Transformer, run: Run) -> nn.Module:
+def _wrap_shoal_wrapper(model: BenchTransformer, run: Run) -> nn.Module:
     from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
 
     return _wrap_modules(model, run, FullyShardedDataParallel)
 
 
 def _shard_units(
-    model: Transformer,
+    model: BenchTransformer,
     run: Run,
     fully_shard: Callable[..., object],
     policy_type: Callable[..., object],
@@ -161,7 +163,7 @@ def _shard_units(
     return model
 
 
-def _wrap_fsdp2(model: Transformer, run: Run) -> nn.Module:
+def _wrap_fsdp2(model: BenchTransformer, run: Run) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
@@ -207,7 +209,7 @@ def _shard_each_parameter(model: nn.Module, run: Run, reduce_dtype: torch.dtype)
     return model
 
 
-def _wrap_simple_fsdp(model: Transformer, run: Run) -> nn.Module:
+def _wrap_simple_fsdp(model: BenchTransformer, run: Run) -> nn.Module:
     reduce_dtype = REDUCE_DTYPE if run.case.mixed_precision else run.compute_dtype
     model.compile()
     return _shard_each_parameter(model, run, reduce_dtype)
@@ -219,7 +221,7 @@ def _simple_fsdp_refuses(run: Run) -> str | None:
     return _peer_refuses(run)
 
 
-def _wrap_shoal(model: Transformer, run: Run) -> nn.Module:
+def _wrap_shoal(model: BenchTransformer, run: Run) -> nn.Module:
     from shoal.runtime.fully_shard import fully_shard
     from shoal.runtime.policy import MixedPrecisionPolicy
 
@@ -235,7 +237,7 @@ def _gather_apart(model: nn.Module) -> None:
     state.context.arena.gather_apart()
 
 
-def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
+def _wrap_shoal_flat(model: BenchTransformer, run: Run) -> nn.Module:
     from shoal.layout import Flat
     from shoal.runtime.fully_shard import fully_shard
     from shoal.runtime.policy import MixedPrecisionPolicy
@@ -243,7 +245,7 @@ def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
     return _shard_units(model, run, partial(fully_shard, layout=Flat()), MixedPrecisionPolicy)
 
 
-def _wrap_shoal_graph(model: Transformer, run: Run) -> nn.Module:
+def _wrap_shoal_graph(model: BenchTransformer, run: Run) -> nn.Module:
     return _compile_by_shoal(_wrap_shoal_flat(model, replace(run, mode=Mode.EAGER)), run)
 
 
