@@ -16,6 +16,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate, groupby
 from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
@@ -120,21 +121,16 @@ def share_bar(parts: Sequence[LegendEntry], values: Sequence[float], labels: Seq
 
 def _shape(line: Line, x: Axis, y: Axis) -> str:
     """Join neighbouring points; a dot is a round stroke of no length, which never stretches."""
-    joined: list[str] = []
-    alone: list[str] = []
-    stretch: list[str] = []
+    joined, alone = "", ""
     points = line.points if line.dots else thin(line.points, MOST_POINTS)
-    for point in [*points, Point(0, math.nan)]:
-        if math.isfinite(point.value):
-            stretch.append(f"{_place(x.at(point.step))} {_place(1 - y.at(point.value))}")
-        if stretch and (line.dots or not math.isfinite(point.value)):
-            if len(stretch) > 1:
-                joined.append(f"M{stretch[0]}L{' '.join(stretch[1:])}")
-            else:
-                alone.append(f"M{stretch[0]}h0")
-            stretch = []
-    lines = f'<path class="line {line.css}" d="{"".join(joined)}"/>' if joined else ""
-    dots = f'<path class="dots {line.css}" d="{"".join(alone)}"/>' if alone else ""
+    for is_finite, stretch in groupby(points, lambda point: math.isfinite(point.value)):
+        places = [f"{_place(x.at(step))} {_place(1 - y.at(value))}" for step, value in stretch]
+        if is_finite and (line.dots or len(places) == 1):
+            alone += "".join(f"M{place}h0" for place in places)
+        elif is_finite:
+            joined += f"M{places[0]}L{' '.join(places[1:])}"
+    lines = f'<path class="line {line.css}" d="{joined}"/>' if joined else ""
+    dots = f'<path class="dots {line.css}" d="{alone}"/>' if alone else ""
     return lines + dots
 
 
@@ -280,21 +276,19 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
     The window is centred and shrinks towards the ends, so the curve neither lags nor drifts there.
     """
-    sums, numbers = [0.0], [0]
-    for point in points:
-        finite = math.isfinite(point.value)
-        sums.append(sums[-1] + (point.value if finite else 0.0))
-        numbers.append(numbers[-1] + finite)
-    reach = len(points) // 40
-    result: list[Point] = []
-    for index, (step, value) in enumerate(points):
-        if not math.isfinite(value):
-            result.append(Point(step, math.nan))
-            continue
-        side = min(reach, index, len(points) - 1 - index)
+    finite = [math.isfinite(value) for _, value in points]
+    values = (value if math.isfinite(value) else 0.0 for _, value in points)
+    sums, numbers = list(accumulate(values, initial=0.0)), list(accumulate(finite, initial=0))
+
+    def mean_around(index: int) -> float:
+        side = min(len(points) // 40, index, len(points) - 1 - index)
         low, high = index - side, index + side + 1
-        result.append(Point(step, (sums[high] - sums[low]) / (numbers[high] - numbers[low])))
-    return result
+        return (sums[high] - sums[low]) / (numbers[high] - numbers[low])
+
+    return [
+        Point(point.step, mean_around(index) if finite[index] else math.nan)
+        for index, point in enumerate(points)
+    ]
 
 
 def stretches(items: Sequence[T], number: int) -> Iterator[Sequence[T]]:

@@ -254,7 +254,7 @@ def _schedule(run: RecordedRun) -> Section:
 
 
 def _moved(events: Iterable[Event]) -> str:
-    """What was gathered and reduced in the step, as far as it was recorded."""
+    """Tell how many bytes the step gathered and reduced, as far as it was recorded."""
     totals = {
         kind: sum(event.num_bytes for event in events if event.kind is kind)
         for kind in (EventKind.GATHER, EventKind.REDUCE)

@@ -69,7 +69,7 @@ _LEGEND = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeline:
-    """What one rank did during one step."""
+    """The spans of one rank in one step."""
 
     step: int
     rank: int

@@ -53,7 +53,7 @@ class RunProgress:
     tokens: int = 0
     data_digest: str = ""
     scale: LossScale = field(default_factory=LossScale)
-    """What the next step's loss is multiplied by."""
+    """The factor of the next step's loss."""
 
     def after(self, config: TrainConfig, data_digest: str, scale: LossScale) -> RunProgress:
         """How far it is one step later."""
@@ -168,7 +168,7 @@ def _progress(checkpoint: Path, values: Mapping[str, Any]) -> RunProgress:
 
 
 class SaveStatus(IntEnum):
-    """What a rank knows of the save in flight."""
+    """How far the save in flight is on one rank."""
 
     NONE = 0
     RUNNING = 1
@@ -207,7 +207,7 @@ class CheckpointSaver:
 
     @property
     def status(self) -> SaveStatus:
-        """What this rank has to tell the others in this step."""
+        """How far the save in flight is on this rank."""
         if self._pending is None:
             return SaveStatus.NONE
         if not self._pending.done:

@@ -40,7 +40,7 @@ _STATE_COPIES = 4
 """Weights, gradients and AdamW's two moments."""
 
 _SWAP_FACTOR = 2
-"""What is refused would need this many times the memory of the machine: swap may do some."""
+"""A run that needs more than this many times the memory is refused: swap may do some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

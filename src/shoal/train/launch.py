@@ -43,7 +43,7 @@ from shoal.train.run_folder import RunFolder
 from shoal.train.safe_stream import say
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What asks a run to stop: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
+"""Ctrl-C, a scheduler or `kill`, a terminal that was closed: each asks a run to stop."""
 
 ECHO_S = 2.0
 """Within this time a further signal is an echo of the first."""
@@ -64,7 +64,7 @@ _RANK_PROGRAM = (
 
 
 class _Outcome(Enum):
-    """What ends one start of the ranks."""
+    """Why one start of the ranks ended: `LOST` is a lost rank, or a lost run folder."""
 
     FINISHED = auto()
     LOST = auto()
@@ -204,7 +204,7 @@ class RankProcesses:
         return limit_s > 0 and longest_s > limit_s + _STOPPED_S
 
     def _end(self) -> None:
-        """End the processes that still run; those are nobody's cause, whatever they die of."""
+        """End the processes that still run; none of them counts as lost, whatever it dies of."""
         self._stopped = {rank for rank, own in self.running.items() if _is_stopped(own.pid)}
         for numbers, patience_s in (
             # A stopped process takes no signal but SIGKILL before it is let go on.

@@ -86,7 +86,7 @@ class Option:
 
 
 class Declared(TypedDict, total=False):
-    """What an option may say of itself beside its default and help."""
+    """What `option` takes beside a default and a help text."""
 
     flag: str
     """Unless given, the field's name."""

@@ -73,7 +73,7 @@ class RunFolder:
     stop_request = _PathInside("logs/stop")
     """While this file exists, the run stops after the step that it is in."""
     proposed_config = _PathInside("logs/config.json")
-    """What a resume would have as its config, once the ranks have its checkpoint."""
+    """The config of a resume, until the ranks have loaded its checkpoint."""
 
     @property
     def flags(self) -> str:
@@ -84,7 +84,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """What a person types to go on."""
+        """The command that goes on with this run."""
         return f"shoal train --resume {shlex.quote(str(self.path))}"
 
     @contextmanager
@@ -105,7 +105,7 @@ class RunFolder:
         return not (is_still(self.path, home) and os.path.lexists(self.config))
 
     def lost_error(self) -> CheckpointError:
-        """What to raise then."""
+        """Make the error for a folder that was removed or replaced."""
         return CheckpointError(
             f"{self.path} was removed, or replaced, while a run wrote into it. The run has ended "
             f"and writes nothing more there; what it had learned since its last checkpoint is lost"
@@ -119,7 +119,7 @@ class RunFolder:
         if not is_still(self.path, home):
             return
         drop_unfinished(self.checkpoints)
-        # Whoever took config.json away alone still has metrics, and keeps all the rest.
+        # A folder that lost only its config.json still has metrics, and keeps all the rest.
         if latest(self.checkpoints) is None and not os.path.lexists(self.metrics):
             for path in (self.timeline, self.sample, self.report, self.lock):
                 path.unlink(missing_ok=True)
@@ -184,7 +184,7 @@ class RunFolder:
     def write_config(
         self, config: TrainConfig, facts: dict[str, Any], *, proposed: bool = False
     ) -> None:
-        """Write the config, and facts for whoever reads it; all at once or not at all."""
+        """Write the config, and facts about the run; all at once or not at all."""
         path = self.proposed_config if proposed else self.config
         text = json.dumps({**to_json(config), "facts": facts}, indent=2)
         with _writing_into(self.path):

@@ -38,7 +38,7 @@ _LEAST_SLOW_MS = 5.0
 
 
 class RankReport(NamedTuple):
-    """What one rank reports of a step before the optimizer acts, as numbers to gather."""
+    """The numbers that one rank reports of a step before the optimizer acts."""
 
     loss: float
     own_ms: float
