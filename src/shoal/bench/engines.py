@@ -24,7 +24,7 @@ from torch.utils.checkpoint import (
 )
 
 from shoal.bench.cases import Mode, Run
-from shoal.bench.model import Block, Transformer
+from shoal.bench.model import BenchBlock, BenchTransformer
 from shoal.errors import InvariantError
 from shoal.layout import Flat, Layout
 
@@ -37,7 +37,7 @@ class Engine:
     """A way to train the model on N ranks."""
 
     name: str
-    wrap: Callable[[Transformer, Run], nn.Module]
+    wrap: Callable[[BenchTransformer, Run], nn.Module]
     """Called in the run's own process, with the model on its device and the group initialised."""
     only_compiled: str | None = None
     """Why it is not measured eagerly, if it is not."""
@@ -70,14 +70,14 @@ def refusal(run: Run) -> str | None:
     return None
 
 
-def _compile_blocks(model: Transformer, run: Run) -> None:
+def _compile_blocks(model: BenchTransformer, run: Run) -> None:
     """Compile what stands between the engine's hooks, so that no hook is traced."""
     if run.mode is Mode.COMPILED:
         for block in model.blocks:
             block.forward = torch.compile(block.forward)
 
 
-def _wrap_plain(model: Transformer, run: Run) -> nn.Module:
+def _wrap_plain(model: BenchTransformer, run: Run) -> nn.Module:
     if run.mode is not Mode.EAGER:
         model.compile(mode="reduce-overhead" if run.mode is Mode.CUDAGRAPHS else None)
     return model
@@ -91,7 +91,7 @@ def _compile_by_shoal(model: nn.Module, run: Run) -> nn.Module:
     return model
 
 
-def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
+def _wrap_ddp(model: BenchTransformer, run: Run) -> nn.Module:
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model)
@@ -99,7 +99,9 @@ def _wrap_ddp(model: Transformer, run: Run) -> nn.Module:
     return cast(nn.Module, torch.compile(wrapped)) if run.mode is Mode.COMPILED else wrapped
 
 
-def _wrap_modules(model: Transformer, run: Run, wrapper: Callable[..., nn.Module]) -> nn.Module:
+def _wrap_modules(
+    model: BenchTransformer, run: Run, wrapper: Callable[..., nn.Module]
+) -> nn.Module:
     """Wrap for `fsdp1` and `shoal-wrapper`, which differ in the library alone."""
     from torch.distributed.fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -120,20 +122,20 @@ def _wrap_modules(model: Transformer, run: Run, wrapper: Callable[..., nn.Module
     )
 
 
-def _wrap_fsdp1(model: Transformer, run: Run) -> nn.Module:
+def _wrap_fsdp1(model: BenchTransformer, run: Run) -> nn.Module:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     return _wrap_modules(model, run, FullyShardedDataParallel)
 
 
-def _wrap_shoal_wrapper(model: Transformer, run: Run) -> nn.Module:
+def _wrap_shoal_wrapper(model: BenchTransformer, run: Run) -> nn.Module:
     from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
 
     return _wrap_modules(model, run, FullyShardedDataParallel)
 
 
 def _shard_units(
-    model: Transformer,
+    model: BenchTransformer,
     run: Run,
     fully_shard: Callable[..., object],
     policy_type: Callable[..., object],
@@ -152,7 +154,7 @@ def _shard_units(
     return model
 
 
-def _wrap_fsdp2(model: Transformer, run: Run) -> nn.Module:
+def _wrap_fsdp2(model: BenchTransformer, run: Run) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     return _shard_units(model, run, fully_shard, MixedPrecisionPolicy)
@@ -186,7 +188,7 @@ def _recompute(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
     return CheckpointPolicy.MUST_RECOMPUTE
 
 
-def _wrap_simple_fsdp(model: Transformer, run: Run) -> nn.Module:
+def _wrap_simple_fsdp(model: BenchTransformer, run: Run) -> nn.Module:
     """Replace parameters by their shards, from which they are gathered when they are read."""
     reduce_dtype = REDUCE_DTYPE if run.case.mixed_precision else run.compute_dtype
     model.compile()
@@ -200,7 +202,7 @@ def _wrap_simple_fsdp(model: Transformer, run: Run) -> nn.Module:
     return model
 
 
-def _wrap_shoal(model: Transformer, run: Run, layout: Layout | None = None) -> nn.Module:
+def _wrap_shoal(model: BenchTransformer, run: Run, layout: Layout | None = None) -> nn.Module:
     from shoal.runtime.fully_shard import fully_shard
     from shoal.runtime.policy import MixedPrecisionPolicy
 
@@ -216,11 +218,11 @@ def _gather_apart(model: nn.Module) -> None:
     state.context.arena.gather_apart()
 
 
-def _wrap_shoal_flat(model: Transformer, run: Run) -> nn.Module:
+def _wrap_shoal_flat(model: BenchTransformer, run: Run) -> nn.Module:
     return _wrap_shoal(model, run, Flat())
 
 
-def _wrap_shoal_graph(model: Transformer, run: Run) -> nn.Module:
+def _wrap_shoal_graph(model: BenchTransformer, run: Run) -> nn.Module:
     return _compile_by_shoal(_wrap_shoal_flat(model, replace(run, mode=Mode.EAGER)), run)
 
 

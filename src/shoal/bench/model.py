@@ -69,7 +69,7 @@ class ModelShape:
         return uniform - 0.2, uniform + 4.0
 
 
-class Attention(nn.Module):
+class BenchAttention(nn.Module):
     """Causal self-attention."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -90,7 +90,7 @@ class Attention(nn.Module):
         return self.output(mixed.transpose(1, 2).flatten(-2))
 
 
-class FeedForward(nn.Module):
+class BenchFeedForward(nn.Module):
     """SwiGLU."""
 
     def __init__(self, shape: ModelShape) -> None:
@@ -104,15 +104,15 @@ class FeedForward(nn.Module):
         return self.down(F.silu(self.gate(x)) * self.up(x))
 
 
-class Block(nn.Module):
+class BenchBlock(nn.Module):
     """One layer, and one unit of sharding for every engine."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(shape.dim, eps=1e-6)
-        self.attention = Attention(shape)
+        self.attention = BenchAttention(shape)
         self.feed_forward_norm = nn.RMSNorm(shape.dim, eps=1e-6)
-        self.feed_forward = FeedForward(shape)
+        self.feed_forward = BenchFeedForward(shape)
 
     def forward(self, x: Tensor) -> Tensor:
         """(batch, sequence, dim) to the same."""
@@ -120,13 +120,13 @@ class Block(nn.Module):
         return x + self.feed_forward(self.feed_forward_norm(x))
 
 
-class Transformer(nn.Module):
+class BenchTransformer(nn.Module):
     """Tokens and targets in, loss out."""
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab_size, shape.dim)
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.num_layers))
+        self.blocks = nn.ModuleList(BenchBlock(shape) for _ in range(shape.num_layers))
         self.norm = nn.RMSNorm(shape.dim, eps=1e-6)
         self.head = nn.Linear(shape.dim, shape.vocab_size, bias=False)
         for parameter in self.parameters():

@@ -17,19 +17,19 @@ from shoal.bench.cases import Mode, Run
 from shoal.bench.engines import ENGINES
 from shoal.bench.figures import ComputeRound, Memory, OptimizerRound
 from shoal.bench.host import read_peak, reset_peak
-from shoal.bench.model import Transformer, check_gathers, check_gradients, check_losses
+from shoal.bench.model import BenchTransformer, check_gathers, check_gradients, check_losses
 from shoal.comm.modelled import ModelledGroup
 from shoal.optim import AdamW
 
 SEED = 0
 
 
-def build_model(run: Run) -> Transformer:
+def build_model(run: Run) -> BenchTransformer:
     """The model, on the device, in the dtype its engine starts from."""
     torch.manual_seed(SEED)
     # Straight on the device: initialising billions of weights on the host takes minutes.
     with run.device:
-        model = Transformer(run.case.shape)
+        model = BenchTransformer(run.case.shape)
     return model if ENGINES[run.engine].casts else model.to(run.compute_dtype)
 
 

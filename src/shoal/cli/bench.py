@@ -97,14 +97,14 @@ def _merge(options: argparse.Namespace, command: str, console: Console) -> int:
 def _measure(options: argparse.Namespace, command: str, console: Console) -> int:
     cases = _choose_cases(options.cases)
     engines = _choose("engine", options.engines or ENGINES, ENGINES)
-    modes = _choose("mode", options.modes or _default_modes(options.quick), list(Mode))
+    modes = options.modes or [Mode.EAGER, *([] if options.quick else [Mode.COMPILED])]
+    modes = _choose("mode", modes, list(Mode))
     host = describe_host()
     if options.quick:
         cases = [case.quickly() for case in cases]
-    cases = [replace(case, fill=options.fill) for case in cases]
     pace = {"rounds": options.repeats, "steps": options.steps}
     asked = {name: count for name, count in pace.items() if count is not None}
-    cases = [replace(case, pace=replace(case.pace, **asked)) for case in cases]
+    cases = [replace(case, fill=options.fill, pace=replace(case.pace, **asked)) for case in cases]
     runs = [
         Run(
             case=case,
@@ -177,10 +177,6 @@ def _timestamp() -> str:
 def _file_name(host: Host, *, quick: bool) -> str:
     device = re.sub(r"[^a-z0-9]+", "-", (host.gpu or host.cpu).lower()).strip("-")
     return f"{_timestamp()}-{device}{'-quick' if quick else ''}.json"
-
-
-def _default_modes(quick: bool) -> list[str]:
-    return [Mode.EAGER] if quick else [Mode.EAGER, Mode.COMPILED]
 
 
 def _choose_cases(names: Sequence[str] | None) -> list[Case]:

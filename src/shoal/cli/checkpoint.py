@@ -58,13 +58,12 @@ def _parser() -> Parser:
     inspecting.add_argument("--json", action="store_true", help="print JSON")
     add("verify", _verify, "Compare every byte with its checksum.")
     exporting = add("export", _export, "Write the weights as Hugging Face keeps them.")
-    exporting.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist yet")
     exporting.add_argument("--dtype", choices=sorted(_DTYPES), help="convert the weights")
     importing = add("import", _import, "Make a checkpoint of Hugging Face's or DCP's files.")
-    importing.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist yet")
     cutting = add("reshard", _reshard, "Write a checkpoint anew, cut for a number of ranks.")
-    cutting.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist yet")
     cutting.add_argument("--ranks", type=int, required=True, metavar="N")
+    for writing in (exporting, importing, cutting):
+        writing.add_argument("folder", type=Path, metavar="FOLDER", help="must not exist yet")
     return parser
 
 

@@ -69,33 +69,22 @@ def given_options(
 
 
 def _add(group: argparse._ArgumentGroup, found: Option, parse: Parse | None) -> None:
-    shared: dict[str, Any] = {
-        "dest": ".".join(found.path),
-        "default": argparse.SUPPRESS,
-        "help": _help(found),
-    }
-    names = [found.flag] if found.alias is None else [found.flag, found.alias]
-    if found.kind is bool:
-        group.add_argument(*names, action=argparse.BooleanOptionalAction, **shared)
-    elif found.choices:
-        group.add_argument(*names, choices=found.choices, **shared)
-    else:
-        group.add_argument(
-            *names,
-            type=parse or _reader(found.kind),
-            metavar=_METAVARS[found.kind],
-            **shared,
-        )
-
-
-def _help(found: Option) -> str:
-    text = found.help.replace("%", "%%")
-    if found.default is None:
-        return text
-    default = found.default
+    text, default = found.help.replace("%", "%%"), found.default
+    reading: dict[str, Any]
     if found.kind is bool:
         default = "on" if default else "off"
-    return f"{text} (default: {default})"
+        reading = {"action": argparse.BooleanOptionalAction}
+    elif found.choices:
+        reading = {"choices": found.choices}
+    else:
+        reading = {"type": parse or _reader(found.kind), "metavar": _METAVARS[found.kind]}
+    group.add_argument(
+        *filter(None, (found.flag, found.alias)),
+        dest=".".join(found.path),
+        default=argparse.SUPPRESS,
+        help=text if default is None else f"{text} (default: {default})",
+        **reading,
+    )
 
 
 def _reader(kind: type) -> Parse:

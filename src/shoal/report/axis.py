@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import NamedTuple
 
 _STEPS = (Decimal(1), Decimal(2), Decimal("2.5"), Decimal(5), Decimal(10))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tick:
+class Tick(NamedTuple):
     """One mark: where, as a share of the axis from 0 to 1, and what stands beside it."""
 
     at: float
@@ -57,10 +57,7 @@ class Axis:
         # One choice for the whole axis: 0.00005 beside 1e−4 would not read as one scale.
         scientific = top > 1e9 or (top < 1e-3 and places > 4)
         return tuple(
-            Tick(
-                at=self.at(float(index * step)),
-                label=_scientific(index * step) if scientific else _plain(index * step, places),
-            )
+            Tick(self.at(float(index * step)), _label(index * step, places, scientific=scientific))
             for index in range(first, last + 1)
         )
 
@@ -69,21 +66,19 @@ class Axis:
         stride = max(1, math.ceil((last - first + 1) / most))
         return tuple(
             Tick(
-                at=self.at(10.0**power),
-                label=_plain(Decimal(10) ** power, max(0, -power))
-                if -4 <= power <= 6
-                else _scientific(Decimal(10) ** power),
+                self.at(10.0**power),
+                _label(Decimal(10) ** power, max(0, -power), scientific=not -4 <= power <= 6),
             )
             for power in range(first, last + 1, stride)
         )
 
 
-def _plain(value: Decimal, places: int) -> str:
-    return f"{value:,.{places}f}".replace("-", "−")
-
-
-def _scientific(value: Decimal) -> str:
-    return f"{value.normalize():e}".replace("+", "").replace("-", "−") if value else "0"
+def _label(value: Decimal, places: int, *, scientific: bool) -> str:
+    if scientific:
+        text = f"{value.normalize():e}".replace("+", "") if value else "0"
+    else:
+        text = f"{value:,.{places}f}"
+    return text.replace("-", "−")
 
 
 def axis_over(values: list[float], *, from_zero: bool = False, log: bool = False) -> Axis:
@@ -98,10 +93,9 @@ def axis_over(values: list[float], *, from_zero: bool = False, log: bool = False
         return Axis(low=10.0**bottom, high=10.0 ** max(top, bottom + 1), log=True)
     if from_zero:
         low = min(0.0, low)
+    room = (high - low) * 0.06
     if high - low <= 1e-12 * max(abs(high), abs(low)):
         room = abs(high) * 0.1 or 1.0
-        return Axis(low=low if from_zero and low == 0 else low - room, high=high + room)
-    room = (high - low) * 0.06
     return Axis(low=low if from_zero and low == 0 else low - room, high=high + room)
 
 

@@ -16,9 +16,11 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import accumulate, groupby
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
-from shoal.report.axis import Axis, step_axis
+from shoal.report.axis import Axis, Tick, step_axis
 from shoal.report.number_format import digits
 
 T = TypeVar("T")
@@ -53,9 +55,8 @@ class Line:
     dots: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LegendEntry:
-    """One layer of stacked bars."""
+class LegendEntry(NamedTuple):
+    """A series or part, and the class of the style sheet that colours it."""
 
     name: str
     css: str
@@ -63,50 +64,36 @@ class LegendEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """One bar: the steps it stands for, and a value for each part."""
+    """One bar: the steps it stands for, and the mean time of each part of them."""
 
     first: int
     last: int
-    values: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Flag:
-    """Something that happened to the run at a step: a dashed line, with a word beside it."""
-
-    step: int
-    text: str
+    parts_ms: tuple[float, ...]
 
 
 def line_chart(
-    lines: Sequence[Line], *, y: Axis, y_name: str = "", summary: str, flags: Sequence[Flag] = ()
+    lines: Sequence[Line], *, y: Axis, y_name: str = "", summary: str, resumes: Sequence[int] = ()
 ) -> str:
-    """Draw lines and dots over the steps, flags behind them; NaN is a gap."""
+    """Draw lines and dots over the steps, a flag at each resume behind them; NaN is a gap."""
     steps = [point.step for line in lines for point in line.points]
     x = step_axis(min(steps), max(steps))
-    shapes = _flag_lines(flags, x) + "".join(_shape(line, x, y) for line in lines)
-    names = [LegendEntry(name=line.name, css=line.css) for line in lines]
-    hover = _hover(names, _line_marks(lines, x))
-    words = _flag_words(flags, x)
-    return _figure(names, shapes, hover, x=x, y=y, y_name=y_name, summary=summary, words=words)
+    flags = "".join(f"M{_place(x.at(step))} 0V{SCALE}" for step in resumes)
+    shapes = f'<path class="flag" d="{flags}"/>' if flags else ""
+    shapes += "".join(_shape(line, x, y) for line in lines)
+    names = [LegendEntry(line.name, line.css) for line in lines]
+    marks, words = _line_marks(lines, x), _flag_words(resumes, x)
+    return _figure(names, shapes, marks, x=x, y=y, y_name=y_name, summary=summary, words=words)
 
 
-def bar_chart(
-    bars: Sequence[Bar],
-    parts: Sequence[LegendEntry],
-    *,
-    y: Axis,
-    y_name: str,
-    unit: str,
-    summary: str,
-) -> str:
-    """Draw stacked bars over the steps; a bar that is too high for the axis is cut with a mark."""
+def step_time_chart(bars: Sequence[Bar], parts: Sequence[LegendEntry], y: Axis) -> str:
+    """Draw the time of steps as stacked bars; one that is too high for the axis is cut."""
     x = step_axis(bars[0].first, bars[-1].last)
     if bars[0].first < bars[-1].last:
         x = Axis(low=x.low - 0.5, high=x.high + 0.5)
     shapes = "".join(_bar(bar, parts, x, y) for bar in bars)
-    hover = _hover(parts, _bar_marks(bars, x, unit))
-    return _figure(parts, shapes, hover, x=x, y=y, y_name=y_name, summary=summary)
+    marks = _bar_marks(bars, x)
+    y_name, summary = "time of a step, ms", "Step time in parts"
+    return _figure(parts, shapes, marks, x=x, y=y, y_name=y_name, summary=summary)
 
 
 def legend(parts: Sequence[LegendEntry], values: Sequence[str] | None = None) -> str:
@@ -134,43 +121,30 @@ def share_bar(parts: Sequence[LegendEntry], values: Sequence[float], labels: Seq
 
 def _shape(line: Line, x: Axis, y: Axis) -> str:
     """Join neighbouring points; a dot is a round stroke of no length, which never stretches."""
-    joined: list[str] = []
-    alone: list[str] = []
-    stretch: list[str] = []
+    joined, alone = "", ""
     points = line.points if line.dots else thin(line.points, MOST_POINTS)
-    for point in [*points, Point(0, math.nan)]:
-        if math.isfinite(point.value):
-            stretch.append(f"{_place(x.at(point.step))} {_place(1 - y.at(point.value))}")
-        if stretch and (line.dots or not math.isfinite(point.value)):
-            if len(stretch) > 1:
-                joined.append(f"M{stretch[0]}L{' '.join(stretch[1:])}")
-            else:
-                alone.append(f"M{stretch[0]}h0")
-            stretch = []
-    lines = f'<path class="line {line.css}" d="{"".join(joined)}"/>' if joined else ""
-    dots = f'<path class="dots {line.css}" d="{"".join(alone)}"/>' if alone else ""
+    for is_finite, stretch in groupby(points, lambda point: math.isfinite(point.value)):
+        places = [f"{_place(x.at(step))} {_place(1 - y.at(value))}" for step, value in stretch]
+        if is_finite and (line.dots or len(places) == 1):
+            alone += "".join(f"M{place}h0" for place in places)
+        elif is_finite:
+            joined += f"M{places[0]}L{' '.join(places[1:])}"
+    lines = f'<path class="line {line.css}" d="{joined}"/>' if joined else ""
+    dots = f'<path class="dots {line.css}" d="{alone}"/>' if alone else ""
     return lines + dots
 
 
-def _flag_lines(flags: Sequence[Flag], x: Axis) -> str:
-    lines = "".join(f"M{_place(x.at(flag.step))} 0V{SCALE}" for flag in flags)
-    return f'<path class="flag" d="{lines}"/>' if lines else ""
-
-
-def _flag_words(flags: Sequence[Flag], x: Axis) -> str:
+def _flag_words(resumes: Sequence[int], x: Axis) -> str:
     """Place the words right of their lines, or left where the plot ends; none over another."""
     words: list[str] = []
     free = 0.0
-    for flag in sorted(flags, key=lambda flag: flag.step):
-        at = x.at(flag.step)
+    for at in map(x.at, sorted(resumes)):
         left = at if at + FLAG_WIDTH <= 1 else at - FLAG_WIDTH
         if left < free:
             continue
         free = left + FLAG_WIDTH
         side = "" if left == at else " before"
-        words.append(
-            f'<span class="flag-word{side}" style="left:{at * 100:.2f}%">{escape(flag.text)}</span>'
-        )
+        words.append(f'<span class="flag-word{side}" style="left:{at * 100:.2f}%">resumed</span>')
     return "".join(words)
 
 
@@ -180,7 +154,7 @@ def _bar(bar: Bar, parts: Sequence[LegendEntry], x: Axis, y: Axis) -> str:
     inset = max((right - left) * 0.08, (right - left - WIDEST_BAR) / 2)
     shapes: list[str] = []
     base = 0.0
-    for part, value in zip(parts, bar.values, strict=True):
+    for part, value in zip(parts, bar.parts_ms, strict=True):
         if not value > 0:
             continue
         box = _box(left + inset, right - inset, y.at(base), y.at(base + value))
@@ -223,34 +197,23 @@ def _line_marks(lines: Sequence[Line], x: Axis) -> list[Mark]:
     ]
 
 
-def _bar_marks(bars: Sequence[Bar], x: Axis, unit: str) -> list[Mark]:
+def _bar_marks(bars: Sequence[Bar], x: Axis) -> list[Mark]:
     return [
         (
             round(x.at((bar.first + bar.last) / 2), 4),
             f"step {bar.first:,}"
             if bar.first == bar.last
             else f"mean of steps {bar.first:,}–{bar.last:,}",
-            [f"{digits(value)} {unit}" if math.isfinite(value) else None for value in bar.values],
+            [f"{digits(ms)} ms" if math.isfinite(ms) else None for ms in bar.parts_ms],
         )
         for bar in bars
     ]
 
 
-def _hover(parts: Sequence[LegendEntry], marks: list[Mark]) -> str:
-    content = {
-        "names": [part.name for part in parts],
-        "css": [part.css for part in parts],
-        "marks": marks,
-    }
-    # A script element ends at the first "</script", wherever it stands.
-    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
-    return f'<script type="application/json">{text}</script>'
-
-
 def _figure(
     parts: Sequence[LegendEntry],
     shapes: str,
-    hover: str,
+    marks: list[Mark],
     *,
     x: Axis,
     y: Axis,
@@ -258,15 +221,18 @@ def _figure(
     summary: str,
     words: str = "",
 ) -> str:
+    content = {
+        "names": [part.name for part in parts],
+        "css": [part.css for part in parts],
+        "marks": marks,
+    }
+    # A script element ends at the first "</script", wherever it stands.
+    hover = json.dumps(content, separators=(",", ":"), ensure_ascii=False).replace("<", "\\u003c")
     y_ticks = y.ticks(7)
     grid = "".join(f"M0 {_place(1 - tick.at)}H{SCALE}" for tick in y_ticks)
     widest = max((tick.label for tick in y_ticks), key=len, default="")
     beside = "".join(
         f'<span style="top:{100 - tick.at * 100:.2f}%">{tick.label}</span>' for tick in y_ticks
-    )
-    below = "".join(
-        f'<span style="left:{tick.at * 100:.2f}%">{tick.label}</span>'
-        for tick in x.ticks(7, whole=True)
     )
     return (
         f'<figure class="chart">{legend(parts) if len(parts) > 1 else ""}'
@@ -276,9 +242,17 @@ def _figure(
         f'<div class="plot"><svg viewBox="0 0 {SCALE} {SCALE}" preserveAspectRatio="none" '
         f'role="img" aria-label="{escape(summary)}">'
         f'<path class="grid" d="{grid}"/>{shapes}</svg>{words}</div>'
-        f'<div class="x-ticks">{below}</div><div class="x-name">step</div>'
-        f"</div>{hover}</figure>"
+        f"{below(x.ticks(7, whole=True), 'step')}"
+        f'</div><script type="application/json">{hover}</script></figure>'
     )
+
+
+def below(ticks: Sequence[Tick], name: str) -> str:
+    """Write the labels of an x axis, and what it measures."""
+    labels = "".join(
+        f'<span style="left:{tick.at * 100:.2f}%">{tick.label}</span>' for tick in ticks
+    )
+    return f'<div class="x-ticks">{labels}</div><div class="x-name">{name}</div>'
 
 
 def thin(points: Sequence[Point], limit: int) -> list[Point]:
@@ -291,16 +265,9 @@ def thin(points: Sequence[Point], limit: int) -> list[Point]:
     kept: list[Point] = []
     for stretch in stretches(points, max(1, limit // 3)):
         finite = [point for point in stretch if math.isfinite(point.value)]
-        chosen = set()
-        if finite:
-            chosen |= {
-                min(finite, key=lambda point: point.value),
-                max(finite, key=lambda point: point.value),
-            }
-        gap = next((point for point in stretch if not math.isfinite(point.value)), None)
-        if gap is not None:
-            chosen.add(gap)
-        kept.extend(sorted(chosen, key=lambda point: point.step))
+        gaps = [point for point in stretch if not math.isfinite(point.value)]
+        ends = [pick(finite, key=attrgetter("value")) for pick in (min, max) if finite]
+        kept += sorted({*ends, *gaps[:1]}, key=attrgetter("step"))
     return kept
 
 
@@ -309,21 +276,19 @@ def smooth(points: Sequence[Point]) -> list[Point]:
 
     The window is centred and shrinks towards the ends, so the curve neither lags nor drifts there.
     """
-    sums, numbers = [0.0], [0]
-    for point in points:
-        finite = math.isfinite(point.value)
-        sums.append(sums[-1] + (point.value if finite else 0.0))
-        numbers.append(numbers[-1] + finite)
-    reach = len(points) // 40
-    result: list[Point] = []
-    for index, (step, value) in enumerate(points):
-        if not math.isfinite(value):
-            result.append(Point(step, math.nan))
-            continue
-        side = min(reach, index, len(points) - 1 - index)
+    finite = [math.isfinite(value) for _, value in points]
+    values = (value if math.isfinite(value) else 0.0 for _, value in points)
+    sums, numbers = list(accumulate(values, initial=0.0)), list(accumulate(finite, initial=0))
+
+    def mean_around(index: int) -> float:
+        side = min(len(points) // 40, index, len(points) - 1 - index)
         low, high = index - side, index + side + 1
-        result.append(Point(step, (sums[high] - sums[low]) / (numbers[high] - numbers[low])))
-    return result
+        return (sums[high] - sums[low]) / (numbers[high] - numbers[low])
+
+    return [
+        Point(point.step, mean_around(index) if finite[index] else math.nan)
+        for index, point in enumerate(points)
+    ]
 
 
 def stretches(items: Sequence[T], number: int) -> Iterator[Sequence[T]]:

@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import groupby
 from pathlib import Path
 from reprlib import repr as short
@@ -84,16 +84,10 @@ class Metrics:
         return tuple(number for number, _ in groupby(counts))
 
 
-_NUMBERS = (
-    "lr",
-    "grad_norm",
-    "tokens",
-    "tokens_per_s",
-    "step_ms",
-    "compute_ms",
-    "exposed_ms",
-    "optimizer_ms",
-)
+NUMBERS = tuple(field.name for field in fields(StepRecord) if field.default is NAN)
+"""Of a step: what may be NaN, apart from the loss."""
+
+_Record = StepRecord | ValidationRecord | ResumeRecord
 
 
 def read_metrics(path: Path) -> Metrics:
@@ -101,9 +95,7 @@ def read_metrics(path: Path) -> Metrics:
 
     A resume after which no step was taken changed nothing, and is left out.
     """
-    steps: dict[int, StepRecord] = {}
-    validations: dict[int, ValidationRecord] = {}
-    resumes: dict[int, ResumeRecord] = {}
+    found: dict[tuple[type[_Record], int], _Record] = {}
     problems: list[str] = []
     for number, line in enumerate(read_lines(path), start=1):
         if not line.strip():
@@ -113,17 +105,16 @@ def read_metrics(path: Path) -> Metrics:
         except (ValueError, RecursionError) as error:
             problems.append(f"{path.name}, line {number}: {error}; the line was left out")
             continue
-        if isinstance(record, StepRecord):
-            steps[record.step] = record
-        elif isinstance(record, ResumeRecord):
-            resumes[record.step] = record
-        else:
-            validations[record.step] = record
-    last = max(steps, default=0)
+        found[type(record), record.step] = record
+    ordered = sorted(found.values(), key=lambda record: record.step)
+    steps = tuple(record for record in ordered if isinstance(record, StepRecord))
+    last = steps[-1].step if steps else 0
     return Metrics(
-        steps=tuple(steps[step] for step in sorted(steps)),
-        validations=tuple(validations[step] for step in sorted(validations)),
-        resumes=tuple(resumes[step] for step in sorted(resumes) if step < last),
+        steps=steps,
+        validations=tuple(record for record in ordered if isinstance(record, ValidationRecord)),
+        resumes=tuple(
+            record for record in ordered if isinstance(record, ResumeRecord) and record.step < last
+        ),
         problems=tuple(problems),
     )
 
@@ -137,45 +128,32 @@ def read_lines(path: Path) -> Iterator[bytes]:
                 line = file.readline(_MOST_LINE_BYTES)
 
 
-def _parse(line: str) -> StepRecord | ValidationRecord | ResumeRecord:
+def _parse(line: str) -> _Record:
     try:
-        fields = json.loads(line)
+        content = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"not JSON ({error.msg} at column {error.colno})") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"expected an object, got {type(fields).__name__}")
-    kind = fields.get("kind")
+    if not isinstance(content, dict):
+        raise ValueError(f"expected an object, got {type(content).__name__}")
+    kind = content.get("kind")
     if kind not in ("step", "validation", "resume"):
         raise ValueError(f"expected kind 'step', 'validation' or 'resume', got {short(kind)}")
-    step = fields.get("step")
+    step = content.get("step")
     if not isinstance(step, int) or isinstance(step, bool) or not 0 <= step < MOST_STEPS:
         raise ValueError(f"expected a step number, got {short(step)}")
     if kind == "resume":
-        return ResumeRecord(step=step, num_ranks=_num_ranks(fields))
-    if "loss" not in fields:
+        return ResumeRecord(step=step, num_ranks=_num_ranks(content.get("num_ranks")))
+    if "loss" not in content:
         raise ValueError("it has no loss")
-    loss = _number(fields, "loss")
+    loss = _float(content["loss"], "loss")
     if kind == "validation":
         return ValidationRecord(step=step, loss=loss)
-    numbers = {name: _number(fields, name) for name in _NUMBERS}
-    return StepRecord(
-        step=step,
-        loss=loss,
-        memory_bytes=_per_rank(fields, "memory_bytes"),
-        own_ms=_per_rank(fields, "own_ms"),
-        **numbers,
-    )
+    numbers = {name: _float(content.get(name), name) for name in NUMBERS}
+    memory_bytes, own_ms = (_per_rank(content.get(n), n) for n in ("memory_bytes", "own_ms"))
+    return StepRecord(step=step, loss=loss, memory_bytes=memory_bytes, own_ms=own_ms, **numbers)
 
 
-def _number(fields: dict[str, object], name: str) -> float:
-    value = fields.get(name)
-    if value is None:
-        return NAN
-    return _float(value, name)
-
-
-def _num_ranks(fields: dict[str, object]) -> int:
-    value = fields.get("num_ranks")
+def _num_ranks(value: object) -> int:
     if value is None:
         return 0
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value < 2**32:
@@ -183,16 +161,17 @@ def _num_ranks(fields: dict[str, object]) -> int:
     return value
 
 
-def _per_rank(fields: dict[str, object], name: str) -> tuple[float, ...]:
-    value = fields.get(name)
+def _per_rank(value: object, name: str) -> tuple[float, ...]:
     if value is None:
         return ()
     if not isinstance(value, list):
         raise ValueError(f"{name} should be a list with a number per rank, got {short(value)}")
-    return tuple(NAN if item is None else _float(item, name) for item in value)
+    return tuple(_float(item, name) for item in value)
 
 
 def _float(value: object, name: str) -> float:
+    if value is None:
+        return NAN
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name} should be a number, got {short(value)}")
     try:

@@ -6,12 +6,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.resources import files
+from itertools import takewhile
 from pathlib import Path
 from statistics import median
 
 from shoal.errors import UsageError
 from shoal.files import replace
-from shoal.report.metrics import Metrics, StepRecord
+from shoal.report.metrics import Metrics
 from shoal.report.number_format import count, digits, duration
 from shoal.report.recorded_run import RecordedRun, read_recorded_run
 from shoal.report.sections import sections
@@ -91,21 +92,11 @@ def status(run: RecordedRun) -> RunStatus:
         text, finished = f"stopped at step {last:,}{of}", False
     else:
         text, finished = f"finished, {last:,} step{'s' if last != 1 else ''}", True
-    lost = _lost_since(steps)
-    if lost is None:
+    lost = list(takewhile(lambda record: not math.isfinite(record.loss), reversed(steps)))
+    if not lost:
         return RunStatus(text=text, good=finished)
-    since = f"since step {lost:,}" if lost < last else "in the last step"
+    since = f"since step {lost[-1].step:,}" if len(lost) > 1 else "in the last step"
     return RunStatus(text=f"{text}; the loss is not a finite number {since}", good=False)
-
-
-def _lost_since(steps: tuple[StepRecord, ...]) -> int | None:
-    """Find the first of the steps without a finite loss at the end of a run, if it ends so."""
-    lost = None
-    for record in reversed(steps):
-        if math.isfinite(record.loss):
-            break
-        lost = record.step
-    return lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,7 +21,7 @@ _MOST_BYTES = 1 << 23
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
-    """What a run left behind; None stands for a file that is missing or unreadable."""
+    """The files of a run, read; None stands for a file that is missing or unreadable."""
 
     name: str
     config: dict[str, object] | None

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
 
 from shoal.report.axis import Axis, axis_over
 from shoal.report.chart import (
     Bar,
-    Flag,
     LegendEntry,
     Line,
     Point,
-    bar_chart,
     line_chart,
     share_bar,
     smooth,
+    step_time_chart,
     stretches,
 )
 from shoal.report.metrics import Metrics, ResumeRecord, StepRecord
@@ -40,10 +39,10 @@ MOST_RANKS = 16
 """Ranks drawn in the memory section."""
 
 _TIME_PARTS = (
-    LegendEntry(name="compute", css="compute"),
-    LegendEntry(name="exposed communication", css="exposed"),
-    LegendEntry(name="optimizer", css="optimizer"),
-    LegendEntry(name="other", css="other"),
+    LegendEntry("compute", "compute"),
+    LegendEntry("exposed communication", "exposed"),
+    LegendEntry("optimizer", "optimizer"),
+    LegendEntry("other", "other"),
 )
 
 
@@ -64,8 +63,8 @@ def sections(run: RecordedRun) -> list[Section]:
     metrics = run.metrics or Metrics()
     return [
         _loss(metrics),
-        _small(metrics, "Learning rate", "learning rate", lambda record: record.lr),
-        _small(metrics, "Gradient norm", "gradient norm", lambda record: record.grad_norm),
+        _small(metrics, "Learning rate", "lr"),
+        _small(metrics, "Gradient norm", "grad_norm"),
         _step_time(metrics),
         _memory(metrics),
         _schedule(run),
@@ -102,7 +101,7 @@ def _loss(metrics: Metrics) -> Section:
             y=y,
             y_name="nats per token",
             summary=summary,
-            flags=[Flag(step=record.step, text="resumed") for record in metrics.resumes],
+            resumes=[record.step for record in metrics.resumes],
         ),
         notes=notes,
     )
@@ -120,15 +119,14 @@ def _gap_note(points: list[Point], what: str) -> tuple[str, ...]:
     )
 
 
-def _small(
-    metrics: Metrics, title: str, name: str, value: Callable[[StepRecord], float]
-) -> Section:
-    points = [Point(record.step, value(record)) for record in metrics.steps]
+def _small(metrics: Metrics, title: str, field: str) -> Section:
+    name = title.lower()
+    points = [Point(record.step, getattr(record, field)) for record in metrics.steps]
     finite = [point.value for point in points if math.isfinite(point.value)]
     if not finite:
         return Section(title=title, missing=f"No {name} was recorded.", half=True)
     # A norm that spans decades would be a flat line with one spike on a linear axis.
-    wide = min(finite) > 0 and max(finite) / min(finite) > 1000 and title == "Gradient norm"
+    wide = min(finite) > 0 and max(finite) / min(finite) > 1000 and field == "grad_norm"
     return Section(
         title=title,
         html=line_chart(
@@ -148,39 +146,31 @@ def _step_time(metrics: Metrics) -> Section:
     if not timed:
         return Section(title=title, missing="The time of the steps was not recorded in parts.")
     bars = [
-        Bar(first=stretch[0].step, last=stretch[-1].step, values=_split(stretch))
+        Bar(first=stretch[0].step, last=stretch[-1].step, parts_ms=_split(stretch))
         for stretch in stretches(timed, MOST_BARS)
     ]
     steady = _steady(timed, metrics.resumes)
-    shares = _split(steady)
-    parts = [part for part, value in zip(_TIME_PARTS, shares, strict=True) if value > 0] or [
-        _TIME_PARTS[0]
-    ]
-    kept = [_TIME_PARTS.index(part) for part in parts]
+    means_ms = _split(steady)
+    kept = [index for index, mean_ms in enumerate(means_ms) if mean_ms > 0] or [0]
     y, notes = _time_axis(bars, timed)
-    total = math.fsum(shares[index] for index in kept)
-    labels = [
-        f"{duration(shares[index] / 1e3)} · {percent(shares[index] / total if total else 0)}"
-        for index in kept
-    ]
-    bars = [
-        Bar(first=bar.first, last=bar.last, values=tuple(bar.values[index] for index in kept))
-        for bar in bars
-    ]
-    chart = bar_chart(
-        bars, parts, y=y, y_name="time of a step, ms", unit="ms", summary="Step time in parts"
-    )
+    total_ms = math.fsum(means_ms[index] for index in kept)
+    parts = [_TIME_PARTS[index] for index in kept]
+    bars = [replace(bar, parts_ms=tuple(bar.parts_ms[index] for index in kept)) for bar in bars]
     after = ""
     if len(steady) < len(timed):
         after = " after the first"
         if metrics.resumes:
             after = ", without the first and the first after each resume"
-    bar = share_bar(parts, [shares[index] for index in kept], labels) if total else ""
+    shares = ""
+    if total_ms:
+        values = [means_ms[index] for index in kept]
+        labels = [f"{duration(ms / 1e3)} · {percent(ms / total_ms)}" for ms in values]
+        shares = share_bar(parts, values, labels)
     return Section(
         title=title,
         lead=f"Mean of {len(steady):,} step{'s' if len(steady) != 1 else ''}{after}: "
-        f"{duration(total / 1e3)}. Exposed communication is time in which compute stood still.",
-        html=bar + chart,
+        f"{duration(total_ms / 1e3)}. Exposed communication is time in which compute stood still.",
+        html=shares + step_time_chart(bars, parts, y),
         notes=notes,
     )
 
@@ -199,12 +189,8 @@ def _steady(timed: Sequence[StepRecord], resumes: Sequence[ResumeRecord]) -> Seq
 def _split(records: Sequence[StepRecord]) -> tuple[float, float, float, float]:
     """Average the parts; what the step took beyond them is other: data, logging, the host."""
     compute, exposed, optimizer = (
-        _or_zero(finite_mean(values))
-        for values in (
-            [record.compute_ms for record in records],
-            [record.exposed_ms for record in records],
-            [record.optimizer_ms for record in records],
-        )
+        _or_zero(finite_mean(getattr(record, field) for record in records))
+        for field in ("compute_ms", "exposed_ms", "optimizer_ms")
     )
     known = compute + exposed + optimizer
     rest = finite_mean(record.step_ms for record in records) - known
@@ -214,7 +200,7 @@ def _split(records: Sequence[StepRecord]) -> tuple[float, float, float, float]:
 
 def _time_axis(bars: Sequence[Bar], timed: Sequence[StepRecord]) -> tuple[Axis, tuple[str, ...]]:
     """Make the axis for the usual steps; say how high those go that it cuts."""
-    totals = sorted(math.fsum(bar.values) for bar in bars)
+    totals = sorted(math.fsum(bar.parts_ms) for bar in bars)
     usual = totals[int(0.9 * (len(totals) - 1))]
     if not 0 < usual * 2.5 < totals[-1]:
         return axis_over(totals, from_zero=True), ()
@@ -268,7 +254,7 @@ def _schedule(run: RecordedRun) -> Section:
 
 
 def _moved(events: Iterable[Event]) -> str:
-    """What was gathered and reduced in the step, as far as it was recorded."""
+    """Tell how many bytes the step gathered and reduced, as far as it was recorded."""
     totals = {
         kind: sum(event.num_bytes for event in events if event.kind is kind)
         for kind in (EventKind.GATHER, EventKind.REDUCE)

@@ -35,7 +35,7 @@ _NUM_NAMED = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuiltRun:
-    """What a run has before its next step; `notes` are for people."""
+    """A run before its next step; `notes` are for people."""
 
     corpus: Corpus
     model: nn.Module
@@ -109,13 +109,13 @@ def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Mod
 
 def seed_generators(seed: int, rank: int) -> None:
     """Give every generator of this rank a state of its own, from the seed of the run."""
-
-    def seed_numpy(seed: int) -> None:
-        np.random.seed(seed % 2**32)
-
-    for number, set_seed in enumerate((torch.manual_seed, random.seed, seed_numpy)):
-        sequence = np.random.SeedSequence([seed, rank, number])
-        set_seed(int(sequence.generate_state(1, dtype=np.uint64)[0]))
+    for_torch, for_python, for_numpy = (
+        int(np.random.SeedSequence([seed, rank, number]).generate_state(1, dtype=np.uint64)[0])
+        for number in range(3)
+    )
+    torch.manual_seed(for_torch)
+    random.seed(for_python)
+    np.random.seed(for_numpy % 2**32)
 
 
 def _size_note(job: TrainJob, world: World, corpus: Corpus) -> str:

@@ -53,7 +53,7 @@ class RunProgress:
     tokens: int = 0
     data_digest: str = ""
     scale: LossScale = field(default_factory=LossScale)
-    """What the next step's loss is multiplied by."""
+    """The factor of the next step's loss."""
 
     def after(self, config: TrainConfig, data_digest: str, scale: LossScale) -> RunProgress:
         """How far it is one step later."""
@@ -104,11 +104,9 @@ def offering_older(checkpoint: Path) -> Iterator[None]:
     try:
         yield
     except CheckpointError as error:
-        older = [
-            path
-            for path in _by_step(checkpoint.parent)
-            if step_of(path) < step_of(checkpoint) and is_complete(path)
-        ]
+        step = step_of(checkpoint)
+        before = [path for path in _by_step(checkpoint.parent) if step_of(path) < step]
+        older = [path for path in before if is_complete(path)]
         if not older:
             raise
         raise CheckpointError(
@@ -140,7 +138,7 @@ def restore_state(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> R
 
 
 def _training_part(checkpoint: Path) -> Mapping[str, Any]:
-    """Read from a manifest what `start_saving` put there; empty if another program wrote it."""
+    """Read from a manifest what `CheckpointSaver` put there; empty if another program wrote it."""
     with offering_older(checkpoint):
         training = read_manifest(checkpoint).extra.get("training")
     return training if isinstance(training, Mapping) else {}
@@ -170,7 +168,7 @@ def _progress(checkpoint: Path, values: Mapping[str, Any]) -> RunProgress:
 
 
 class SaveStatus(IntEnum):
-    """What a rank knows of the save in flight."""
+    """How far the save in flight is on one rank."""
 
     NONE = 0
     RUNNING = 1
@@ -209,7 +207,7 @@ class CheckpointSaver:
 
     @property
     def status(self) -> SaveStatus:
-        """What this rank has to tell the others in this step."""
+        """How far the save in flight is on this rank."""
         if self._pending is None:
             return SaveStatus.NONE
         if not self._pending.done:
@@ -220,7 +218,7 @@ class CheckpointSaver:
             return SaveStatus.FAILED
         return SaveStatus.DONE
 
-    def follow(self, statuses: set[int]) -> None:
+    def follow(self, statuses: set[float]) -> None:
         """Conclude a save that all ranks have finished, raise one that failed; collective.
 
         `statuses` are those of all ranks: all hear of a failure in the same step, and raise in it.
@@ -229,11 +227,17 @@ class CheckpointSaver:
             self.finish()
 
     def start(self, model: nn.Module, optimizer: Optimizer, progress: RunProgress) -> None:
-        """Begin to save a step; waits for the save before it. Collective."""
+        """Copy the state of a step, and write it while training goes on; collective.
+
+        Waits for the save before it.
+        """
         self.finish()
-        checkpoints = self._folder.checkpoints
+        folder = step_folder(self._folder.checkpoints, progress.step)
         with self._noticing_loss(), waiting("all ranks to begin a save"):
-            self._pending = start_saving(checkpoints, model, optimizer, progress, self._config)
+            extra = {**asdict(progress), "config": to_json(self._config)}
+            tensors, values = training_state(model, optimizer, extra)
+            # A run folder that was removed meanwhile is not made anew.
+            self._pending = async_save(folder, tensors, values, parents=False)
 
     def finish(self) -> Path | None:
         """Wait for the save in flight, if there is one, and return `saved`; collective."""
@@ -266,17 +270,3 @@ class CheckpointSaver:
             if self._folder.config.exists():
                 raise
             raise self._folder.lost_error() from error
-
-
-def start_saving(
-    checkpoints: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    progress: RunProgress,
-    config: TrainConfig,
-) -> PendingSave:
-    """Copy the state of a step, and write its checkpoint while training goes on; collective."""
-    extra = {**asdict(progress), "config": to_json(config)}
-    tensors, values = training_state(model, optimizer, extra)
-    # A run folder that was removed meanwhile is not made anew.
-    return async_save(step_folder(checkpoints, progress.step), tensors, values, parents=False)

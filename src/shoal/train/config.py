@@ -190,7 +190,7 @@ class RunConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FaultConfig:
-    """What happens when something goes wrong."""
+    """Restarts, bad numbers, ranks that stay away."""
 
     TITLE: ClassVar[str] = "faults"
 

@@ -53,7 +53,8 @@ class Corpus:
 def load_corpus(config: DataConfig, context: int) -> Corpus:
     """Read the text that `config` names; both parts hold at least one sequence of `context`."""
     if config.folder is None:
-        root, paths = _standard_library()
+        root = Path(sysconfig.get_path("stdlib"))
+        paths = _walk(root, suffix=".py", skip=_NOT_LIBRARY)
     else:
         root, paths = config.folder, _text_files(config.folder)
     pieces, skipped, num_bytes, num_seen = [], [], 0, 0
@@ -123,11 +124,6 @@ def windows(text: np.ndarray, offsets: np.ndarray, context: int) -> torch.Tensor
     return torch.from_numpy(views[offsets].astype(np.int64))
 
 
-def _standard_library() -> tuple[Path, Iterator[Path]]:
-    root = Path(sysconfig.get_path("stdlib"))
-    return root, _walk(root, suffix=".py", skip=_NOT_LIBRARY)
-
-
 def _text_files(folder: Path) -> Iterator[Path]:
     # os.path, because these answer False where permission to look is lacking.
     if not os.path.exists(folder):
@@ -138,10 +134,10 @@ def _text_files(folder: Path) -> Iterator[Path]:
         )
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UsageError(f"--data: no permission to read {folder}")
-    return _walk(folder, suffix="", skip=frozenset())
+    return _walk(folder)
 
 
-def _walk(root: Path, *, suffix: str, skip: frozenset[str]) -> Iterator[Path]:
+def _walk(root: Path, *, suffix: str = "", skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yield the files under `root` in an order that every machine agrees on; none hidden."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(

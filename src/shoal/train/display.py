@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
@@ -18,15 +19,27 @@ _LINE_EVERY_S = 5.0
 _BAR_WIDTH = 8
 
 
-class _Clock:
-    """Guesses the time that is left from the steps taken so far."""
+class _Display(Listener):
+    """Prints notes and losses, and guesses the time that is left from the steps taken so far."""
 
-    def __init__(self, *, start_step: int, num_steps: int) -> None:
+    soft_wrap = True
+
+    def __init__(self, console: Console, *, start_step: int, num_steps: int) -> None:
+        self._console = console
         self._start_step = start_step
         self._num_steps = num_steps
         self._began_at = time.monotonic()
 
-    def left(self, step: int) -> str:
+    def on_validation(self, record: ValidationRecord) -> None:
+        """Print the loss on held-out text."""
+        self.on_note(f"step {record.step}  validation loss {record.loss:.4f}")
+
+    def on_note(self, text: str) -> None:
+        """Print a line; above the bar, if there is one."""
+        text = printable(text, keep="\n\t")
+        self._console.print(text, markup=False, highlight=False, soft_wrap=self.soft_wrap)
+
+    def _left(self, step: int) -> str:
         """Write how long the steps after `step` will take; nothing after the last."""
         if step == self._num_steps:
             return ""
@@ -34,12 +47,13 @@ class _Clock:
         return f"left {duration(per_step * (self._num_steps - step))}"
 
 
-class ProgressBar(Listener):
+class ProgressBar(_Display):
     """A live bar: step, loss, tokens per second, memory per rank, time left."""
 
+    soft_wrap = False
+
     def __init__(self, console: Console, *, start_step: int, num_steps: int) -> None:
-        self._console = console
-        self._clock = _Clock(start_step=start_step, num_steps=num_steps)
+        super().__init__(console, start_step=start_step, num_steps=num_steps)
         self._width_of_step = len(f"step {num_steps}/{num_steps}")
         self._progress = Progress(
             TextColumn("step {task.completed}/{task.total}"),
@@ -56,55 +70,31 @@ class ProgressBar(Listener):
 
     def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
         """Move the bar."""
-        left = self._clock.left(record.step)
+        left = self._left(record.step)
         num_gaps = 3
         room = self._console.width - self._width_of_step - _BAR_WIDTH - len(left) - num_gaps
         self._progress.update(
             self._task, completed=record.step, numbers=_numbers(record, room), left=left
         )
 
-    def on_validation(self, record: ValidationRecord) -> None:
-        """Print the loss above the bar."""
-        self.on_note(_validation(record))
-
-    def on_note(self, text: str) -> None:
-        """Print above the bar."""
-        self._console.print(printable(text, keep="\n\t"), markup=False, highlight=False)
-
     def close(self) -> None:
         """Leave the bar as it stands."""
         self._progress.stop()
 
 
-class PlainLines(Listener):
+class PlainLines(_Display):
     """A line every few seconds, and at the first and the last step, for logs and pipes."""
 
-    def __init__(self, console: Console, *, start_step: int, num_steps: int) -> None:
-        self._console = console
-        self._clock = _Clock(start_step=start_step, num_steps=num_steps)
-        self._num_steps = num_steps
-        self._first_step = start_step + 1
-        self._printed_at = time.monotonic()
+    _printed_at = -math.inf
 
     def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
         """Print the step if it is time to."""
         now = time.monotonic()
-        ends = record.step in (self._first_step, self._num_steps)
-        if not ends and now - self._printed_at < _LINE_EVERY_S:
+        if record.step != self._num_steps and now - self._printed_at < _LINE_EVERY_S:
             return
         self._printed_at = now
         line = f"step {record.step}/{self._num_steps}  {_numbers(record)}"
-        self.on_note(f"{line}  {self._clock.left(record.step)}".rstrip())
-
-    def on_validation(self, record: ValidationRecord) -> None:
-        """Print the loss on held-out text."""
-        self.on_note(_validation(record))
-
-    def on_note(self, text: str) -> None:
-        """Print a line."""
-        self._console.print(
-            printable(text, keep="\n\t"), markup=False, highlight=False, soft_wrap=True
-        )
+        self.on_note(f"{line}  {self._left(record.step)}".rstrip())
 
 
 def make_display(*, start_step: int, num_steps: int) -> ProgressBar | PlainLines:
@@ -131,7 +121,3 @@ def _memory(per_rank: Sequence[float]) -> str:
     if len(per_rank) <= 2:
         return " ".join(size(value) for value in per_rank)
     return f"{size(min(per_rank))} to {size(max(per_rank))} x {len(per_rank)} ranks"
-
-
-def _validation(record: ValidationRecord) -> str:
-    return f"step {record.step}  validation loss {record.loss:.4f}"

@@ -45,7 +45,7 @@ class RankEnd:
     status: int
     """As `subprocess` tells it: a signal's number is negative."""
     reply: Mapping[str, Any] = field(default_factory=dict)
-    """What the rank left word of; empty if it could not."""
+    """The reply file of the rank; empty if it could not write one."""
     is_lost: bool = True
     """Whether it ended by itself and too early; else it had finished, or the launcher ended it."""
     was_stopped: bool = False

@@ -40,7 +40,7 @@ _STATE_COPIES = 4
 """Weights, gradients and AdamW's two moments."""
 
 _SWAP_FACTOR = 2
-"""What is refused would need this many times the memory of the machine: swap may do some."""
+"""A run that needs more than this many times the memory is refused: swap may do some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ def new_job(config: TrainConfig, *, overwrite: bool) -> TrainJob:
     """Check a config that starts a new run."""
     if config.run.name is None:
         name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-        config = dataclasses.replace(config, run=dataclasses.replace(config.run, name=name))
+        config = replace_options(config, {("run", "name"): name})
     config = _resolve(config)
     assert config.run.name is not None
     folder = RunFolder(config.run.out / config.run.name)
@@ -273,19 +273,20 @@ def _resolve(config: TrainConfig) -> TrainConfig:
     precision = parallel.precision
     if precision == "auto":
         precision = "bf16" if device == "cuda" else "fp32"
-    nproc = parallel.nproc or _default_nproc(config, device)
-    parallel = dataclasses.replace(parallel, device=device, precision=precision, nproc=nproc)
-    config = dataclasses.replace(config, parallel=parallel)
+    changes: dict[tuple[str, ...], object] = {
+        ("parallel", "device"): device,
+        ("parallel", "precision"): precision,
+        ("parallel", "nproc"): parallel.nproc or _default_nproc(config, device),
+    }
     if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
         raise UsageError(
             "--tensorboard: TensorBoard is not installed; try: pip install tensorboard"
         )
     load_corpus(config.data, config.model.context)
-    if config.data.folder is None:
-        return config
-    # Absolute, so that a resume from another folder finds the same text.
-    data = dataclasses.replace(config.data, folder=config.data.folder.absolute())
-    return dataclasses.replace(config, data=data)
+    if config.data.folder is not None:
+        # Absolute, so that a resume from another folder finds the same text.
+        changes["data", "folder"] = config.data.folder.absolute()
+    return replace_options(config, changes)
 
 
 def _default_nproc(config: TrainConfig, device: str) -> int:

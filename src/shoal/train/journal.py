@@ -19,20 +19,11 @@ from typing import Self
 from shoal.checkpoint.disk import disk_errors
 from shoal.errors import ShoalError
 from shoal.files import is_still, replace, write_all
-from shoal.report.metrics import ResumeRecord, StepRecord, ValidationRecord, read_lines
+from shoal.report.metrics import NUMBERS, ResumeRecord, StepRecord, ValidationRecord, read_lines
 from shoal.runtime.events import Event
 
 _NUM_RECENT = 9
-_SCALARS = (
-    "loss",
-    "lr",
-    "grad_norm",
-    "tokens_per_s",
-    "step_ms",
-    "compute_ms",
-    "exposed_ms",
-    "optimizer_ms",
-)
+_SCALARS = ("loss", *(name for name in NUMBERS if name != "tokens"))
 
 
 class Listener:
@@ -160,11 +151,8 @@ class TimelineFile(Listener):
             return
         by_length = sorted(self._recent, key=lambda entry: entry[0].step_ms)
         record, events = by_length[len(by_length) // 2]
-        timeline = {
-            "step": record.step,
-            "rank": 0,
-            "events": [asdict(event) for event in events],
-        }
+        spans = [asdict(event) for event in events]
+        timeline = {"step": record.step, "rank": 0, "events": spans}
         with disk_errors("write", self._path):
             replace(self._path, json.dumps(timeline).encode()).close()
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import gc
 import itertools
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,7 +34,7 @@ from types import FrameType
 from typing import Self
 
 from shoal.checkpoint.disk import disk_errors
-from shoal.errors import EXIT_INTERRUPTED, ShoalError
+from shoal.errors import EXIT_INTERRUPTED
 from shoal.files import create
 from shoal.train import environment
 from shoal.train.failure import SHARED_ERRORS, RankEnd, as_error, log_of, read_reply, resume_advice
@@ -44,7 +43,7 @@ from shoal.train.run_folder import RunFolder
 from shoal.train.safe_stream import say
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-"""What asks a run to stop: Ctrl-C, a scheduler or `kill`, a terminal that was closed."""
+"""Ctrl-C, a scheduler or `kill`, a terminal that was closed: each asks a run to stop."""
 
 ECHO_S = 2.0
 """Within this time a further signal is an echo of the first."""
@@ -65,11 +64,10 @@ _RANK_PROGRAM = (
 
 
 class _Outcome(Enum):
-    """What ends one start of the ranks."""
+    """Why one start of the ranks ended: `LOST` is a lost rank, or a lost run folder."""
 
     FINISHED = auto()
-    RANK_LOST = auto()
-    FOLDER_LOST = auto()
+    LOST = auto()
     INSISTED = auto()
 
 
@@ -82,11 +80,15 @@ def launch(job: TrainJob) -> int:
     # What is imported by now stays until the end: the interpreter would look at all of it once
     # more when it exits, for most of a second, while a scheduler waits for the job's status.
     gc.freeze()
-    with _private_folder() as private, _stop_requests(folder) as insisted:
+    parent = Path(tempfile.gettempdir())
+    with disk_errors("make a folder in", parent):  # not in the run's, whose disk may be full
+        private_folder = tempfile.TemporaryDirectory(
+            prefix="shoal-", dir=parent, ignore_cleanup_errors=True
+        )
+    with private_folder as private, _stop_requests(folder) as insisted:
         for restart in itertools.count():
-            with RankProcesses(job, private, restart=restart) as ranks:
+            with RankProcesses(job, Path(private), restart=restart) as ranks:
                 outcome = _wait(ranks, folder, home, insisted)
-                ranks.end()
             if outcome is _Outcome.FINISHED:
                 return EXIT_INTERRUPTED if ranks.were_interrupted else 0
             if outcome is _Outcome.INSISTED:
@@ -98,7 +100,9 @@ def launch(job: TrainJob) -> int:
             error = as_error(ranks.ends, folder, restart=restart)
             if restart == limit or isinstance(error, SHARED_ERRORS):
                 raise error
-            _say_restart(error, restart + 1, limit)
+            what = str(error).partition("\n")[0]
+            again = f"starting all ranks again, {restart + 1} of at most {limit} times"
+            say(f"{what}; {again}", stream=sys.stdout)
     raise AssertionError("unreachable")
 
 
@@ -114,19 +118,14 @@ def _wait(
         if insisted.is_set():
             return _Outcome.INSISTED
         if ranks.poll() or ranks.stand_still:
-            return _Outcome.RANK_LOST
+            return _Outcome.LOST
         if not ranks.running:
             return _Outcome.FINISHED
         if time.monotonic() > look_at:
             look_at = time.monotonic() + _FOLDER_CHECK_S
             if folder.is_lost(home):
-                return _Outcome.FOLDER_LOST
+                return _Outcome.LOST
         time.sleep(_POLL_S)
-
-
-def _say_restart(error: ShoalError, number: int, limit: int) -> None:
-    what = str(error).partition("\n")[0]
-    say(f"{what}; starting all ranks again, {number} of at most {limit} times", stream=sys.stdout)
 
 
 class RankProcesses:
@@ -141,25 +140,24 @@ class RankProcesses:
         self._restart = restart
         self._meeting = private / str(restart)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._held = ExitStack()
         self._lost: set[int] = set()
         self._stopped: set[int] = set()
         self._stopped_at: dict[int, float] = {}
-        self._is_ending = False
 
     def __enter__(self) -> Self:
-        self._held.callback(self.end)
-        with self._held:
+        try:
             with disk_errors("make", self._meeting):
                 self._meeting.mkdir(mode=0o700)
                 os.close(os.open(self._store, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             for rank in range(self._job.num_ranks):
                 self._processes[rank] = self._start(rank)
-            self._held = self._held.pop_all()
+        except BaseException:
+            self._end()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._held.close()
+        self._end()
 
     @property
     def running(self) -> Mapping[int, subprocess.Popen[bytes]]:
@@ -188,9 +186,9 @@ class RankProcesses:
 
     def poll(self) -> bool:
         """Tell whether a rank was lost: it ended without having finished, or having been asked."""
-        if self._newly_lost():
+        if self._find_lost():
             # Another may have died before it, and just after it was looked at.
-            self._newly_lost()
+            self._lost = self._find_lost()
         return bool(self._lost)
 
     @property
@@ -205,11 +203,9 @@ class RankProcesses:
         longest_s = now - min(self._stopped_at.values(), default=now)
         return limit_s > 0 and longest_s > limit_s + _STOPPED_S
 
-    def end(self) -> None:
-        """End the processes that still run; those are nobody's cause, whatever they die of."""
-        if not self._is_ending:
-            self._is_ending = True
-            self._stopped |= {rank for rank, own in self.running.items() if _is_stopped(own.pid)}
+    def _end(self) -> None:
+        """End the processes that still run; none of them counts as lost, whatever it dies of."""
+        self._stopped = {rank for rank, own in self.running.items() if _is_stopped(own.pid)}
         for numbers, patience_s in (
             # A stopped process takes no signal but SIGKILL before it is let go on.
             ((signal.SIGTERM, signal.SIGCONT), _GRACE_S),
@@ -225,36 +221,26 @@ class RankProcesses:
                 with suppress(subprocess.TimeoutExpired):
                     own.wait(max(0.0, deadline - time.monotonic()))
 
-    def _newly_lost(self) -> bool:
-        before = len(self._lost)
-        self._lost |= {
-            rank
-            for rank, own in self._processes.items()
-            if own.poll() not in (None, 0, EXIT_INTERRUPTED)
-        }
-        return len(self._lost) > before
+    def _find_lost(self) -> set[int]:
+        fine = (None, 0, EXIT_INTERRUPTED)
+        return {rank for rank, own in self._processes.items() if own.poll() not in fine}
 
     def _start(self, rank: int) -> subprocess.Popen[bytes]:
-        logs = self._job.folder.logs
+        job, logs = self._job, self._job.folder.logs
+        program = [sys.executable, "-u", "-c", _RANK_PROGRAM.format(path=sys.path)]
+        checkpoint = [] if job.checkpoint is None else [str(job.checkpoint)]
+        limit = job.config.faults.max_restarts
         with disk_errors(f"start rank {rank} with its log in", logs), ExitStack() as files:
             out = files.enter_context(create(logs / f"rank-{rank}.out")) if rank else None
             log = log_of(rank, logs, restart=self._restart)
             return subprocess.Popen(
-                [
-                    sys.executable,
-                    "-u",
-                    "-c",
-                    _RANK_PROGRAM.format(path=sys.path),
-                    *_arguments(self._job),
-                ],
+                [*program, str(job.folder.path), str(os.getpid()), *checkpoint],
                 env=environment.of_rank(
                     rank,
-                    self._job.num_ranks,
+                    job.num_ranks,
                     store=self._store,
                     reply=self._reply(rank),
-                    restarts=environment.Restarts(
-                        count=self._restart, limit=self._job.config.faults.max_restarts
-                    ),
+                    restarts=environment.Restarts(count=self._restart, limit=limit),
                 ),
                 stdout=out,
                 stderr=files.enter_context(create(log)),
@@ -271,12 +257,6 @@ class RankProcesses:
         return self._meeting / f"rank-{rank}.json"
 
 
-def _arguments(job: TrainJob) -> list[str]:
-    """What a process is told to be a rank of the job."""
-    checkpoint = [] if job.checkpoint is None else [str(job.checkpoint)]
-    return [str(job.folder.path), str(os.getpid()), *checkpoint]
-
-
 def _is_stopped(pid: int) -> bool:
     """Tell whether a child stands still: SIGSTOP, or SIGTSTP from a terminal."""
     if not hasattr(os, "waitid"):
@@ -286,18 +266,6 @@ def _is_stopped(pid: int) -> bool:
     except OSError:
         return False
     return found is not None
-
-
-@contextmanager
-def _private_folder() -> Iterator[Path]:
-    """Make a folder that only this user can open: not in the run's, whose disk may be full."""
-    parent = Path(tempfile.gettempdir())
-    with disk_errors("make a folder in", parent):
-        folder = Path(tempfile.mkdtemp(prefix="shoal-", dir=parent))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

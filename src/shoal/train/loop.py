@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +21,7 @@ from shoal.train.model import next_byte_loss
 from shoal.train.optimizer import learning_rate, set_learning_rate
 from shoal.train.results import draw_report, print_summary, write_sample
 from shoal.train.step import StepResult, naming_step, training_step
-from shoal.train.step_gate import StepExchange, StepGate, Stragglers, divergence_advice
+from shoal.train.step_gate import RankReport, StepGate, Stragglers, divergence_advice
 from shoal.train.world import World
 from shoal.watch import check_replicas
 
@@ -56,15 +55,16 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
                 )
             progress = progress.after(config, corpus.digest, gate.scale)
             # All ranks read the same reports, so they stop, skip and raise together.
-            exchange, stopping = gate.exchange, gate.exchange.stopping
-            if exchange.folder_lost:
+            reports = gate.reports
+            stopping = any(report.stop for report in reports)
+            if any(report.folder_lost for report in reports):
                 saver.give_up()
-            journal.step(_record(progress, lr, result, exchange), result.events)
-            for note in (*gate.notes, *stragglers.notes(step, exchange)):
+            journal.step(_record(progress, lr, result, reports), result.events)
+            for note in (*gate.notes, *stragglers.notes(step, reports)):
                 journal.note(note)
             if gate.diverged:
                 break  # before anything is saved
-            saver.follow(exchange.save_statuses)
+            saver.follow({report.save_status for report in reports})
 
             last = step == run.steps
             if run.validate_every and (step % run.validate_every == 0 or last):
@@ -79,7 +79,10 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
         journal.note("writing a sample and the report…" if finished else "writing the report…")
 
     if gate.diverged:
-        _give_up(job, world, divergence_advice(gate.diverged, job, saved))
+        if world.leads:
+            draw_report(job.folder)
+        world.barrier()  # a rank that left now would take the others with it
+        raise DivergedError(divergence_advice(gate.diverged, job, saved))
     if finished:
         write_sample(job, world, model, corpus)
     if world.leads:
@@ -122,13 +125,13 @@ def _micro_batches(
 
 
 def _record(
-    progress: RunProgress, lr: float, result: StepResult, exchange: StepExchange
+    progress: RunProgress, lr: float, result: StepResult, reports: Sequence[RankReport]
 ) -> StepRecord:
     """Put together what all ranks reported with what this one measured."""
-    reports = exchange.reports
+    losses = torch.tensor([report.loss for report in reports], dtype=torch.float64)
     return StepRecord(
         step=progress.step,
-        loss=exchange.loss,
+        loss=losses.mean().item(),  # their shares of the batch are equal
         lr=lr,
         grad_norm=result.grad_norm,
         tokens=progress.tokens,
@@ -156,10 +159,3 @@ def _validation_loss(model: nn.Module, corpus: Corpus, config: TrainConfig, worl
     parts = sequences.chunk(config.run.validation_batches * config.run.accumulate)
     losses = [next_byte_loss(model(part[:, :-1]), part[:, 1:]) for part in parts]
     return world.gather([float(torch.stack(losses).mean())]).mean().item()
-
-
-def _give_up(job: TrainJob, world: World, message: str) -> NoReturn:
-    if world.leads:
-        draw_report(job.folder)
-    world.barrier()  # a rank that left now would take the others with it
-    raise DivergedError(message)

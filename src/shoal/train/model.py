@@ -64,7 +64,7 @@ class TransformerBlock(nn.Module):
     def forward(self, x: Tensor, rotary: Tensor) -> Tensor:
         """Add what this block has to say to the residual stream."""
         if self.activation_checkpointing and torch.is_grad_enabled():
-            # Inside `forward`, so that whoever shards the block sees one module that runs once.
+            # Inside `forward`, so that a sharded block is one module that runs once.
             return checkpoint(self._forward, x, rotary, use_reentrant=False)
         return self._forward(x, rotary)
 

@@ -102,7 +102,7 @@ class LossScale:
 
     @classmethod
     def for_precision(cls, precision: Literal["auto", "bf16", "fp16", "fp32"]) -> LossScale:
-        """What a run begins with."""
+        """The scale that a run begins with."""
         return cls(factor=_FIRST_SCALE, is_dynamic=True) if precision == "fp16" else cls()
 
     @property
@@ -111,11 +111,11 @@ class LossScale:
         return self.is_dynamic and self.factor > 1
 
     def shrunk(self) -> LossScale:
-        """What to use after gradients that were not finite."""
+        """The scale after gradients that were not finite."""
         return LossScale(factor=self.factor / 2, is_dynamic=True)
 
     def grown(self) -> LossScale:
-        """What to use after a good step."""
+        """The scale after a good step."""
         if not self.is_dynamic:
             return self
         if self.good_steps + 1 < _GOOD_STEPS_TO_GROW or self.factor >= _LARGEST_SCALE:

@@ -2,27 +2,33 @@
 
 A config is a frozen dataclass whose fields are either options or further configs:
 
-    @dataclass(frozen=True, slots=True, kw_only=True)
-    class OptimConfig:
-        lr: float = option(2e-3, "peak learning rate", above=0)
+    lr: float = option(3e-3, "peak learning rate", above=0)
 
-        def __post_init__(self) -> None:
-            check_options(self)
-
-Every option has a flag, `--lr` here, which is how messages name it too: whoever set it in a
-recipe finds the field by the same name. A class's `TITLE` heads its options in `--help`.
+Every option has a flag, `--lr` here, which is how messages name it too: who set it in a recipe
+finds the field by the same name. A class's `TITLE` heads its options in `--help`, and its
+`__post_init__` calls `check_options`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Any,
+    Literal,
+    TypedDict,
+    TypeVar,
+    Union,
+    Unpack,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from shoal.errors import UsageError
 
@@ -37,16 +43,16 @@ class Option:
 
     path: tuple[str, ...]
     flag: str
-    alias: str | None
     kind: type
     optional: bool
     choices: tuple[str, ...]
     default: Any
     help: str
     group: str
-    at_least: float | None
-    above: float | None
-    at_most: float | None
+    alias: str | None = None
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
 
     def check(self, value: object) -> None:
         """Raise a `UsageError` if `value` may not stand here."""
@@ -73,41 +79,27 @@ class Option:
         if isinstance(value, int) and abs(value) > _LARGEST_INT:
             raise UsageError(f"{self.flag}: expected at most {_LARGEST_INT}, got {short(value)}")
 
-    def from_json(self, value: object) -> object:
-        """Turn what a JSON file holds into what the config holds."""
-        return Path(value) if self.kind is Path and isinstance(value, str) else value
-
     def _has_kind(self, value: object) -> bool:
-        if self.kind is float:
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        if self.kind is int:
-            return isinstance(value, int) and not isinstance(value, bool)
-        return isinstance(value, self.kind)
+        if isinstance(value, bool):  # which is an int to Python
+            return self.kind is bool
+        return isinstance(value, int | float if self.kind is float else self.kind)
 
 
-def option(
-    default: Any,
-    help: str,
-    *,
-    flag: str | None = None,
-    alias: str | None = None,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-) -> Any:
-    """Declare a dataclass field as an option; the flag is the field's name unless given.
+class Declared(TypedDict, total=False):
+    """What `option` takes beside a default and a help text."""
 
-    `alias` is a second flag for the same option.
-    """
-    declared = {
-        "help": help,
-        "flag": flag,
-        "alias": alias,
-        "at_least": at_least,
-        "above": above,
-        "at_most": at_most,
-    }
-    return dataclasses.field(default=default, metadata=declared)
+    flag: str
+    """Unless given, the field's name."""
+    alias: str
+    """A second flag for the same option."""
+    at_least: float
+    above: float
+    at_most: float
+
+
+def option(default: Any, help: str, **declared: Unpack[Declared]) -> Any:
+    """Declare a dataclass field as an option."""
+    return dataclasses.field(default=default, metadata={"help": help, **declared})
 
 
 def options_of(config_type: type) -> list[Option]:
@@ -147,30 +139,27 @@ def replace_options(config: ConfigT, changes: Mapping[tuple[str, ...], object]) 
 
 def to_json(config: object) -> dict[str, Any]:
     """Return a config as nested dictionaries of what JSON can hold."""
-    tree: dict[str, Any] = {}
-    for found in options_of(type(config)):
-        value: Any = config
-        for name in found.path:
-            value = getattr(value, name)
-        branch = tree
-        for name in found.path[:-1]:
-            branch = branch.setdefault(name, {})
-        branch[found.path[-1]] = str(value) if isinstance(value, Path) else value
-    return tree
+
+    def table(fields: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {name: str(value) if isinstance(value, Path) else value for name, value in fields}
+
+    return dataclasses.asdict(config, dict_factory=table)  # pyright: ignore[reportCallIssue, reportArgumentType]
 
 
 def from_json(config_type: type[ConfigT], tree: object, *, where: Path) -> ConfigT:
     """Build a config from `to_json`'s dictionaries; `where` names the file in messages."""
+    if not isinstance(tree, dict):
+        raise UsageError(f"{where}: expected a JSON object, got {type(tree).__name__}")
     known = {found.path: found for found in options_of(config_type)}
     changes: dict[tuple[str, ...], object] = {}
-    deepest = max(map(len, known))
-    for path, value in _leaves(tree, (), deepest, where):
+    for path, value in _leaves(tree, (), deepest=max(map(len, known))):
         if path not in known:
             raise UsageError(
                 f"{where}: unknown option {short('.'.join(path))}; it was written by another "
                 f"version of shoal, or edited by hand. Remove it to go on."
             )
-        changes[path] = known[path].from_json(value)
+        is_path = known[path].kind is Path and isinstance(value, str)
+        changes[path] = Path(value) if is_path else value
     try:
         return replace_options(config_type(), changes)
     except UsageError as error:
@@ -178,36 +167,33 @@ def from_json(config_type: type[ConfigT], tree: object, *, where: Path) -> Confi
 
 
 def _leaves(
-    tree: object, path: tuple[str, ...], deepest: int, where: Path
-) -> list[tuple[tuple[str, ...], object]]:
-    """List what stands at each path, down to where options can stand."""
+    tree: Any, path: tuple[str, ...], *, deepest: int
+) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield each path and what stands there, down to where options can stand."""
     if isinstance(tree, dict) and len(path) < deepest:
-        return [
-            leaf
-            for name, inner in tree.items()
-            for leaf in _leaves(inner, (*path, name), deepest, where)
-        ]
-    if not path:
-        raise UsageError(f"{where}: expected a JSON object, got {type(tree).__name__}")
-    return [(path, tree)]
+        for name, inner in tree.items():
+            yield from _leaves(inner, (*path, name), deepest=deepest)
+    else:
+        yield path, tree
 
 
 def _option_of(config_type: type, field: dataclasses.Field[Any], hint: Any) -> Option:
-    declared = dict(field.metadata)
-    flag = declared.pop("flag") or "--" + field.name.replace("_", "-")
-    kind, optional, choices = hint, False, ()
-    if get_origin(hint) in (Union, UnionType):
+    kind, choices = hint, ()
+    optional = get_origin(hint) in (Union, UnionType)
+    if optional:
         (kind,) = (inner for inner in get_args(hint) if inner is not type(None))
-        optional = True
     if get_origin(kind) is Literal:
         kind, choices = str, get_args(kind)
+    declared = {
+        "flag": "--" + field.name.replace("_", "-"),
+        "group": getattr(config_type, "TITLE", ""),
+        **field.metadata,
+    }
     return Option(
         path=(field.name,),
-        flag=flag,
         kind=kind,
         optional=optional,
         choices=choices,
         default=field.default,
-        group=getattr(config_type, "TITLE", ""),
         **declared,
     )

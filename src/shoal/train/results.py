@@ -67,10 +67,8 @@ def generate(
         window = torch.tensor([tokens[-context:]], device=device)
         logits = model(window)[0, -1].float().cpu()
         # A model that has diverged scores with NaN or infinity; it may still babble.
-        logits = torch.nan_to_num(logits, nan=0.0, posinf=_LARGEST_LOGIT, neginf=-_LARGEST_LOGIT)
-        probabilities = torch.softmax(
-            logits.clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT) / _TEMPERATURE, dim=-1
-        )
+        logits = logits.nan_to_num().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
+        probabilities = torch.softmax(logits / _TEMPERATURE, dim=-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=draws)))
     return bytes(tokens[len(prompt) :])
 

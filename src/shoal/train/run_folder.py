@@ -73,7 +73,7 @@ class RunFolder:
     stop_request = _PathInside("logs/stop")
     """While this file exists, the run stops after the step that it is in."""
     proposed_config = _PathInside("logs/config.json")
-    """What a resume would have as its config, once the ranks have its checkpoint."""
+    """The config of a resume, until the ranks have loaded its checkpoint."""
 
     @property
     def flags(self) -> str:
@@ -84,7 +84,7 @@ class RunFolder:
 
     @property
     def resume_command(self) -> str:
-        """What a person types to go on."""
+        """The command that goes on with this run."""
         return f"shoal train --resume {shlex.quote(str(self.path))}"
 
     @contextmanager
@@ -93,7 +93,11 @@ class RunFolder:
         with ExitStack() as held:
             with _writing_into(self.path):
                 self.path.mkdir(parents=True, exist_ok=True)
-                held.enter_context(_hold_lock(self.lock))
+                # The system frees it when its holder dies, however it dies; the file stays.
+                file = held.enter_context(open_own(self.lock))
+                _acquire(file, self.lock, fcntl.LOCK_EX)
+                file.truncate(0)
+                write_all(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
             yield
 
     def is_lost(self, home: os.stat_result) -> bool:
@@ -101,7 +105,7 @@ class RunFolder:
         return not (is_still(self.path, home) and os.path.lexists(self.config))
 
     def lost_error(self) -> CheckpointError:
-        """What to raise then."""
+        """Make the error for a folder that was removed or replaced."""
         return CheckpointError(
             f"{self.path} was removed, or replaced, while a run wrote into it. The run has ended "
             f"and writes nothing more there; what it had learned since its last checkpoint is lost"
@@ -115,7 +119,7 @@ class RunFolder:
         if not is_still(self.path, home):
             return
         drop_unfinished(self.checkpoints)
-        # Whoever took config.json away alone still has metrics, and keeps all the rest.
+        # A folder that lost only its config.json still has metrics, and keeps all the rest.
         if latest(self.checkpoints) is None and not os.path.lexists(self.metrics):
             for path in (self.timeline, self.sample, self.report, self.lock):
                 path.unlink(missing_ok=True)
@@ -124,9 +128,13 @@ class RunFolder:
                 path.rmdir()  # if it is empty
 
     def check_unused(self) -> None:
-        """Raise a `UsageError` if a run writes here now."""
-        with _writing_into(self.path):
-            _check_unlocked(self.lock)
+        """Raise a `UsageError` if a run writes here now; any number may look at once."""
+        with (
+            _writing_into(self.path),
+            suppress(FileNotFoundError),
+            open_regular(self.lock) as file,
+        ):
+            _acquire(file, self.lock, fcntl.LOCK_SH)
 
     def check_free(self, *, overwrite: bool) -> None:
         """Raise a `UsageError` unless a new run may be made here."""
@@ -176,7 +184,7 @@ class RunFolder:
     def write_config(
         self, config: TrainConfig, facts: dict[str, Any], *, proposed: bool = False
     ) -> None:
-        """Write the config, and facts for whoever reads it; all at once or not at all."""
+        """Write the config, and facts about the run; all at once or not at all."""
         path = self.proposed_config if proposed else self.config
         text = json.dumps({**to_json(config), "facts": facts}, indent=2)
         with _writing_into(self.path):
@@ -225,26 +233,8 @@ def _writing_into(path: Path) -> Iterator[None]:
         raise UsageError(f"cannot write into {path}{within}: {error.strerror or error}") from None
 
 
-@contextmanager
-def _hold_lock(path: Path) -> Iterator[None]:
-    """Hold the lock at `path`, which lies in the folder it guards; raise if another holds it.
-
-    The operating system frees it when its holder dies, however it dies; the file itself stays.
-    """
-    with open_own(path) as file:
-        _acquire(file, path, fcntl.LOCK_EX)
-        file.truncate(0)
-        write_all(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
-        yield
-
-
-def _check_unlocked(path: Path) -> None:
-    """Raise a `UsageError` if someone holds the lock now; any number may look at once."""
-    with suppress(FileNotFoundError), open_regular(path) as file:
-        _acquire(file, path, fcntl.LOCK_SH)
-
-
 def _acquire(file: BinaryIO, path: Path, kind: int) -> None:
+    """Take the lock in `file`; raise a `UsageError` if another process holds it."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -253,8 +243,7 @@ def _acquire(file: BinaryIO, path: Path, kind: int) -> None:
             f"Ctrl-C or SIGTERM, or choose another --name"
         ) from None
     except OSError:
-        # Some network file systems have no locks: better to train unguarded than not at all.
-        return
+        pass  # some network file systems have no locks: better to train unguarded than not at all
 
 
 def _lock_holder(path: Path) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,10 +23,8 @@ from shoal.train.optimizer import clip_gradients, unscale_gradients
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:
-    """What one rank knows after a step."""
+    """The measurements of one rank after a step."""
 
-    loss: float
-    """Mean over this rank's share of the batch."""
     grad_norm: float
     """Global norm of the gradient before clipping; the same on every rank."""
     num_tokens: int
@@ -37,13 +35,12 @@ class StepResult:
     @property
     def exposed_ms(self) -> float:
         """Time in which compute stood still for communication."""
-        return _exposed_ms(self.events)
+        return _total_ms(self.events, EXPOSED)
 
     @property
     def optimizer_ms(self) -> float:
         """Time in clipping and in the optimizer."""
-        spans = (event for event in self.events if event.kind is EventKind.OPTIMIZER)
-        return sum(span.duration_us for span in spans) / 1e3
+        return _total_ms(self.events, {EventKind.OPTIMIZER})
 
     @property
     def compute_ms(self) -> float:
@@ -53,9 +50,10 @@ class StepResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepAttempt:
-    """What one rank knows of a step before the optimizer has changed anything."""
+    """The loss, norm and time of one rank before the optimizer has changed anything."""
 
     loss: float
+    """Mean over this rank's share of the batch."""
     grad_norm: float
     own_ms: float
     """Time so far that was not spent waiting for others."""
@@ -92,7 +90,8 @@ def training_step(
             attempt = StepAttempt(
                 loss=float(loss),
                 grad_norm=float(grad_norm),
-                own_ms=(time.perf_counter() - began_at) * 1e3 - _exposed_ms(recorder.events()),
+                own_ms=(time.perf_counter() - began_at) * 1e3
+                - _total_ms(recorder.events(), EXPOSED),
             )
         recorder.span(EventKind.OPTIMIZER, "optimizer", start, clipped)
         is_accepted = accept(attempt)
@@ -103,7 +102,6 @@ def training_step(
         recorder.span(EventKind.OPTIMIZER, "optimizer", start, recorder.mark())
     events = tuple(recorder.events())  # waits for the device, so that the time below is whole
     return StepResult(
-        loss=attempt.loss,
         grad_norm=attempt.grad_norm,
         num_tokens=sum(sequences[:, 1:].numel() for sequences in micro_batches),
         step_ms=(time.perf_counter() - began_at) * 1e3,
@@ -111,8 +109,8 @@ def training_step(
     )
 
 
-def _exposed_ms(events: Sequence[Event]) -> float:
-    return sum(event.duration_us for event in events if event.kind in EXPOSED) / 1e3
+def _total_ms(events: Sequence[Event], kinds: Container[EventKind]) -> float:
+    return sum(event.duration_us for event in events if event.kind in kinds) / 1e3
 
 
 @contextmanager
@@ -126,7 +124,7 @@ def naming_step(step: int, model: nn.Module) -> Iterator[None]:
 
 
 def _unit_at(model: nn.Module, error: BaseException) -> str:
-    """What was being computed: calls tell it of forward, the units' phases of backward."""
+    """Name the unit that was computing: by the calls in forward, by the phases in backward."""
     called = [
         unit.name
         for frame, _ in traceback.walk_tb(error.__traceback__)

@@ -14,11 +14,10 @@ import math
 import resource
 import sys
 from collections import deque
-from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -38,92 +37,29 @@ _LEAST_SLOW_MS = 5.0
 """Less than this is noise, whatever the factor."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankReport:
-    """What one rank reports of a step before the optimizer acts."""
+class RankReport(NamedTuple):
+    """The numbers that one rank reports of a step before the optimizer acts."""
 
     loss: float
     own_ms: float
     """Time of the step so far that was not spent waiting for others."""
     memory_bytes: float
-    stop: bool
-    """Whether this rank was asked to stop."""
-    save_status: int
-    collectives: int
+    stop: float
+    """Not 0 if this rank was asked to stop."""
+    save_status: float
+    collectives: float
     """Digest of the collectives of the step so far."""
-    folder_lost: bool = False
-    """Whether rank 0 finds the run folder removed or replaced."""
-
-    @classmethod
-    def from_row(cls, row: torch.Tensor) -> RankReport:
-        """Read back the numbers that a rank sent."""
-        loss, own_ms, memory_bytes, stop, save_status, collectives, folder_lost = row.tolist()
-        return cls(
-            loss=loss,
-            own_ms=own_ms,
-            memory_bytes=memory_bytes,
-            stop=bool(stop),
-            save_status=int(save_status),
-            collectives=int(collectives),
-            folder_lost=bool(folder_lost),
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class StepExchange:
-    """The reports of all ranks, in rank order."""
-
-    reports: tuple[RankReport, ...]
-
-    @classmethod
-    def gather(cls, world: World, report: RankReport) -> StepExchange:
-        """Send this rank's report, and receive those of all; collective."""
-        rows = world.gather([float(value) for value in astuple(report)])
-        return cls(tuple(RankReport.from_row(row) for row in rows))
-
-    @property
-    def loss(self) -> float:
-        """The mean loss of all ranks, whose shares of the batch are equal."""
-        losses = [report.loss for report in self.reports]
-        return torch.tensor(losses, dtype=torch.float64).mean().item()
-
-    @property
-    def nonfinite_ranks(self) -> tuple[int, ...]:
-        """The ranks whose loss is not finite."""
-        return tuple(
-            rank for rank, report in enumerate(self.reports) if not math.isfinite(report.loss)
-        )
-
-    @property
-    def stopping(self) -> bool:
-        """Whether any rank was asked to stop."""
-        return any(report.stop for report in self.reports)
-
-    @property
-    def folder_lost(self) -> bool:
-        """Whether the run folder is gone: so all ranks raise it, and none waits for rank 0."""
-        return any(report.folder_lost for report in self.reports)
-
-    @property
-    def save_statuses(self) -> set[int]:
-        """What the ranks know of the save in flight."""
-        return {report.save_status for report in self.reports}
-
-    @property
-    def communicated_alike(self) -> bool:
-        """Whether all ranks took part in the same collectives in the same order."""
-        return len({report.collectives for report in self.reports}) == 1
+    folder_lost: float = 0
+    """Not 0 if rank 0 finds the run folder removed or replaced."""
 
 
 class StepGate:
     """Exchanges the ranks' reports of each step, and decides by them whether the step counts.
 
-    After a step `exchange` holds the reports, `notes` what a person wants to know of it, and
-    `diverged` why the run has to stop, if it has to; `scale` is what the next step's loss is
-    multiplied by.
+    After a step `reports` holds those of all ranks, in rank order, `notes` what a person wants to
+    know of it, and `diverged` why the run has to stop, if it has to; `scale` is what the next
+    step's loss is multiplied by.
     """
-
-    exchange: StepExchange
 
     def __init__(
         self,
@@ -133,6 +69,7 @@ class StepGate:
         saver: CheckpointSaver,
         scale: LossScale,
     ) -> None:
+        self.reports: list[RankReport] = []
         self.notes: tuple[str, ...] = ()
         self.diverged = ""
         self.scale = scale
@@ -144,12 +81,13 @@ class StepGate:
 
     def admits(self, step: int, attempt: StepAttempt) -> bool:
         """Tell whether the optimizer may act on an attempt, the same on all ranks; collective."""
-        self.exchange = StepExchange.gather(self._world, self._report(attempt))
-        if not self.exchange.communicated_alike:
+        rows = self._world.gather([float(value) for value in self._report(attempt)])
+        self.reports = [RankReport(*row) for row in rows.tolist()]
+        if len({report.collectives for report in self.reports}) > 1:
             compare_collectives()
         self.notes = ()
-        found = nonfinite(step, self.exchange, attempt.grad_norm)
-        if found and not self.exchange.nonfinite_ranks and self.scale.can_shrink:
+        found = nonfinite(step, self.reports, attempt.grad_norm)
+        if found and not _nonfinite_ranks(self.reports) and self.scale.can_shrink:
             self.scale = self.scale.shrunk()
             self.notes = (f"{found}; skipped, losses are scaled by {self.scale.factor:g} now",)
             return False
@@ -178,15 +116,19 @@ class StepGate:
         )
 
 
-def nonfinite(step: int, exchange: StepExchange, grad_norm: float) -> str:
+def nonfinite(step: int, reports: Sequence[RankReport], grad_norm: float) -> str:
     """Tell what is not finite before a step changes anything; nothing if all is well."""
-    ranks = [str(rank) for rank in exchange.nonfinite_ranks]
+    ranks = _nonfinite_ranks(reports)
     if ranks:
         plural = "s" if len(ranks) > 1 else ""
         return f"step {step}: the loss of rank{plural} {', '.join(ranks)} is not finite"
     if not math.isfinite(grad_norm):
         return f"step {step}: the norm of the gradients is {grad_norm}, not finite"
     return ""
+
+
+def _nonfinite_ranks(reports: Sequence[RankReport]) -> list[str]:
+    return [str(rank) for rank, report in enumerate(reports) if not math.isfinite(report.loss)]
 
 
 def divergence_advice(diverged: str, job: TrainJob, saved: Path | None) -> str:
@@ -213,9 +155,9 @@ class Stragglers:
     def __init__(self) -> None:
         self._recent: deque[tuple[float, ...]] = deque(maxlen=_NUM_COMPARED_STEPS)
 
-    def notes(self, step: int, exchange: StepExchange) -> list[str]:
+    def notes(self, step: int, reports: Sequence[RankReport]) -> list[str]:
         """Name the ranks that were slow in the last steps, once for each such stretch."""
-        self._recent.append(tuple(report.own_ms for report in exchange.reports))
+        self._recent.append(tuple(report.own_ms for report in reports))
         if step % _NUM_COMPARED_STEPS or len(self._recent) < _NUM_COMPARED_STEPS:
             return []
         typical = [median(times) for times in zip(*self._recent, strict=True)]
@@ -232,11 +174,9 @@ def memory_bytes(device: torch.device) -> int:
     """Return the peak allocated on a CUDA device, or this process's memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    if status.exists():
-        for line in status.read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
+    pages = Path("/proc/self/statm")
+    if pages.exists():
+        return int(pages.read_text().split()[1]) * resource.getpagesize()
     # Elsewhere the peak will do. macOS counts it in bytes, others in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

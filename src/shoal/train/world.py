@@ -115,28 +115,22 @@ def join_world(place: Place, device_type: str, *, replicas: int = 1) -> Iterator
     """
     if place.local_world_size == place.world_size:
         environment.stay_on_loopback()
+    device, backend = torch.device("cpu"), "gloo"
     if device_type == "cuda":
-        device = torch.device("cuda", place.local_rank)
+        device, backend = torch.device("cuda", place.local_rank), "cpu:gloo,cuda:nccl"
         torch.cuda.set_device(device)
-        _init("cpu:gloo,cuda:nccl", place, device)
-    else:
-        device = torch.device("cpu")
-        _init("gloo", place, None)
-    mesh = make_mesh(device_type, place.world_size, replicas)
-    yield World(place=place, device=device, mesh=mesh)
-    # Not in a `finally`: after an error the other ranks may be gone, and waiting for them hangs.
-    dist.destroy_process_group()
-
-
-def _init(backend: str, place: Place, device: torch.device | None) -> None:
     groups.run_gloo_in_one_thread()
     dist.init_process_group(
         backend,
         store=fresh_store(_store(), place.rank, place.world_size),
         rank=place.rank,
         world_size=place.world_size,
-        device_id=device,
+        device_id=device if device_type == "cuda" else None,
     )
+    mesh = make_mesh(device_type, place.world_size, replicas)
+    yield World(place=place, device=device, mesh=mesh)
+    # Not in a `finally`: after an error the other ranks may be gone, and waiting for them hangs.
+    dist.destroy_process_group()
 
 
 def _store() -> dist.Store:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from shoal.bench.cases import CASES
-from shoal.bench.model import ModelShape, Transformer
+from shoal.bench.model import BenchTransformer, ModelShape
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -16,7 +16,7 @@ BY_NAME = {case.name: case for case in CASES}
 def test_parameter_counts(case: str, hidden_dim: int, num_parameters: int) -> None:
     shape = BY_NAME[case].shape
     with torch.device("meta"):
-        model = Transformer(shape)
+        model = BenchTransformer(shape)
     assert shape.hidden_dim == hidden_dim
     assert sum(parameter.numel() for parameter in model.parameters()) == num_parameters
 
@@ -33,7 +33,7 @@ def test_heads_must_divide_the_width() -> None:
 def test_model_learns_and_sees_no_future() -> None:
     torch.manual_seed(0)
     shape = ModelShape(dim=32, num_layers=2, num_heads=2, vocab_size=16)
-    model = Transformer(shape)
+    model = BenchTransformer(shape)
     tokens = torch.randint(16, (4, 9))
     inputs, targets = tokens[:, :-1], tokens[:, 1:]
     before = model(inputs, targets)

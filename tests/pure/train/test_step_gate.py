@@ -8,7 +8,7 @@ import pytest
 from shoal.train.config import TrainConfig
 from shoal.train.job import TrainJob
 from shoal.train.run_folder import RunFolder
-from shoal.train.step_gate import RankReport, StepExchange, Stragglers, divergence_advice, nonfinite
+from shoal.train.step_gate import RankReport, Stragglers, divergence_advice, nonfinite
 
 JOB = TrainJob(config=TrainConfig(), folder=RunFolder(Path("runs/x")), checkpoint=None)
 
@@ -27,7 +27,7 @@ def test_what_is_not_finite_is_named(losses, norm, expected):
         RankReport(loss=loss, own_ms=1, memory_bytes=1, stop=False, save_status=0, collectives=0)
         for loss in losses
     ]
-    assert nonfinite(5, StepExchange(tuple(reports)), norm) == expected
+    assert nonfinite(5, reports, norm) == expected
 
 
 def test_the_way_on_starts_from_the_last_checkpoint():
@@ -36,17 +36,16 @@ def test_the_way_on_starts_from_the_last_checkpoint():
     assert "--name x --overwrite --lr 0.001" in divergence_advice("step 5: …", JOB, None)
 
 
-def exchange(*own_ms: float) -> StepExchange:
-    reports = [
+def reports(*own_ms: float) -> list[RankReport]:
+    return [
         RankReport(loss=1, own_ms=ms, memory_bytes=1, stop=False, save_status=0, collectives=0)
         for ms in own_ms
     ]
-    return StepExchange(tuple(reports))
 
 
 def test_a_rank_that_is_slow_for_a_while_is_named_once():
     stragglers = Stragglers()
-    notes = [note for step in range(1, 21) for note in stragglers.notes(step, exchange(50, 51, 99))]
+    notes = [note for step in range(1, 21) for note in stragglers.notes(step, reports(50, 51, 99))]
     assert notes == [
         f"step {step}: rank 2 holds the others up: 99 ms of its own per step, where 51 ms are usual"
         for step in (10, 20)
@@ -57,6 +56,6 @@ def test_a_single_slow_step_and_noise_are_not_told():
     stragglers = Stragglers()
     for step in range(1, 31):
         slow = 500 if step == 7 else 50
-        assert stragglers.notes(step, exchange(50, slow, 52)) == []
+        assert stragglers.notes(step, reports(50, slow, 52)) == []
     for step in range(31, 51):
-        assert stragglers.notes(step, exchange(1, 4, 1)) == []
+        assert stragglers.notes(step, reports(1, 4, 1)) == []

@@ -73,7 +73,7 @@ class FailedSave:
 
 def run_with_a_failing_save(job: TrainJob) -> str:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoints, "start_saving", lambda *_: FailedSave())
+        patch.setattr(checkpoints, "async_save", lambda *_, **__: FailedSave())
         with pytest.raises(CheckpointError) as caught:
             run_job(job)
     return str(caught.value)
