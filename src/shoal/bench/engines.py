@@ -111,7 +111,7 @@ def _wrap_modules(
         model,
         process_group=dist.group.WORLD,
         sharding_strategy=ShardingStrategy.FULL_SHARD,
-        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        auto_wrap_policy=ModuleWrapPolicy({BenchBlock}),
         backward_prefetch=BackwardPrefetch.BACKWARD_PRE,
         mixed_precision=MixedPrecision(param_dtype=run.compute_dtype, reduce_dtype=REDUCE_DTYPE)
         if run.case.mixed_precision
