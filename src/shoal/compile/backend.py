@@ -19,7 +19,7 @@ from shoal.compile.compare_ranks import check_ranks_agree
 from shoal.compile.lowering.graph_unit import graph_unit_at, prefetch_depth_of
 from shoal.compile.observe.dynamo import news
 from shoal.compile.observe.logs import Topic
-from shoal.compile.observe.observation import count_calls, observing, say
+from shoal.compile.observe.observation import count_calls, observing, say, tell
 from shoal.compile.observe.text import graph_text
 from shoal.compile.options import BackendOptions
 from shoal.compile.partition.partitioners import (
@@ -34,16 +34,6 @@ _MODES: dict[str | None, dict[str, Any]] = {
     "reduce-overhead": {"inner": "inductor", "cudagraphs": True},
 }
 """What the modes of `torch.compile` mean here."""
-
-
-def check_mode(mode: str | None) -> str | None:
-    """Refuse the modes that the backend does not have."""
-    if mode not in _MODES:
-        raise NotImplementedError(
-            f"torch.compile(backend='shoal', mode={mode!r}) is not supported; there are "
-            f"{', '.join(repr(one) for one in _MODES if one)}"
-        )
-    return mode
 
 
 def shoal(
@@ -61,14 +51,19 @@ def shoal(
             "(torch._dynamo.config.compiled_autograd = False). shoal compiles the backwards of its "
             "own graphs with them."
         )
-    chosen = BackendOptions.of({**_MODES[check_mode(mode)], **(options or {})})
+    if mode not in _MODES:
+        raise NotImplementedError(
+            f"torch.compile(backend='shoal', mode={mode!r}) is not supported; there are "
+            f"{', '.join(repr(one) for one in _MODES if one)}"
+        )
+    chosen = BackendOptions.of({**_MODES[mode], **(options or {})})
     function, lifted = lift_attributes(module)
     fixed = [*range(len(lifted)), *(len(lifted) + i for i in dynamo.fixed_inputs(module))]
     args = [*lifted, *example_inputs]
     compiler = compiler_of(chosen)
     # Tracing differentiates, which is nobody's backward.
-    with autograd.without_compiled_autograd(), observing(chosen.logs) as observation:
-        observation.tell(where=dynamo.first_line(module), num_nodes_before=count_calls(module))
+    with autograd.without_compiled_autograd(), observing(chosen.logs):
+        tell(where=dynamo.first_line(module), num_nodes_before=count_calls(module))
         say(Topic.BREAKS, news.text)
         say(Topic.GRAPHS, lambda: graph_text("from Dynamo", module))
         if chosen.cache:
@@ -124,13 +119,11 @@ def compiler_of(options: BackendOptions) -> AotCompiler:
 
 def lift_attributes(module: GraphModule) -> tuple[Callable[..., Any], list[Tensor]]:
     """The graph as a function of its tensors too, which Dynamo left on the module."""
-    names = [
-        str(node.target)
-        for node in module.graph.nodes
-        if node.op == "get_attr" and isinstance(traces.attribute(module, str(node.target)), Tensor)
-    ]
-    names = list(dict.fromkeys(names))
-    lifted = [traces.attribute(module, name) for name in names]
+    found = {
+        name: traces.attribute(module, name)
+        for name in (str(node.target) for node in module.graph.find_nodes(op="get_attr"))
+    }
+    lifted = {name: one for name, one in found.items() if isinstance(one, Tensor)}
 
     class Lifted(traces.Replay):
         def __init__(self, given: Mapping[str, Any]) -> None:
@@ -143,8 +136,8 @@ def lift_attributes(module: GraphModule) -> tuple[Callable[..., Any], list[Tenso
             return super().get_attr(target, args, kwargs)
 
     def run(*args: Any) -> Any:
-        given = dict(zip(names, args, strict=False))
+        given = dict(zip(lifted, args, strict=False))
         with traces.keep_metadata():
-            return Lifted(given).run(*args[len(names) :])
+            return Lifted(given).run(*args[len(lifted) :])
 
-    return run, lifted
+    return run, list(lifted.values())

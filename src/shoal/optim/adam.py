@@ -28,7 +28,7 @@ _GETTERS = tuple(map(itemgetter, _KEYS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
+class _TensorType:
     """How tensors of one type lie on ranks."""
 
     local: Callable[[Any], Tensor] | None
@@ -49,20 +49,20 @@ class _Kind:
         return [*map(self.place, some)] == [*map(self.place, others)]
 
 
-_KINDS: dict[type, _Kind] = {
-    DTensor: _Kind(
+_KINDS: dict[type, _TensorType] = {
+    DTensor: _TensorType(
         local=distributed_tensor.local_tensor,
         place=distributed_tensor.place_getter,
         spec=distributed_tensor.spec_of,
         holds=DTensor,
     ),
-    ShardedTensor: _Kind(
+    ShardedTensor: _TensorType(
         local=attrgetter("local"),
         place=attrgetter("placement"),
         spec=attrgetter("placement"),
         holds=ShardedTensor,
     ),
-    nn.Parameter: _Kind(
+    nn.Parameter: _TensorType(
         local=None,
         place=attrgetter("layout", "shape"),
         spec=attrgetter("layout"),  # shapes are the parameters': autograd takes no others
@@ -92,11 +92,11 @@ class _OnLocalTensors(Optimizer):
         self._groups_known().clear()
         super().load_state_dict(state_dict)
 
-    def _groups_known(self) -> dict[int, _Known]:
+    def _groups_known(self) -> dict[int, _AdamLists | None]:
         """What each group was seen to be; an optimizer that was pickled or copied has none."""
         return vars(self).setdefault("_shoal_known", {})
 
-    def _find(self, group: dict[str, Any]) -> _Known | None:
+    def _find(self, group: dict[str, Any]) -> _AdamLists | None:
         """What the step works on, unless it is nothing, or its first step makes some of it."""
         params: list[Any] = group["params"]
         grads = [*map(_GRAD, params)]
@@ -110,12 +110,8 @@ class _OnLocalTensors(Optimizer):
         groups = self._groups_known()
         known = groups.get(id(group))
         if known is None or not known.still_holds(params, states):
-            known = _Known.of(params, states)
-            if known is None:
-                groups.pop(id(group), None)
-                return None
-            groups[id(group)] = known
-        return known if known.take(grads) else None
+            known = groups[id(group)] = _AdamLists.of(params, states)
+        return known if known is not None and known.take(grads) else None
 
 
 class Adam(_OnLocalTensors, torch.optim.Adam):  # pyright: ignore
@@ -138,10 +134,10 @@ def _is_usual(group: Mapping[str, Any]) -> bool:
     return not any(isinstance(value, Tensor) for value in (group["lr"], *group["betas"]))
 
 
-class _Known:
-    """Parameters and moments that were seen to lie alike, and the gradients of this step."""
+class _AdamLists:
+    """The lists of a group's step: parameters and moments that lie alike, and their gradients."""
 
-    def __init__(self, kind: _Kind, params: list[Any], held: list[list[Any]]) -> None:
+    def __init__(self, kind: _TensorType, params: list[Any], held: list[list[Any]]) -> None:
         self._kind = kind
         self._params = params
         self._held = held
@@ -149,17 +145,17 @@ class _Known:
         self._grads: list[Any] = []
         self._specs: list[Any] = []
         """Those of the last gradients that were seen to lie as the parameters do."""
-        tensors = self._local()
-        first = tensors[0]
+        tensors = [local for some in (params, *held[:2]) for local in kind.locals_of(some)]
         places = {(t.device, t.dtype, t.layout) for t in tensors}
-        self.is_uniform = len(places) == 1 and {step.device for step in held[2]} == {first.device}
+        devices = {step.device for step in held[2]}
+        self.is_uniform = len(places) == 1 and devices == {tensors[0].device}
         """Whether one call of one operator can take all of them."""
         # The optimizer has steps to count for a rank's empty parts, and nothing else.
         self._is_there = [tensor.numel() > 0 for tensor in tensors[: len(params)]]
         self._are_all_there = all(self._is_there)
 
     @classmethod
-    def of(cls, params: list[Any], states: list[Any]) -> _Known | None:
+    def of(cls, params: list[Any], states: list[Any]) -> _AdamLists | None:
         """Look at all of them; None if they are not all of one kind and alike."""
         types = {*map(type, params)}
         kind = _KINDS.get(next(iter(types))) if len(types) == 1 else None
@@ -171,15 +167,9 @@ class _Known:
                 return None
         return cls(kind, params, held)
 
-    def _local(self) -> list[Tensor]:
-        tensors = [self._params, *self._held[:2]]
-        return [local for some in tensors for local in self._kind.locals_of(some)]
-
     def still_holds(self, params: list[Any], states: list[Any]) -> bool:
         """Whether the optimizer holds the very same tensors."""
-        if not _are_same(params, self._params):
-            return False
-        return all(map(_are_same, _held(states), self._held))
+        return all(map(_are_same, (params, *_held(states)), (self._params, *self._held)))
 
     def take(self, grads: list[Any]) -> bool:
         """Take this step's gradients, unless they are of another kind."""
@@ -187,11 +177,9 @@ class _Known:
         if {*map(type, grads)} != {kind.holds}:
             return False
         specs = [*map(kind.spec, grads)]
-        if not _are_same(specs, self._specs):
-            if not kind.are_alike(self._params, grads):
-                return False
-            self._specs = specs
-        self._grads = grads
+        if not _are_same(specs, self._specs) and not kind.are_alike(self._params, grads):
+            return False
+        self._specs, self._grads = specs, grads
         return True
 
     def lists(self) -> tuple[list[Any], ...]:

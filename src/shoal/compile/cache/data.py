@@ -11,7 +11,7 @@ import keyword
 import types
 from dataclasses import fields, is_dataclass
 from enum import StrEnum
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -20,8 +20,6 @@ from shoal.compile.cache import values
 from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.compile.cache.operators import NAMESPACES, operator_called
 from shoal.compile.cache.values import Json
-
-T = TypeVar("T")
 
 
 def to_json(value: Any, kind: Any) -> Json:
@@ -34,22 +32,17 @@ def to_json(value: Any, kind: Any) -> Json:
     if origin is tuple:
         if type(value) is not tuple:
             raise NotExactError(f"it holds a {type(value).__name__} where a tuple is declared")
-        return [to_json(item, one) for item, one in zip(value, _items(kind, value), strict=True)]
+        return list(map(to_json, value, _items(kind, value)))
     if is_dataclass(kind):
-        hints = _hints(kind)
         _check_step(value, NotExactError)
-        return {name: to_json(getattr(value, name), hint) for name, hint in hints.items()}
+        return {name: to_json(getattr(value, name), hint) for name, hint in _hints(kind).items()}
     if type(value) is not kind:
         raise NotExactError(f"it holds a {type(value).__name__} where {kind} is declared")
     return str(value) if issubclass(kind, StrEnum) else value
 
 
-def from_json(json: Json, kind: type[T]) -> T:
+def from_json(json: Json, kind: Any) -> Any:
     """The value of a declared type that JSON describes."""
-    return _from_json(json, kind)
-
-
-def _from_json(json: Json, kind: Any) -> Any:
     if kind is Any:
         return values.decode(json)
     origin = get_origin(kind)
@@ -58,9 +51,7 @@ def _from_json(json: Json, kind: Any) -> Any:
     if origin is tuple:
         if type(json) is not list:
             raise DamagedError(f"expected a list for {kind}; got {json!r}")
-        return tuple(
-            _from_json(item, one) for item, one in zip(json, _items(kind, json), strict=True)
-        )
+        return tuple(map(from_json, json, _items(kind, json)))
     if is_dataclass(kind):
         return _dataclass_from_json(json, kind)
     if issubclass(kind, StrEnum):
@@ -77,8 +68,7 @@ def _dataclass_from_json(json: Json, kind: Any) -> Any:
     hints = _hints(kind)
     if type(json) is not dict or json.keys() != hints.keys():
         raise DamagedError(f"expected the fields of {kind.__name__}; got {json!r}")
-    given = {name: _from_json(json[name], hint) for name, hint in hints.items()}
-    made = kind(**given)
+    made = kind(**{name: from_json(json[name], hint) for name, hint in hints.items()})
     _check_step(made, DamagedError)
     if isinstance(made, Step):
         operator_called(made.op)
@@ -104,33 +94,24 @@ def is_name(text: Any) -> bool:
 
 
 def _union_to_json(value: Any, kind: Any) -> Json:
-    """One of several dataclasses with its name; or None, or the one that it is otherwise."""
-    members = get_args(kind)
-    if value is None and type(None) in members:
-        return None
-    for member in members:
-        if is_dataclass(member) and type(value) is member:
-            return {_name(member): to_json(value, member)}
+    """A value of one of several types; one that is a dataclass with its name."""
+    for member in get_args(kind):
+        name = member.__name__
         if type(value) is member:
-            return to_json(value, member)
+            described = to_json(value, member)
+            return {name: described} if is_dataclass(member) else described
     raise NotExactError(f"it holds a {type(value).__name__} where {kind} is declared")
 
 
 def _union_from_json(json: Json, kind: Any) -> Any:
-    members = get_args(kind)
-    if json is None and type(None) in members:
-        return None
-    for member in members:
+    for member in get_args(kind):
+        name = member.__name__
         if not is_dataclass(member):
             if type(json) is member:
                 return json
-        elif type(json) is dict and list(json) == [_name(member)]:
-            return _from_json(next(iter(json.values())), member)
+        elif type(json) is dict and list(json) == [name]:
+            return from_json(json[name], member)
     raise DamagedError(f"expected {kind}; got {json!r}")
-
-
-def _name(kind: Any) -> str:
-    return kind.__name__
 
 
 def _items(kind: Any, given: Any) -> list[Any]:

@@ -18,9 +18,15 @@ from shoal.compile.cache.data import from_json, to_json
 from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.compile.cache.graphs import graph_from_json, graph_to_json
 from shoal.compile.cache.values import Json
-from shoal.compile.node_kinds import NodeKind, kind
+from shoal.compile.node_kinds import communicates
 
-_NUMBERS = ("num_visible", "num_saved", "saved_bytes")
+_TYPED: dict[str, Any] = {
+    "signature": Signature,
+    "arrangement": Arrangement,
+    **dict.fromkeys(("num_visible", "num_saved", "saved_bytes"), int),
+    **dict.fromkeys(("fixed", "copied"), tuple[int, ...]),
+}
+"""Fields of `Lowered` that are pure data, with their types."""
 
 
 def entry_to_json(lowered: Lowered) -> Json:
@@ -31,15 +37,11 @@ def entry_to_json(lowered: Lowered) -> Json:
     if len(saved) != lowered.num_saved:
         raise NotExactError("it saves something for backward that is no tensor")
     return {
-        "signature": to_json(lowered.signature, Signature),
-        "arrangement": to_json(lowered.arrangement, Arrangement),
         "forward": graph_to_json(lowered.forward),
         "backward": None if lowered.backward is None else graph_to_json(lowered.backward),
         "tangents": [_tensor_to_json(one) for one in lowered.tangents],
-        "returned": [_tensor_to_json(_value(one)) for one in outputs_of(lowered.forward)],
-        "fixed": list(lowered.fixed),
-        "copied": list(lowered.copied),
-        **{name: getattr(lowered, name) for name in _NUMBERS},
+        "returned": _returned_to_json(lowered.forward),
+        **{name: to_json(getattr(lowered, name), kind) for name, kind in _TYPED.items()},
     }
 
 
@@ -51,51 +53,36 @@ def entry_from_json(
     Its nodes get their fake values if asked for: generated code does not need them, Inductor does;
     and so does whoever compares or moves collectives.
     """
-    expected = {"signature", "arrangement", "forward", "backward", "tangents", "returned"}
-    if type(json) is not dict or json.keys() != expected | {"fixed", "copied", *_NUMBERS}:
+    expected = {*_TYPED, "forward", "backward", "tangents", "returned"}
+    if type(json) is not dict or json.keys() != expected:
         raise DamagedError("expected the parts of a compilation")
-    signature = from_json(json["signature"], Signature)
-    arrangement = from_json(json["arrangement"], Arrangement)
+    typed = {name: from_json(json[name], kind) for name, kind in _TYPED.items()}
     forward = graph_from_json(json["forward"])
     backward = None if json["backward"] is None else graph_from_json(json["backward"])
-    fixed = from_json(json["fixed"], tuple[int, ...])
-    copied = from_json(json["copied"], tuple[int, ...])
-    numbers = {name: from_json(json[name], int) for name in _NUMBERS}
     with mode:
         tangents = [_tensor_from_json(one) for one in json["tangents"]]
     inputs: list[Any] = []
-    if with_values or any(map(communicates, (forward, backward))):
-        inputs = _inputs(arrangement, args, mode)
+    nodes = [node for one in (forward, backward) if one is not None for node in one.graph.nodes]
+    if with_values or any(map(communicates, nodes)):
+        inputs = [
+            fakes.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
+            for one in typed["arrangement"].inputs(args)
+        ]
         propagate(forward, inputs, mode)
-        _check_returned(forward, json["returned"])
+        found, before = _returned_to_json(forward), json["returned"]
+        if found != before:
+            raise DamagedError(f"the graph returns {found}, not {before} as when it was traced")
         if backward is not None:
-            saved = outputs_of(forward)[numbers["num_visible"] :]
+            saved = outputs_of(forward)[typed["num_visible"] :]
             propagate(backward, [*map(_value, saved), *tangents], mode)
     return Lowered(
-        signature=signature,
-        arrangement=arrangement,
-        wrappings=_no_wrappings(signature, len(tangents)),
+        wrappings=_no_wrappings(typed["signature"], len(tangents)),
         forward=forward,
         backward=backward,
         inputs=inputs,
         tangents=tangents,
-        fixed=fixed,
-        copied=copied,
-        **numbers,
+        **typed,
     )
-
-
-def communicates(module: fx.GraphModule | None) -> bool:
-    """Whether a graph has a collective in it."""
-    nodes = module.graph.nodes if module is not None else ()
-    return any(kind(node) is NodeKind.COLLECTIVE for node in nodes if node.op == "call_function")
-
-
-def _inputs(arrangement: Arrangement, args: Sequence[Any], mode: fakes.FakeTensorMode) -> list[Any]:
-    return [
-        fakes.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
-        for one in arrangement.inputs(args)
-    ]
 
 
 def _no_wrappings(signature: Signature, num_tangents: int) -> Wrappings:
@@ -105,6 +92,10 @@ def _no_wrappings(signature: Signature, num_tangents: int) -> Wrappings:
         tangents=(None,) * num_tangents,
         gradients=(None,) * (len(signature.inputs) if signature.trains else 0),
     )
+
+
+def _returned_to_json(module: fx.GraphModule) -> Json:
+    return [_tensor_to_json(_value(one)) for one in outputs_of(module)]
 
 
 def _value(node: Any) -> Any:
@@ -127,13 +118,6 @@ def _tensor_from_json(json: Json) -> Tensor:
         )
     except (TypeError, KeyError, ValueError, RuntimeError) as error:
         raise DamagedError(f"{json!r} describes no tensor") from error
-
-
-def _check_returned(forward: fx.GraphModule, expected: Json) -> None:
-    """Refuse a graph whose results are others than they were when it was traced."""
-    found = [_tensor_to_json(_value(one)) for one in outputs_of(forward)]
-    if found != expected:
-        raise DamagedError(f"the graph returns {found}, not {expected} as when it was traced")
 
 
 def propagate(module: fx.GraphModule, inputs: Sequence[Any], mode: fakes.FakeTensorMode) -> None:

@@ -24,7 +24,8 @@ def _node_to_json(node: fx.Node) -> Json:
     if node.op == "placeholder":
         return {"input": node.name}
     if node.op == "output":
-        return {"output": values.encode(_plain(node.args[0]), _reference)}
+        returned: Any = node.args[0]
+        return {"output": values.encode(list(returned), _reference)}
     if node.op != "call_function":
         raise NotExactError(f"its node {node.name} is a {node.op}")
     kind, name = operators.kind_and_name(node.target)
@@ -39,10 +40,6 @@ def _node_to_json(node: fx.Node) -> Json:
 
 def _reference(value: Any) -> str | None:
     return value.name if isinstance(value, fx.Node) else None
-
-
-def _plain(returned: Any) -> list[Any]:
-    return list(returned)
 
 
 def _check_static(node: fx.Node) -> None:
@@ -79,26 +76,24 @@ def _node_from_json(graph: fx.Graph, json: dict[str, Json], find: Any) -> fx.Nod
         if type(returned) is not list:
             raise DamagedError("a graph returns a list")
         return graph.output(tuple(returned))
-    if list(json) == ["input"]:
-        name = json["input"]
-        node = graph.create_node("placeholder", name, name=name) if is_name(name) else None
-    else:
-        name, node = _call_from_json(graph, json, find)
+    is_input = list(json) == ["input"]
+    name: Any = json["input"] if is_input else json.get("name")
+    node = None
+    if is_name(name) and is_input:
+        node = graph.create_node("placeholder", name, name=name)
+    elif is_name(name):
+        node = _call_from_json(graph, json, find)
     # Names become those of variables in generated code: only what a graph would choose itself.
     if node is None or node.name != name or name.startswith("SHOAL_"):
         raise DamagedError(f"{name!r} is no name of a node")
     return node
 
 
-def _call_from_json(
-    graph: fx.Graph, json: dict[str, Json], find: Any
-) -> tuple[Any, fx.Node | None]:
-    kinds = [kind for kind in ("op", "function", "higher_order") if kind in json]
+def _call_from_json(graph: fx.Graph, json: dict[str, Json], find: Any) -> fx.Node:
+    kinds = [kind for kind in operators.KINDS if kind in json]
     if len(kinds) != 1 or json.keys() != {"name", kinds[0], "args", "kwargs", "is_strict"}:
         raise DamagedError(f"{json!r} is no node")
-    if not is_name(json["name"]) or type(json[kinds[0]]) is not str:
-        return json["name"], None
-    target = operators.named(kinds[0], json[kinds[0]])
+    target = values.decode({kinds[0]: json[kinds[0]]})
     args = values.decode(json["args"], find)
     kwargs = values.decode(json["kwargs"], find)
     if type(args) is not list or type(kwargs) is not dict or not all(map(is_name, kwargs)):
@@ -106,4 +101,4 @@ def _call_from_json(
     node = graph.create_node("call_function", target, tuple(args), kwargs, name=json["name"])
     if json["is_strict"]:
         node.meta[traces.INPUT_VALUES] = ((), {})  # filled in with the values of all nodes
-    return json["name"], node
+    return node

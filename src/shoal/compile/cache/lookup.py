@@ -15,7 +15,7 @@ from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.compile.cache.key import key_of
 from shoal.compile.cache.store import Store
 from shoal.compile.observe.logs import Topic
-from shoal.compile.observe.observation import current, say, stage
+from shoal.compile.observe.observation import say, stage, tell
 from shoal.compile.observe.record import CacheUse
 from shoal.compile.options import BackendOptions
 
@@ -34,7 +34,7 @@ def lower_cached(
         with stage("key"):
             key = key_of(module, args, fixed, options)
     except NotExactError as error:
-        _tell(CacheUse.REFUSED, f"not cached: {error}")
+        _tell(CacheUse.REFUSED, str(error))
         return compiler.lower(function, args, fixed)
     with stage("read"):
         found = _read(store, key, compiler, options, args)
@@ -68,24 +68,18 @@ def _read(
 
 def _write(store: Store, key: str, lowered: Lowered) -> None:
     try:
-        content = entry_to_json(lowered)
+        store.write(key, entry_to_json(lowered))
     except NotExactError as error:
-        _tell(CacheUse.REFUSED, f"not cached: {error}")
-        return
-    try:
-        store.write(key, content)
+        _tell(CacheUse.REFUSED, str(error))
     except OSError as error:
         # A full or read-only disk: the program runs all the same.
-        _tell(CacheUse.REFUSED, f"not cached: {store.folder} cannot be written to: {error}")
-        return
-    _tell(CacheUse.STORED, f"stored {key[:16]} in {store.folder}")
+        _tell(CacheUse.REFUSED, f"{store.folder} cannot be written to: {error}")
+    else:
+        _tell(CacheUse.STORED, f"stored {key[:16]} in {store.folder}")
 
 
 def _tell(use: CacheUse, note: str) -> None:
-    observation = current()
-    if observation is not None:
-        is_refused = use is CacheUse.REFUSED
-        observation.tell(
-            cache=use, cache_note=note.removeprefix("not cached: ") if is_refused else ""
-        )
-        observation.say(Topic.CACHE, lambda: note)
+    """Keep what the cache did; of a refusal, with the reason, which is the note."""
+    is_refused = use is CacheUse.REFUSED
+    tell(cache=use, cache_note=note if is_refused else "")
+    say(Topic.CACHE, lambda: f"not cached: {note}" if is_refused else note)

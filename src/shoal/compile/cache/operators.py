@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
 from typing import Any
 
 from shoal._torch import operators
@@ -14,23 +13,21 @@ NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", gathered_rows.NAMES
 """Of operators that torch and shoal bring. What others do, and what their derivatives are, is code
 that may be another tomorrow under the same name."""
 
-HIGHER_ORDER: dict[str, Any] = {
-    "run_and_save_rng_state": operators.run_and_save_rng_state,
-    "run_with_rng_state": operators.run_with_rng_state,
+_FUNCTIONS = (
+    *("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow"),
+    *("eq", "ne", "lt", "le", "gt", "ge"),
+)
+_BY_NAME: dict[str, dict[str, Any]] = {
+    "function": {name: getattr(operator, name) for name in _FUNCTIONS},
+    "higher_order": {
+        "run_and_save_rng_state": operators.run_and_save_rng_state,
+        "run_with_rng_state": operators.run_with_rng_state,
+    },
 }
-"""Those of the partition, which take another operator."""
-
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    name: getattr(operator, name)
-    for name in (
-        *("getitem", "add", "sub", "mul", "floordiv", "truediv", "mod", "neg", "pow"),
-        *("eq", "ne", "lt", "le", "gt", "ge"),
-    )
-}
-"""Python's own, of the module `operator`."""
-
-_NAMES = {id(function): name for name, function in FUNCTIONS.items()}
-_HIGHER_ORDER_NAMES = {id(one): name for name, one in HIGHER_ORDER.items()}
+"""Functions of Python's module `operator`; operators of the partition, which take another one."""
+_NAMES = {id(one): (kind, name) for kind, some in _BY_NAME.items() for name, one in some.items()}
+KINDS = ("op", *_BY_NAME)
+"""What a node may call, as files name it."""
 
 
 def kind_and_name(target: Any) -> tuple[str, str]:
@@ -40,20 +37,16 @@ def kind_and_name(target: Any) -> tuple[str, str]:
             raise NotExactError(f"it calls {target}, which is no operator of torch's own")
         return "op", str(target)
     if id(target) in _NAMES:
-        return "function", _NAMES[id(target)]
-    if id(target) in _HIGHER_ORDER_NAMES:
-        return "higher_order", _HIGHER_ORDER_NAMES[id(target)]
+        return _NAMES[id(target)]
     raise NotExactError(f"it calls {target}, which no file can name")
 
 
 def named(kind: str, name: str) -> Any:
     """What a file names."""
-    if kind == "function" and name in FUNCTIONS:
-        return FUNCTIONS[name]
-    if kind == "higher_order" and name in HIGHER_ORDER:
-        return HIGHER_ORDER[name]
     if kind == "op":
         return operator_called(name)
+    if name in _BY_NAME.get(kind, {}):
+        return _BY_NAME[kind][name]
     raise DamagedError(f"{kind} {name!r} is nothing that a graph calls")
 
 

@@ -54,17 +54,16 @@ class Store:
         """Write a file, whole or not at all, and remove old ones that are too many."""
         text = _with_checksum(content, key)
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(suffix=_UNFINISHED, dir=self.folder)
-        try:
-            with os.fdopen(handle, "wb") as file:
+        with tempfile.NamedTemporaryFile(suffix=_UNFINISHED, dir=self.folder, delete=False) as file:
+            try:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(name, self._file(key))
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(name)
-            raise
+                os.replace(file.name, self._file(key))
+            except BaseException:
+                with suppress(OSError):
+                    os.unlink(file.name)
+                raise
         self._evict()
 
     def remove(self, key: str) -> None:

@@ -10,7 +10,7 @@ Types are kept exactly: a graph that got a tuple gets a tuple again.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +27,6 @@ _NAMED: dict[str, type[Any]] = {
     "memory_format": torch.memory_format,
 }
 """Objects of torch's that are attributes of the module `torch`."""
-
-_CALLED = ("op", "function", "higher_order")
 
 Reference = Callable[[Any], str | None]
 """Names a value that is described elsewhere, such as a node; None for all others."""
@@ -53,7 +51,10 @@ def encode(value: Any, reference: Reference = lambda _: None) -> Json:
     if type(value) is tuple:
         return {"tuple": [encode(item, reference) for item in value]}
     if isinstance(value, dict):
-        return {"dict": _encode_pairs(value, reference)}
+        for key in value:
+            if type(key) is not str:
+                raise NotExactError(f"it holds a dictionary with a key {key!r} that is no string")
+        return {"dict": [[key, encode(item, reference)] for key, item in value.items()]}
     if type(value) is slice:
         parts = (value.start, value.stop, value.step)
         return {"slice": [encode(part, reference) for part in parts]}
@@ -66,13 +67,6 @@ def encode(value: Any, reference: Reference = lambda _: None) -> Json:
         kind, called = operators.kind_and_name(value)
         return {kind: called}
     raise NotExactError(f"it holds a {type(value).__module__}.{type(value).__qualname__}")
-
-
-def _encode_pairs(value: Mapping[Any, Any], reference: Reference) -> list[Json]:
-    for key in value:
-        if type(key) is not str:
-            raise NotExactError(f"it holds a dictionary with a key {key!r} that is no string")
-    return [[key, encode(item, reference)] for key, item in value.items()]
 
 
 def decode(json: Json, node: Callable[[str], Any] | None = None) -> Any:
@@ -98,23 +92,21 @@ def decode(json: Json, node: Callable[[str], Any] | None = None) -> Any:
 def _decode_named(kind: str, name: str) -> Any:
     if kind == "float" and name in ("inf", "-inf", "nan"):
         return float(name)
-    if kind in _CALLED:
+    if kind in operators.KINDS:
         return operators.named(kind, name)
     if kind == "device":
         try:
             return torch.device(name)
         except RuntimeError as error:
             raise DamagedError(f"{name!r} is no device") from error
-    found = getattr(torch, name, None) if kind in _NAMED else None
-    if kind in _NAMED and type(found) is _NAMED[kind]:
+    if kind in _NAMED and type(found := getattr(torch, name, None)) is _NAMED[kind]:
         return found
     raise DamagedError(f"there is no {kind} {name!r}")
 
 
 def _decode_several(kind: str, content: list[Json], node: Callable[[str], Any] | None) -> Any:
-    if kind == "dict":
-        pairs = [_pair(one) for one in content]
-        return {key: decode(item, node) for key, item in pairs}
+    if kind == "dict" and all(map(_is_pair, content)):
+        return {key: decode(item, node) for key, item in content}
     items = [decode(item, node) for item in content]
     if kind == "tuple":
         return tuple(items)
@@ -127,7 +119,5 @@ def _decode_several(kind: str, content: list[Json], node: Callable[[str], Any] |
     raise DamagedError(f"{kind!r} with {len(content)} parts describes no value")
 
 
-def _pair(json: Json) -> tuple[str, Json]:
-    if type(json) is not list or len(json) != 2 or type(json[0]) is not str:
-        raise DamagedError(f"{json!r} is no pair of a key and a value")
-    return json[0], json[1]
+def _is_pair(json: Json) -> bool:
+    return type(json) is list and len(json) == 2 and type(json[0]) is str

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -16,18 +17,21 @@ from torch import Tensor
 from shoal._torch import kernels
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
+from shoal.runtime.gradient_matrix import cut
 
 NAMESPACE = "shoal"
 _SCHEMA = "lay_in_row(Tensor[] parts, ScalarType dtype) -> Tensor"
 Zeros = Callable[[tuple[int, ...]], Tensor]
 Piece = tuple[int, int, tuple[int, ...]]
 """Where a parameter's piece begins and ends in a rank's shard, and its shape."""
+Runs = dict[int, tuple[int, int]]
+"""For each parameter, where its elements begin, and how many there are."""
 
 
 def place_of(packing: Packing, index: int, rank: int) -> Piece:
     """Find a parameter's piece in a rank's shard."""
     piece = packing.piece(index, rank)
-    start = piece.offset_bytes // packing.params[index].dtype.itemsize
+    start = piece.offset_bytes // packing.params[index].itemsize
     return start, start + piece.numel, tuple(piece.shape)
 
 
@@ -36,13 +40,11 @@ def full_in(packing: Packing, index: int, rows: Tensor) -> Tensor:
     param = packing.params[index]
     offset = packing.gathered_offset(index)
     if offset is not None:
-        start = offset // param.dtype.itemsize
+        start = offset // param.itemsize
         return rows.view(-1)[start : start + param.numel].view(param.shape)
     if isinstance(packing, EvenPacking) and packing.dims[index] == 0:
-        piece = packing.piece(index, 0)
-        start = piece.offset_bytes // param.dtype.itemsize
-        chunks = rows[:, start : start + piece.numel].reshape(-1)
-        return chunks[: param.numel].view(param.shape)
+        start, end, _ = place_of(packing, index, 0)
+        return rows[:, start:end].reshape(-1)[: param.numel].view(param.shape)
     full = rows.new_empty(param.numel)
     for stripe in packing.stripes(index):
         stripe.of_full(full).copy_(stripe.of_rows(rows))
@@ -56,86 +58,65 @@ def matrix_of(
 
     Put together by one operator: writes into a matrix would each become a copy of it in a graph.
     """
-    num_rows, num_columns = packing.world_size, packing.shard_bytes // _itemsize(packing)
+    given = {index: grad for index, grad in enumerate(grads) if grad is not None}
+    num_rows = packing.world_size
+    num_columns = packing.shard_bytes // packing.params[0].itemsize
     runs = _runs(packing)
     if runs is not None:
-        return _row(packing, runs, grads, num_rows * num_columns, dtype)
-    if not isinstance(packing, EvenPacking):
-        matrix = zeros((num_rows, num_columns))
-        for index, grad in enumerate(grads):
-            if grad is not None:
-                for stripe in packing.stripes(index):
-                    stripe.of_rows(matrix).copy_(stripe.of_full(grad.reshape(-1)))
-        return matrix
-    parts: list[Tensor] = []
-    end = 0
-    for index in sorted(range(len(grads)), key=lambda i: packing.piece(i, 0).offset_bytes):
-        piece, grad = packing.piece(index, 0), grads[index]
-        start = piece.offset_bytes // _itemsize(packing)
-        if piece.numel == 0:
-            continue
-        if start > end:
-            parts.append(zeros((num_rows, start - end)))
-        shape = (num_rows, piece.numel)
-        if grad is None:
-            parts.append(zeros(shape))
-        else:
-            parts.append(_columns(packing, index, grad.to(dtype).reshape(-1), start, zeros(shape)))
-        end = start + piece.numel
-    if num_columns > end:
-        parts.append(zeros((num_rows, num_columns - end)))
-    return torch.cat(parts, dim=1)
+        # Zeros of the gradients' dtype: one kernel copies tensors of one dtype.
+        new_zeros = next(iter(given.values())).new_zeros
+        parts = _with_gaps(runs, num_rows * num_columns)
+        row = [given[i] if i in given else new_zeros(numel) for numel, i in parts]
+        return lay_in_row(row, dtype)
+    if isinstance(packing, EvenPacking):
+        columns: list[Tensor] = []
+        for numel, index in _with_gaps(_chunks(packing), num_columns):
+            blank = zeros((num_rows, numel))
+            if index in given:
+                blank = _columns(packing, index, given[index].to(dtype), blank)
+            columns.append(blank)
+        return torch.cat(columns, dim=1)
+    matrix = zeros((num_rows, num_columns))
+    for index, grad in given.items():
+        for stripe in packing.stripes(index):
+            stripe.of_rows(matrix).copy_(stripe.of_full(grad.reshape(-1)))
+    return matrix
 
 
-def _row(
-    packing: Packing,
-    runs: list[tuple[int, int]],
-    grads: tuple[Tensor | None, ...],
-    numel: int,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Gradients end to end, where each parameter lies in one run."""
-    # Of their dtype: one kernel copies tensors of one dtype.
-    given = next(grad for grad in grads if grad is not None)
-    pieces: list[Tensor] = []
-    end = 0
-    for start, index in runs:
-        if start > end:
-            pieces.append(given.new_zeros(start - end))
-        grad, end = grads[index], start + packing.params[index].numel
-        pieces.append(given.new_zeros(end - start) if grad is None else grad)
-    if numel > end:
-        pieces.append(given.new_zeros(numel - end))
-    return lay_in_row(pieces, dtype)
+def _runs(packing: Packing) -> Runs | None:
+    """Where parameters lie in the gathered rows; None if some do not lie in one run."""
+    offsets = [packing.gathered_offset(index) for index in range(len(packing.params))]
+    runs = {
+        index: (offset // param.itemsize, param.numel)
+        for index, (param, offset) in enumerate(zip(packing.params, offsets, strict=True))
+        if offset is not None
+    }
+    return runs if len(runs) == len(offsets) else None
 
 
-def _columns(packing: EvenPacking, index: int, flat: Tensor, start: int, blank: Tensor) -> Tensor:
+def _chunks(packing: EvenPacking) -> Runs:
+    """Where parameters lie in every row."""
+    places = [place_of(packing, index, 0) for index in range(len(packing.params))]
+    return {index: (start, end - start) for index, (start, end, _) in enumerate(places)}
+
+
+def _with_gaps(runs: Runs, length: int) -> list[tuple[int, int]]:
+    """The sizes of runs and of the gaps between them, each with its parameter; -1 for gaps."""
+    pieces = {i: (start, (numel,)) for i, (start, numel) in runs.items() if numel}
+    shapes, wanted = cut(pieces, length)
+    index_at = {at: index for index, at in wanted}
+    return [(numel, index_at.get(at, -1)) for at, (numel,) in enumerate(shapes)]
+
+
+def _columns(packing: EvenPacking, index: int, grad: Tensor, blank: Tensor) -> Tensor:
     """A gradient as the columns that are its own: each rank's piece in its row."""
+    flat = grad.reshape(-1)
     if packing.dims[index] == 0:
         missing = blank.numel() - flat.numel()
         return torch.nn.functional.pad(flat, (0, missing)).view(blank.shape)
     for stripe in packing.stripes(index):
-        ranks = slice(stripe.first_rank, stripe.first_rank + stripe.num_ranks)
-        at = stripe.shard_offset - start
-        target = blank[ranks, at : at + stripe.num_bands * stripe.numel]
-        target.copy_(stripe.of_full(flat).reshape(stripe.num_ranks, -1))
+        replace(stripe, shard_offset=0).of_rows(blank).copy_(stripe.of_full(flat))
     return blank
-
-
-def _itemsize(packing: Packing) -> int:
-    return packing.params[0].dtype.itemsize
-
-
-def _runs(packing: Packing) -> list[tuple[int, int]] | None:
-    """Where parameters begin in the gathered rows, in order; None if some do not lie in one run."""
-    runs: list[tuple[int, int]] = []
-    for index, param in enumerate(packing.params):
-        offset = packing.gathered_offset(index)
-        if offset is None:
-            return None
-        if param.numel:
-            runs.append((offset // param.dtype.itemsize, index))
-    return sorted(runs)
 
 
 def lay_in_row(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

@@ -44,6 +44,10 @@ _GRAPH_UNIT = "_shoal_graph_unit"
 class GraphUnit:
     """How one unit is gathered and reduced by a graph."""
 
+    gathers_again: bool
+    """Whether backward gathers again, so that full parameters need not be kept for it."""
+    prefetch_depth: int
+
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
         self.name = unit.name
@@ -65,7 +69,8 @@ class GraphUnit:
         self.compute_dtype = unit.policy.compute_dtype(dtype)
         self.reduce_dtype = unit.policy.reduce_dtype or self.compute_dtype
         self.trained = tuple(bool(p.requires_grad) for p in unit.shards.sharded)
-        self._gather_group = None if unit.transport is None else unit.transport.group
+        transport = unit.transport if unit.size > 1 else None
+        self._gather_group = None if transport is None else transport.group
         self._replicas = None if unit.replicas is None else unit.replicas.group
         self.size = unit.size
         num_replicas = 1 if unit.replicas is None else unit.replicas.size
@@ -80,9 +85,6 @@ class GraphUnit:
 
         Given `full_leaves` too, these get the gradients as they are.
         """
-        self.gathers_again = True
-        """Whether backward gathers again, so that full parameters need not be kept for it."""
-        self.prefetch_depth = unit.options.prefetch_depth
 
     def _new_leaf(self) -> Tensor:
         leaf = self._buffer.detach().view(self.stored.params[0].dtype).requires_grad_()
@@ -147,12 +149,12 @@ class GraphUnit:
 
     def marked(self, leaf: Tensor, reached: frozenset[int]) -> Tensor:
         """The leaf for a graph whose backward comes to these parameters only."""
-        return _Marked.apply(leaf, self, reached) if self._marks else leaf
+        return _MarkReached.apply(leaf, self, reached) if self._marks else leaf
 
     def _gather(self, leaf: Tensor, *full_leaves: Tensor) -> tuple[Tensor, ...]:
         again = traces.computed_again_in_backward() if self.gathers_again else nullcontext()
         with again:
-            fulls = _Gathered.apply(self, leaf, *full_leaves)
+            fulls = _GatherShard.apply(self, leaf, *full_leaves)
         return tuple(
             full if trains else full.detach()
             for full, trains in zip(fulls, self.trained, strict=True)
@@ -161,7 +163,7 @@ class GraphUnit:
     def fulls_of(self, shard: Tensor) -> tuple[Tensor, ...]:
         """Gather, and find the parameters in what was gathered."""
         shard = shard.to(self.compute_dtype)
-        if self._gather_group is not None and self.size > 1:
+        if self._gather_group is not None:
             shard = collectives.gather_in_graph(shard, self.size, self._gather_group)
         rows = shard.view(self.size, -1)
         return tuple(full_in(self.stored, i, rows) for i in range(len(self.stored.params)))
@@ -171,15 +173,15 @@ class GraphUnit:
         zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self.leaf.device)
         shard = matrix_of(self.stored, grads, self.reduce_dtype, zeros).view(-1)
         before, after = self._division.before, self._division.after
-        if before is not None and before != 1:
+        if before not in (None, 1):
             shard = shard / before
-        if self._gather_group is not None and self.size > 1:
+        if self._gather_group is not None:
             how = _REDUCTIONS[self._division.reduce_op]
             shard = collectives.reduce_scatter_in_graph(shard, self.size, self._gather_group, how)
         if self._replicas is not None:
             how = _REDUCTIONS[self._division.all_reduce_op]
             shard = collectives.all_reduce_in_graph(shard, self._replicas, how)
-        if after is not None and after != 1:
+        if after not in (None, 1):
             shard = shard / after
         return shard.to(self.leaf.dtype)
 
@@ -191,7 +193,7 @@ class GraphUnit:
     def total_of_squares(self, grad: Tensor) -> Tensor:
         """The squared norm of the unit's gradient on all ranks, from this rank's shard of it."""
         total = torch.linalg.vector_norm(grad, dtype=storage.wide_dtype(grad)).square()
-        if self._gather_group is not None and self.size > 1:
+        if self._gather_group is not None:
             total = collectives.all_reduce_in_graph(total, self._gather_group)
         return total
 
@@ -245,10 +247,10 @@ def _weakly(method: Callable[..., None], unit: GraphUnit, *args: Any) -> Callabl
     return hook
 
 
-def graph_unit_of(unit: Unit) -> GraphUnit | None:
-    """How graphs gather and reduce a unit, once one was captured."""
-    found = unit.in_graph
-    return found if isinstance(found, GraphUnit) else None
+def graph_unit_of(unit: Unit) -> GraphUnit:
+    """How graphs gather and reduce a unit of which one was captured."""
+    assert isinstance(unit.in_graph, GraphUnit)
+    return unit.in_graph
 
 
 def graph_unit_at(leaf: object) -> GraphUnit | None:
@@ -263,7 +265,7 @@ def prefetch_depth_of(args: Iterable[object]) -> int:
     return max((unit.prefetch_depth for unit in units), default=Settings().prefetch_depth)
 
 
-class _Gathered(torch.autograd.Function):
+class _GatherShard(torch.autograd.Function):
     """A gather whose derivative is a reduction; without one, if there are leaves for the rest."""
 
     @staticmethod
@@ -282,7 +284,7 @@ class _Gathered(torch.autograd.Function):
         return None, ctx.unit.shard_of(grads)
 
 
-class _Marked(torch.autograd.Function):
+class _MarkReached(torch.autograd.Function):
     """A leaf as it is, whose derivative comes with the parameters that it is for."""
 
     @staticmethod
@@ -298,28 +300,22 @@ class _Marked(torch.autograd.Function):
 
 def _check_can_lower(unit: Unit) -> None:
     """Refuse what a graph cannot do, by name."""
-    reasons: list[str] = []
     dtypes = {param.dtype for param in unit.shards.packing.params}
-    if len(dtypes) > 1:
-        reasons.append(f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})")
-    if any(not dtype.is_floating_point for dtype in dtypes):
-        reasons.append("parameters that are no floating-point numbers")
-    if unit.shards.extended:
-        reasons.append("parameters with all-gather hooks of their own")
-    if unit.offloads:
-        reasons.append("CPU offload")
-    if unit.post is not None:
-        reasons.append("reshard_after_forward as a number of ranks")
-    if unit.options.all_gather is not None:
-        reasons.append("set_custom_all_gather")
-    if dynamo.captures_without_dynamo() and not unit.reduces_in_graph:
-        # A whole step: no engine comes after the graph.
-        default = unit.options.reduces_by_default
-        reasons.append(
-            "gradients of earlier backwards that wait to be reduced"
-            if default
-            else f"reductions that setters have changed ({unit.options})"
-        )
+    is_floating = all(dtype.is_floating_point for dtype in dtypes)
+    by_default = unit.options.reduces_by_default
+    # In a whole step, no engine comes after the graph.
+    waits = dynamo.captures_without_dynamo() and not unit.reduces_in_graph
+    refused = {
+        f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})": len(dtypes) > 1,
+        "parameters that are no floating-point numbers": not is_floating,
+        "parameters with all-gather hooks of their own": unit.shards.extended,
+        "CPU offload": unit.offloads,
+        "reshard_after_forward as a number of ranks": unit.post is not None,
+        "set_custom_all_gather": unit.options.all_gather is not None,
+        "gradients of earlier backwards that wait to be reduced": waits and by_default,
+        f"reductions that setters have changed ({unit.options})": waits and not by_default,
+    }
+    reasons = [reason for reason, holds in refused.items() if holds]
     if reasons:
         raise NotImplementedError(
             f"unit {unit.name!r} cannot be captured in a graph with {'; '.join(reasons)}. Compile "
@@ -342,10 +338,9 @@ def _lower(unit: Unit, *, gathers_again: bool) -> None:
     if unit.phase is not Phase.SHARDED:
         unit.reshard()
     unit.shards.follow()
-    known = graph_unit_of(unit)
-    if known is None or not known.holds_for(unit):
-        known = GraphUnit(unit)
-        unit.in_graph = known
+    known = unit.in_graph
+    if not isinstance(known, GraphUnit) or not known.holds_for(unit):
+        known = unit.in_graph = GraphUnit(unit)
     known.follow()
     known.gathers_again = gathers_again
     known.prefetch_depth = unit.options.prefetch_depth

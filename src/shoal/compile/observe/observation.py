@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.fx import GraphModule
@@ -24,39 +25,25 @@ MOST_RECORDS = 1000
 """Older ones are forgotten."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Observation:
     """Collects what is told of one compilation."""
 
-    def __init__(self, number: int, topics: frozenset[Topic]) -> None:
-        self._number = number
-        self._topics = topics
-        self._facts: dict[str, Any] = {}
-        self._seconds: dict[str, float] = {}
-        self._passes: dict[str, Report] = {}
-
-    def tell(self, **facts: Any) -> None:
-        """Keep fields of the record."""
-        self._facts.update(facts)
-
-    def spent(self, stage: str, seconds: float) -> None:
-        """Add to a stage's time."""
-        self._seconds[stage] = self._seconds.get(stage, 0.0) + seconds
-
-    def ran(self, stage: str, report: Report) -> None:
-        """Keep what the passes of a stage did; of a stage that ran again, the last time."""
-        self._passes[stage] = report
-
-    def say(self, topic: Topic, text: Callable[[], str]) -> None:
-        """Log what `text` gives, which is asked only if somebody wants to know."""
-        if topic in self._topics:
-            logs.write(topic, f"graph {self._number}: {text()}")
+    number: int
+    topics: frozenset[Topic]
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Fields of the record."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """The time of each stage."""
+    passes: dict[str, Report] = field(default_factory=dict)
+    """What the passes of each stage did; of a stage that ran again, the last time."""
 
     def record(self) -> CompileRecord | None:
         """What is known by now; None before the graphs are there."""
-        if "num_inputs" not in self._facts:
+        if "num_inputs" not in self.facts:
             return None
         return CompileRecord(
-            number=self._number, seconds=self._seconds, passes=self._passes, **self._facts
+            number=self.number, seconds=self.seconds, passes=self.passes, **self.facts
         )
 
 
@@ -66,14 +53,14 @@ _kept: deque[Observation] = deque(maxlen=MOST_RECORDS)
 
 
 @contextmanager
-def observing(topics: str = "") -> Iterator[Observation]:
+def observing(topics: str = "") -> Iterator[None]:
     """Observe the compilation that runs inside; topics besides those of the environment."""
     chosen = topics_of(environment.log_topics()) | topics_of(topics)
-    made = Observation(next(_numbers), chosen)
-    made.tell(where="", num_nodes_before=0, cache=CacheUse.OFF)
+    facts = {"where": "", "num_nodes_before": 0, "cache": CacheUse.OFF}
+    made = Observation(next(_numbers), chosen, facts)
     _kept.append(made)
     with resumed(made):
-        yield made
+        yield
 
 
 @contextmanager
@@ -100,14 +87,15 @@ def stage(name: str) -> Iterator[None]:
     finally:
         observation = _current.get()
         if observation is not None:
-            observation.spent(name, time.perf_counter() - start)
+            spent = observation.seconds.get(name, 0.0) + time.perf_counter() - start
+            observation.seconds[name] = spent
 
 
 def say(topic: Topic, text: Callable[[], str]) -> None:
-    """Log about the compilation that runs now."""
+    """Log what `text` gives, which is asked only if somebody wants to know."""
     observation = _current.get()
-    if observation is not None:
-        observation.say(topic, text)
+    if observation is not None and topic in observation.topics:
+        logs.write(topic, f"graph {observation.number}: {text()}")
 
 
 def run_passes(stage: str, passes: Pipeline, module: GraphModule) -> Report:
@@ -123,18 +111,22 @@ def tell_passes(stage: str, report: Report) -> None:
     """Keep what the passes of a stage did in the compilation that runs now."""
     observation = _current.get()
     if observation is not None and report.steps:
-        observation.ran(stage, report)
-        observation.say(Topic.GRAPHS, lambda: f"passes, {stage}\n{report}")
+        observation.passes[stage] = report
+        say(Topic.GRAPHS, lambda: f"passes, {stage}\n{report}")
+
+
+def tell(**facts: Any) -> None:
+    """Keep fields of the record of the compilation that runs now."""
+    observation = _current.get()
+    if observation is not None:
+        observation.facts.update(facts)
 
 
 def tell_lowered(lowered: Lowered) -> None:
     """Keep what the graphs of the compilation that runs now are."""
-    observation = _current.get()
-    if observation is None:
-        return
     signature = lowered.signature
-    backward = lowered.backward
-    observation.tell(
+    modules = [one for one in (lowered.forward, lowered.backward) if one is not None]
+    tell(
         num_inputs=len(signature.inputs),
         num_outputs=len(signature.outputs),
         num_mutated=sum(one.mutation.data or one.mutation.is_set for one in signature.inputs),
@@ -143,20 +135,18 @@ def tell_lowered(lowered: Lowered) -> None:
         num_saved=lowered.num_saved,
         saved_bytes=lowered.saved_bytes,
         num_nodes_forward=count_calls(lowered.forward),
-        num_nodes_backward=0 if backward is None else count_calls(backward),
-        num_collectives=_count_collectives(lowered.forward)
-        + (0 if backward is None else _count_collectives(backward)),
+        num_nodes_backward=sum(map(count_calls, modules[1:])),
+        num_collectives=sum(
+            communicates(node) and not is_wait(node)
+            for module in modules
+            for node in module.graph.nodes
+        ),
     )
 
 
 def count_calls(module: GraphModule) -> int:
     """The nodes of a graph that do something."""
     return sum(node.op.startswith("call_") for node in module.graph.nodes)
-
-
-def _count_collectives(module: GraphModule) -> int:
-    calls = (node for node in module.graph.nodes if node.op == "call_function")
-    return sum(communicates(node) and not is_wait(node) for node in calls)
 
 
 def records() -> list[CompileRecord]:

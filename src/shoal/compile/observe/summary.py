@@ -14,10 +14,20 @@ from rich.text import Text
 from shoal.compile.observe.dynamo import Break, Recompile
 from shoal.compile.observe.record import CacheUse, CompileRecord
 
-COLUMNS = (
-    *("graph", "begins at", "in", "out", "mutated", "saved", "saved bytes"),
-    *("nodes", "forward", "backward", "collectives", "cache", "seconds"),
-)
+_NUMBERS = {
+    "in": "num_inputs",
+    "out": "num_outputs",
+    "mutated": "num_mutated",
+    "saved": "num_saved",
+    "saved bytes": "saved_bytes",
+    "nodes": "num_nodes_before",
+    "forward": "num_nodes_forward",
+    "backward": "num_nodes_backward",
+    "collectives": "num_collectives",
+}
+"""The columns that are fields of a record."""
+_ADDED_UP = ("saved", "saved bytes", "collectives")
+COLUMNS = ("graph", "begins at", *_NUMBERS, "cache", "seconds")
 _WORDS = ("graph", "begins at", "cache")
 """The columns that are no numbers."""
 
@@ -51,21 +61,10 @@ def render(
 
 
 def _row(record: CompileRecord) -> tuple[str, ...]:
-    numbers = (
-        record.num_inputs,
-        record.num_outputs,
-        record.num_mutated,
-        record.num_saved,
-        record.saved_bytes,
-        record.num_nodes_before,
-        record.num_nodes_forward,
-        record.num_nodes_backward,
-        record.num_collectives,
-    )
     return (
         str(record.number),
         _short(record.where),
-        *(f"{number:,}" for number in numbers),
+        *(f"{getattr(record, field):,}" for field in _NUMBERS.values()),
         str(record.cache),
         f"{record.total_seconds:.2f}",
     )
@@ -73,17 +72,14 @@ def _row(record: CompileRecord) -> tuple[str, ...]:
 
 def _totals(records: Sequence[CompileRecord]) -> tuple[str, ...]:
     hits = sum(record.cache is CacheUse.HIT for record in records)
-    sums = {
-        "saved": sum(record.num_saved for record in records),
-        "saved bytes": sum(record.saved_bytes for record in records),
-        "collectives": sum(record.num_collectives for record in records),
-    }
-    seconds = sum(record.total_seconds for record in records)
     known = {
-        **{name: f"{value:,}" for name, value in sums.items()},
-        "cache": f"{hits} of {len(records)} hit",
-        "seconds": f"{seconds:.2f}",
         "graph": "all",
+        **{
+            name: f"{sum(getattr(record, _NUMBERS[name]) for record in records):,}"
+            for name in _ADDED_UP
+        },
+        "cache": f"{hits} of {len(records)} hit",
+        "seconds": f"{sum(record.total_seconds for record in records):.2f}",
     }
     return tuple(known.get(name, "") for name in COLUMNS)
 

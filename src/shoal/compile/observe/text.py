@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -43,14 +42,10 @@ def signature_text(signature: Signature, arrangement: Arrangement) -> str:
 
 def _input_text(one: Input) -> str:
     words = ["tensor" if one.is_tensor else "number"]
-    words += [
-        name
-        for name, holds in (
-            ("requires gradient", one.requires_grad),
-            ("wraps others", one.is_wrapper),
-        )
-        if holds
-    ]
+    if one.requires_grad:
+        words.append("requires gradient")
+    if one.is_wrapper:
+        words.append("wraps others")
     changed = [field.name for field in fields(one.mutation) if getattr(one.mutation, field.name)]
     if changed:
         words.append(f"mutated ({', '.join(changed)})")
@@ -82,18 +77,16 @@ def _steps_text(steps: tuple[Any, ...]) -> str:
 
 def graph_text(title: str, module: GraphModule) -> str:
     """A graph, with what its nodes give."""
-    return f"{title}\n" + "\n".join(_graph_lines(module))
+    return "\n".join([title, *map(_node_text, module.graph.nodes)])
 
 
-def _graph_lines(module: GraphModule) -> Iterator[str]:
-    for node in module.graph.nodes:
-        if node.op == "output":
-            yield f"return {node.args[0]}"
-        elif node.op == "placeholder":
-            yield f"{node.name}: {_value_text(node)}"
-        else:
-            given = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
-            yield f"{node.name}: {_value_text(node)} = {_target_text(node)}({', '.join(given)})"
+def _node_text(node: Node) -> str:
+    if node.op == "output":
+        return f"return {node.args[0]}"
+    if node.op == "placeholder":
+        return f"{node.name}: {_value_text(node)}"
+    given = [*map(str, node.args), *(f"{k}={v}" for k, v in node.kwargs.items())]
+    return f"{node.name}: {_value_text(node)} = {_target_text(node)}({', '.join(given)})"
 
 
 def _target_text(node: Node) -> str:

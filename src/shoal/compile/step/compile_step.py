@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from shoal.compile.lowering.graph_unit import prefetch_depth_of
 from shoal.compile.node_kinds import NodeKind, kind
 from shoal.compile.observe.observation import observing
 from shoal.compile.options import BackendOptions
-from shoal.compile.step.batch import Batch
 from shoal.compile.step.fingerprint import Fingerprint
 from shoal.compile.step.refusals import changes_python, check_can_capture
+from shoal.compile.step.step_data import StepData
 from shoal.compile.step.step_tensors import Places, StepTensors
 from shoal.compile.step.update import MissingStateError, clip, count_on_device, update
 from shoal.ddp.replicated import replicas_of
@@ -85,7 +86,10 @@ class CompiledStep:
             raise UsageError(f"expected 1 part of the data or more, got accumulate={accumulate}")
         self._model, self._loss_fn, self._optimizer = model, loss_fn, optimizer
         self._max_norm, self._accumulate, self._options = max_norm, accumulate, options
-        self._whole = _together(model, loss_fn)
+        self._whole = model
+        """The model, with the loss if that is a module too."""
+        if isinstance(loss_fn, nn.Module):
+            self._whole = nn.ModuleDict({"model": model, "loss_fn": loss_fn})
         self._captured: list[_Captured] = []
         """The graphs, that which ran last first."""
         self._num_made = 0
@@ -103,7 +107,7 @@ class CompiledStep:
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Train once."""
-        data = Batch(inputs, targets)
+        data = StepData(inputs, targets)
         self._free_full_parameters()
         captured = self._known(data) or self._made(data)
         if captured is None:
@@ -122,7 +126,7 @@ class CompiledStep:
             if unit.phase is not Phase.SHARDED:
                 unit.reshard()
 
-    def _known(self, data: Batch) -> _Captured | None:
+    def _known(self, data: StepData) -> _Captured | None:
         """The graph of a step that read what this one would read."""
         if settings.what_intercepts() is not None:
             return None
@@ -133,7 +137,7 @@ class CompiledStep:
                 return captured
         return None
 
-    def _made(self, data: Batch) -> _Captured | None:
+    def _made(self, data: StepData) -> _Captured | None:
         """A new graph; None if this step is to run as it is written."""
         check_can_capture(self._whole, self._optimizer)
         self.why_not_captured = self._obstacle()
@@ -166,7 +170,7 @@ class CompiledStep:
             return "the step before ran in no_sync(), and its reducer has to begin anew"
         return settings.what_intercepts()
 
-    def _is_repeated(self, read: Fingerprint, data: Batch) -> bool:
+    def _is_repeated(self, read: Fingerprint, data: StepData) -> bool:
         """Whether the step before read the same, so that one more graph may be of use."""
         before, places = self._last, Places(self._whole, self._optimizer)
         self._last = read, places
@@ -210,10 +214,11 @@ class CompiledStep:
             losses.append(self._loss_fn(output, wanted))
         return losses[0] if len(losses) == 1 else torch.stack(losses).mean()
 
-    def _capture(self, data: Batch, read: Fingerprint) -> _Captured | None:
+    def _capture(self, data: StepData, read: Fingerprint) -> _Captured | None:
         """A graph of the step; None if the optimizer has to make state before."""
         with dynamo.captured_for("shoal"):
-            _lower_all(self._whole)
+            for state in filter(None, map(state_of, self._whole.modules())):
+                state.is_captured()  # lets graphs gather its units
         parts = StepTensors(self._whole, self._optimizer, read.reads.loose, data)
         if not parts.lie_apart_from(data):
             self.why_not_captured = "the data shares memory with the model"
@@ -258,39 +263,40 @@ class _Captured:
     """One graph of a step."""
 
     def __init__(
-        self, run: Callable[..., Sequence[Any]], parts: StepTensors, read: Fingerprint
+        self, run: Callable[..., Sequence[Tensor]], parts: StepTensors, read: Fingerprint
     ) -> None:
         self._run = run
         self.parts, self.read = parts, read
-        self._replay: Replay | None = None
+        self._recording: _StepRecording | None = None
         self._has_run = False
-        self.why_not_replayed = why_not(parts.device)
+        self.why_not_replayed = _why_not_recorded(parts.device)
 
-    def holds_for(self, data: Batch) -> bool:
+    def holds_for(self, data: StepData) -> bool:
         """Whether the graph does what the step as it is written would do now."""
         parts = self.parts
         return self.read.matches(data) and parts.are_current() and parts.lie_apart_from(data)
 
-    def run(self, data: Batch) -> Tensor:
+    def run(self, data: StepData) -> Tensor:
         """Do the step, and give the loss."""
         self.parts.set_rates()
         self.parts.drop_gradients()
-        (loss,) = self._results(data.values)
+        loss = self._loss(data.values)
         for unit in self.parts.units:
             unit.num_updates += 1  # what was gathered before is not current any more
         for replica in self.parts.replicas:
             replica.have_buffers_changed = replica.averages  # as after a forward
         return loss
 
-    def _results(self, data: Sequence[Any]) -> Sequence[Any]:
-        """At first as it is, so that libraries are set up, then from a recording."""
-        if self.why_not_replayed is None and self._has_run:
-            if self._replay is None:
-                self._replay = Replay(self._run, self.parts.tensors, data)
-            return self._replay(data)
+    def _loss(self, data: Sequence[Any]) -> Tensor:
+        """The loss of a step: called at first, so that libraries are set up, then recorded."""
+        if self._has_run and self.why_not_replayed is None:
+            if self._recording is None:
+                self._recording = _StepRecording(self._run, self.parts.tensors, data)
+            return self._recording.replay(data)
         self._has_run = True
         with torch.no_grad():
-            return self._run(*self.parts.tensors, *data)
+            (loss,) = self._run(*self.parts.tensors, *data)
+        return loss
 
 
 @contextmanager
@@ -333,21 +339,6 @@ def _leaving_python(read: Fingerprint) -> Iterator[None]:
         )
 
 
-def _together(model: nn.Module, loss_fn: Loss) -> nn.Module:
-    """The model, with the loss if that is a module too."""
-    if not isinstance(loss_fn, nn.Module):
-        return model
-    return nn.ModuleDict({"model": model, "loss_fn": loss_fn})
-
-
-def _lower_all(model: nn.Module) -> None:
-    """Let a graph gather every unit of a model."""
-    for module in model.modules():
-        state = state_of(module)
-        if state is not None:
-            state.is_captured()
-
-
 def _check_recomputed(nodes: Sequence[Any]) -> None:
     if any(node.op == "call_function" and kind(node) is NodeKind.RANDOM for node in nodes):
         raise NotImplementedError(
@@ -357,53 +348,51 @@ def _check_recomputed(nodes: Sequence[Any]) -> None:
 
 
 def _cut(data: Any, num_parts: int) -> Iterator[Any]:
-    """Batch in equal parts along the first dim of its tensors."""
+    """Data in equal parts along the first dim of its tensors."""
+
+    def part(number: int, one: Any) -> Any:
+        if num_parts == 1 or not isinstance(one, Tensor):
+            return one
+        if one.shape[0] % num_parts:
+            raise UsageError(
+                f"data of {one.shape[0]} rows cannot be cut into accumulate={num_parts} equal parts"
+            )
+        size = one.shape[0] // num_parts
+        return one[number * size : (number + 1) * size]
+
     for number in range(num_parts):
-
-        def part(one: Any, number: int = number) -> Any:
-            if num_parts == 1 or not isinstance(one, Tensor):
-                return one
-            if one.shape[0] % num_parts:
-                raise UsageError(
-                    f"data of {one.shape[0]} rows cannot be cut into accumulate={num_parts} equal "
-                    "parts"
-                )
-            size = one.shape[0] // num_parts
-            return one[number * size : (number + 1) * size]
-
-        yield trees.tree_map(part, data)
+        yield trees.tree_map(partial(part, number), data)
 
 
 RECORDED = ("nccl", BACKEND)
 """Backends whose collectives are work of the device alone."""
 
 
-def why_not(device: torch.device) -> str | None:
+def _why_not_recorded(device: torch.device) -> str | None:
     """What stands against recording; None if nothing does."""
     if device.type != "cuda":
         return f"it runs on {device.type}, and only CUDA records graphs"
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    if dist.get_backend() not in RECORDED:
-        return f"its collectives go through {dist.get_backend()}, which waits on the host"
+    is_grouped = dist.is_available() and dist.is_initialized()
+    if is_grouped and (backend := dist.get_backend()) not in RECORDED:
+        return f"its collectives go through {backend}, which waits on the host"
     return None
 
 
-class Replay:
-    """A recording, with memory of its own for what differs from call to call."""
+class _StepRecording:
+    """A step as a CUDA graph, with memory of its own for the data, which differs by step."""
 
     def __init__(
-        self, run: Callable[..., Sequence[Any]], fixed: Sequence[Tensor], data: Sequence[Any]
+        self, run: Callable[..., Sequence[Tensor]], fixed: Sequence[Tensor], data: Sequence[Any]
     ) -> None:
         self._data = [one.clone() if isinstance(one, Tensor) else one for one in data]
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):  # records, runs nothing
-            self._results = run(*fixed, *self._data)
+            (self._loss,) = run(*fixed, *self._data)
 
-    def __call__(self, data: Sequence[Any]) -> list[Any]:
-        """Do the step with other data; the results are the caller's own."""
+    def replay(self, data: Sequence[Any]) -> Tensor:
+        """Do the step with other data; the loss is the caller's own."""
         for held, given in zip(self._data, data, strict=True):
             if isinstance(held, Tensor):
                 held.copy_(given)
         self._graph.replay()
-        return [one.clone() if isinstance(one, Tensor) else one for one in self._results]
+        return self._loss.clone()

@@ -16,7 +16,7 @@ A captured step stands for the written one only while this is the same:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter, is_, itemgetter
 from typing import Any
 
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from shoal._torch import autograd, optimizers, settings
-from shoal.compile.step.batch import Batch
 from shoal.compile.step.reads import Reads
+from shoal.compile.step.step_data import StepData
 from shoal.ddp.grad_hooks import hooks_of
 from shoal.ddp.replicated import replicas_of
 from shoal.runtime.module_state import units_of
@@ -38,6 +38,7 @@ _NOT_NUMBERS = frozenset(
 )
 """Keys of groups that are no constants of a graph; some are notes of schedulers."""
 
+_members: Callable[[dict[str, Any]], list[Tensor]] = itemgetter("params")
 _trains: Callable[[Tensor], bool] = attrgetter("requires_grad")
 _options: Callable[[Any], Any] = attrgetter("options", "policy", "shards.num_recaptures")
 _averaging: Callable[[Any], Any] = attrgetter(
@@ -53,9 +54,9 @@ class Fingerprint:
         model: nn.Module,
         loss_fn: Callable[..., Tensor],
         optimizer: torch.optim.Optimizer,
-        data: Batch,
+        data: StepData,
     ) -> None:
-        self._structure, self._described = data.structure, data.described
+        self._data = data.described, data.structure
         self._settings = settings.GlobalSettings()
         self._named = dict(model.named_parameters())
         if isinstance(loss_fn, nn.Module):
@@ -71,39 +72,35 @@ class Fingerprint:
             {"": model, "loss_fn": loss_fn, "hooks of all modules": hooks}, optimizer
         )
 
-    def matches(self, data: Batch) -> bool:
+    def matches(self, data: StepData) -> bool:
         """Whether a step with this data would read the same now."""
-        return (
-            data.described == self._described
-            and data.structure == self._structure
-            and self.matches_but_data()
-        )
+        return (data.described, data.structure) == self._data and self.matches_but_data()
 
     def matches_but_data(self) -> bool:
         """Whether a step would read the same now but for the data that it is given."""
-        return (
-            self._settings.change() is None
-            and list(map(_trains, self._parameters)) == self._trained
-            and self._hooks.are_same()
-            and self._groups.are_same()
-            and self._engine_now() == self._engine
-            and self.reads.are_same()
-        )
+        return next(self._changes(), None) is None
 
-    def difference(self, data: Batch) -> str:
+    def difference(self, data: StepData) -> str:
         """What is different now, in words."""
-        if data.described != self._described or data.structure != self._structure:
+        if (data.described, data.structure) != self._data:
             return "the inputs have other shapes, strides, dtypes or values"
+        return next(self._changes(), "tensors were put in other places")
+
+    def _changes(self) -> Iterator[str]:
+        """What is different now but for the data, in words. Runs in every step, to its end."""
         if (setting := self._settings.change()) is not None:
-            return f"the setting {setting} is another"
-        for (name, parameter), before in zip(self._named.items(), self._trained, strict=True):
-            if parameter.requires_grad is not before:
-                return f"{name}.requires_grad was {before} and is {not before}"
+            yield f"the setting {setting} is another"
+        trained = list(map(_trains, self._parameters))
+        if trained != self._trained:
+            pairs = zip(self._named, self._trained, trained, strict=True)
+            name, before = next((name, before) for name, before, now in pairs if before != now)
+            yield f"{name}.requires_grad was {before} and is {not before}"
         if not self._hooks.are_same():
-            return "hooks were put on parameters, or on the optimizer's step"
+            yield "hooks were put on parameters, or on the optimizer's step"
         if self._engine_now() != self._engine:
-            return "an option of fully_shard or replicate is another"
-        return self._groups.change() or self.reads.change() or "tensors were put in other places"
+            yield "an option of fully_shard or replicate is another"
+        if (change := self._groups.change() or self.reads.change()) is not None:
+            yield change
 
     def _engine_now(self) -> list[Any]:
         return [*map(_options, self._units), *map(_averaging, self._replicas)]
@@ -139,47 +136,38 @@ class _Groups:
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         self._groups = list(optimizer.param_groups)
-        self._members = [tuple(group["params"]) for group in self._groups]
-        self._keys = [
-            ("params", *(key for key in group if key not in _NOT_NUMBERS)) for group in self._groups
-        ]
-        self._getters = [itemgetter(*keys) for keys in self._keys]
-        self._numbers = [get(group) for get, group in zip(self._getters, self._groups, strict=True)]
+        self._members = list(map(tuple, map(_members, self._groups)))
+        self._numbers = list(map(_numbers, self._groups))
         self._sizes = list(map(len, self._groups))
-        self._rates = [_rate(group) for group in self._groups]
-
-    def are_same(self) -> bool:
-        return self._have_same_members() and self._have_same_numbers()
+        self._rates = list(map(_rate, self._groups))
 
     def change(self) -> str | None:
         """What is different now, in words; None if nothing is."""
-        if not self._have_same_members():
-            return "the optimizer's groups have other members"
-        for number, (group, keys, before) in enumerate(
-            zip(self._groups, self._keys, self._numbers, strict=True)
-        ):
-            for key, old in zip(keys[1:], before[1:] if keys[1:] else (), strict=True):
-                if not (old is (new := group.get(key)) or _are_equal(old, new)):
-                    return f"optimizer.param_groups[{number}][{key!r}] was {old} and is {new}"
-        return None if self.are_same() else "a learning rate is another tensor"
-
-    def _have_same_members(self) -> bool:
         groups = self._optimizer.param_groups
-        return (
-            len(groups) == len(self._groups)
-            and all(map(is_, groups, self._groups))
+        if not (
+            _are_identical(groups, self._groups)
             and list(map(len, groups)) == self._sizes
-            and all(
-                len(group["params"]) == len(members) and all(map(is_, group["params"], members))
-                for group, members in zip(groups, self._members, strict=True)
-            )
-        )
+            and all(map(_are_identical, map(_members, groups), self._members))
+        ):
+            return "the optimizer's groups have other members"
+        if not _are_equal(list(map(_numbers, groups)), self._numbers):
+            for number, before in enumerate(self._numbers):
+                for key, old in before.items():
+                    new = groups[number].get(key)
+                    if not (old is new or _are_equal(old, new)):
+                        return f"optimizer.param_groups[{number}][{key!r}] was {old} and is {new}"
+            return "the optimizer's groups have other options"
+        is_same = all(map(is_, map(_rate, groups), self._rates))
+        return None if is_same else "a learning rate is another tensor"
 
-    def _have_same_numbers(self) -> bool:
-        pairs = zip(self._getters, self._groups, strict=True)
-        return _are_equal([get(group) for get, group in pairs], self._numbers) and all(
-            map(is_, map(_rate, self._groups), self._rates)
-        )
+
+def _are_identical(some: Sequence[object], others: Sequence[object]) -> bool:
+    return len(some) == len(others) and all(map(is_, some, others))
+
+
+def _numbers(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group that are constants of a graph."""
+    return {key: one for key, one in group.items() if key not in _NOT_NUMBERS}
 
 
 def _rate(group: dict[str, Any]) -> Tensor | None:

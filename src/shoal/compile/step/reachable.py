@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import ContextVar
-from enum import Enum
 from itertools import chain
 from operator import attrgetter, methodcaller
 from pathlib import Path
@@ -30,15 +29,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from shoal.compile.step.step_data import CONSTANTS
+
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
     str(Path(__file__).parents[2]),
     "<frozen",
 )
-_PLAIN = (
-    *(type(None), bool, int, float, complex, str, bytes, Enum, Tensor, torch.dtype),
-    *(torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator, range, slice),
-)
+_PLAIN = (*CONSTANTS, Tensor, torch.Generator)
 _OPAQUE = frozenset({"torch", "shoal", "logging", "threading", "_thread", "weakref", "numpy"})
 """Packages whose objects are not looked into, but for modules of torch's."""
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -69,9 +67,7 @@ Found = list[tuple[str, Any]]
 class Walk:
     """Everything that code under some roots can reach, and what of it to compare."""
 
-    def __init__(
-        self, roots: Mapping[str, object], optimizer: torch.optim.Optimizer | None
-    ) -> None:
+    def __init__(self, roots: Mapping[str, object], optimizer: torch.optim.Optimizer) -> None:
         self._names: set[str] = {"forward"}
         self._reads_any = False
         num_names = 0
@@ -95,8 +91,7 @@ class Walk:
             self._named_classes: set[type] = set()
             for path, root in roots.items():
                 self._visit(path, root)
-            if optimizer is not None:
-                self._visit_optimizer(optimizer)
+            self._visit_optimizer(optimizer)
 
     def _visit(self, path: str, one: object) -> None:
         if isinstance(one, type):
@@ -141,7 +136,7 @@ class Walk:
 
     def _visit_module(self, path: str, module: nn.Module) -> None:
         held = vars(module)
-        self._visit_class(path, type(module), module)
+        self._visit_class(path, module)
         for name in ("_parameters", "_buffers"):
             self.wholes.append((joined(path, name), held[name]))
         for name in _COMPARED_DICTS:
@@ -162,7 +157,7 @@ class Walk:
         if is_opaque and not isinstance(one, threading.local):
             return
         if slots or isinstance(held, dict):
-            self._visit_class(path, kind, one)
+            self._visit_class(path, one)
         if isinstance(held, dict):
             self.wholes.append((path, held))
             self._compare(path, held, self._read_of(held, kind))
@@ -177,7 +172,7 @@ class Walk:
         kind, held = type(one), vars(one)
         if kind.__module__.partition(".")[0] in _OPAQUE:
             return
-        self._visit_class("the optimizer", kind, one)
+        self._visit_class("the optimizer", one)
         self._visit(f"{kind.__qualname__}.step", vars(kind).get("step"))
         names = self._read_of(held, kind) - _OF_OPTIMIZERS
         self._compare("optimizer", held, {n for n in names if not n.startswith("_optimizer_")})
@@ -196,10 +191,10 @@ class Walk:
                     self._visit(f"{base.__qualname__}.{name}", function)
             self._visit_bases(base)
 
-    def _visit_class(self, path: str, cls: type, one: object) -> None:
+    def _visit_class(self, path: str, one: object) -> None:
         """Compare an object's class, and read the methods of it that names lead to."""
         self.objects.append((f"the class of {path or 'the model'}", one))
-        self._visit_bases(cls)
+        self._visit_bases(type(one))
 
     def _visit_bases(self, cls: type) -> None:
         for base in cls.__mro__:
@@ -227,7 +222,8 @@ class Walk:
         is_of_library = _is_of_library(function.__code__.co_filename)
         if not names.isdisjoint(_BY_ANY_NAME):
             self._reads_any |= not is_of_library
-            names.update(filter(_is_name, chain.from_iterable(code.co_consts for code in codes)))
+            constants = chain.from_iterable(code.co_consts for code in codes)
+            names.update(one for one in constants if isinstance(one, str) and one.isidentifier())
         self._names |= names
         self._visit(path, vars(function).get("__wrapped__"))  # by decorators such as no_grad()
         if is_of_library:
@@ -327,10 +323,6 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
             yield from _codes_in(one)
-
-
-def _is_name(one: object) -> bool:
-    return isinstance(one, str) and one.isidentifier()
 
 
 def _content_of(cell: Any) -> Any:

@@ -10,6 +10,7 @@ import os
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from operator import attrgetter, itemgetter, methodcaller
 from typing import Any
@@ -24,9 +25,7 @@ _MISSING = object()
 class Reads:
     """The values of all that the code under some roots may read, as they were at one moment."""
 
-    def __init__(
-        self, roots: Mapping[str, object], optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
+    def __init__(self, roots: Mapping[str, object], optimizer: torch.optim.Optimizer) -> None:
         walk = Walk(roots, optimizer)
         self._columns: list[_Column] = [
             *(_Attributes(keys, found) for keys, found in walk.attributes.items()),
@@ -57,7 +56,7 @@ class Reads:
             return (
                 all(column.is_same() for column in self._columns)
                 and not any(self._empty)
-                and all(_item(held, key) is one for _, held, key, one in self.loose)
+                and all(item_at(held, key) is one for _, held, key, one in self.loose)
             )
         except Exception:
             return False  # what cannot be read or compared any more is not the same
@@ -79,14 +78,12 @@ class Reads:
         for state in self._random:
             state.restore()
         for cls, before in self._classes:
-            _restore_class(cls, before)
+            _undo(vars(cls), before, partial(setattr, cls), partial(delattr, cls))
         for cache, num_misses in self._caches:
             if cache.cache_info().misses != num_misses:
                 cache.cache_clear()  # it may hold fake tensors
         for held, before in self._wholes:
-            for key in [key for key in held if key not in before]:
-                del held[key]
-            held.update((key, one) for key, one in before.items() if held.get(key) is not one)
+            _undo(held, before, held.__setitem__, held.__delitem__)
         for one in self._empty:
             one.clear()
         for column in self._columns:
@@ -128,24 +125,27 @@ class _Column:
         return f"{path} was {shown(before)} and is {shown(now)}"
 
     def restore(self) -> None:
-        """Undo what a trace did to the values, where they are not undone as parts of others."""
+        """Undo what a trace did to the values."""
+        for one, before in zip(self.objects, self.values, strict=True):
+            self.write(one, before)
+
+    def write(self, one: Any, before: Any) -> None:
+        """Put a value back, where that is not done as a part of another."""
 
 
 class _Cells(_Column):
     """Variables of closures."""
 
-    def restore(self) -> None:
-        for cell, before in zip(self.objects, self.values, strict=True):
-            cell.cell_contents = before
+    def write(self, one: Any, before: Any) -> None:
+        one.cell_contents = before
 
 
 class _Variables(_Column):
     """Context variables."""
 
-    def restore(self) -> None:
-        for variable, before in zip(self.objects, self.values, strict=True):
-            if variable.get(_MISSING) is not before and before is not _MISSING:
-                variable.set(before)
+    def write(self, one: Any, before: Any) -> None:
+        if one.get(_MISSING) is not before and before is not _MISSING:
+            one.set(before)
 
 
 class _Attributes(_Column):
@@ -160,18 +160,20 @@ class _Attributes(_Column):
     def parts_of(self, values: list[Any]) -> Iterable[Any]:
         return values if len(self._keys) == 1 else chain.from_iterable(values)
 
+    def items(self, *values: Any) -> Iterable[tuple[Any, ...]]:
+        """Each name, with what some values of one object have for it."""
+        several = ([one] for one in values) if len(self._keys) == 1 else values
+        return zip(self._keys, *several, strict=True)
+
     def words(self, path: str, before: Any, now: Any) -> str:
-        pairs = [(before, now)] if len(self._keys) == 1 else zip(before, now, strict=True)
-        for key, (old, new) in zip(self._keys, pairs, strict=True):
+        for key, old, new in self.items(before, now):
             if not _are_same(old, new):
                 return f"{joined(path, key)} was {shown(old)} and is {shown(new)}"
         return f"{path} changed"
 
-    def restore(self) -> None:
-        for held, values in zip(self.objects, self.values, strict=True):
-            if isinstance(held, dict):
-                one_by_one = (values,) if len(self._keys) == 1 else values
-                held.update(zip(self._keys, one_by_one, strict=True))
+    def write(self, one: Any, before: Any) -> None:
+        if isinstance(one, dict):
+            one.update(self.items(before))
 
 
 class _Slots(_Attributes):
@@ -179,12 +181,10 @@ class _Slots(_Attributes):
 
     getter = attrgetter
 
-    def restore(self) -> None:
-        for one, values in zip(self.objects, self.values, strict=True):
-            one_by_one = (values,) if len(self._keys) == 1 else values
-            for key, before in zip(self._keys, one_by_one, strict=True):
-                if getattr(one, key, _MISSING) is not before:
-                    object.__setattr__(one, key, before)  # frozen ones too
+    def write(self, one: Any, before: Any) -> None:
+        for key, value in self.items(before):
+            if getattr(one, key, _MISSING) is not value:
+                object.__setattr__(one, key, value)  # frozen ones too
 
 
 class _Containers(_Column):
@@ -204,11 +204,10 @@ class _Containers(_Column):
         items = chain(map(dict.values, self._dicts), self._lists)
         return list(map(tuple, self._dicts)), list(map(type, chain.from_iterable(items)))
 
-    def restore(self) -> None:
-        for one, before in zip(self.objects, self.values, strict=True):
-            if not _are_same(_copy_of(one), before):
-                one.clear()
-                one.extend(before) if isinstance(one, (list, deque)) else one.update(before)
+    def write(self, one: Any, before: Any) -> None:
+        if not _are_same(_copy_of(one), before):
+            one.clear()
+            one.extend(before) if isinstance(one, (list, deque)) else one.update(before)
 
 
 class _RandomState:
@@ -238,17 +237,19 @@ def _state_of(generator: Any) -> tuple[Callable[[], Any], Callable[[Any], None]]
     return (lambda: bits.state), (lambda state: setattr(bits, "state", state))
 
 
-def _restore_class(cls: type, before: Mapping[str, Any]) -> None:
-    for key, now in dict(vars(cls)).items():
-        if key not in before:
-            delattr(cls, key)
-        elif now is not before[key]:
-            setattr(cls, key, before[key])
-    for key in before.keys() - vars(cls).keys():
-        setattr(cls, key, before[key])
+def _undo(
+    held: Any, before: dict[str, Any], put: Callable[..., None], remove: Callable[..., None]
+) -> None:
+    """Give a namespace the entries that it had before."""
+    for key in held.keys() - before.keys():
+        remove(key)
+    for key, one in before.items():
+        if held.get(key, _MISSING) is not one:
+            put(key, one)
 
 
-def _item(place: Any, key: Any) -> Any:
+def item_at(place: Any, key: Any) -> Any:
+    """What a closure's cell, or a container under a key, holds."""
     return place.cell_contents if isinstance(place, types.CellType) else place[key]
 
 

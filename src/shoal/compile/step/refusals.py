@@ -5,8 +5,6 @@ Whatever is looked at here is the same on all ranks, so that all of them refuse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -41,36 +39,6 @@ def check_can_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> Non
             "shoal: compile_step cannot look into a model of TorchScript; give it the model as it "
             "was before torch.jit.script or torch.jit.trace"
         )
-    _check_optimizer(optimizer)
-    kind = type(optimizer).__name__
-    if units_of(model) and kind not in ELEMENTWISE:
-        raise NotImplementedError(
-            f"shoal: compile_step cannot update sharded parameters with {kind}, which looks at "
-            f"whole tensors; there are {', '.join(sorted(ELEMENTWISE))}"
-        )
-    if any(replica.averages and not replica.in_graph.can_average for replica in replicas_of(model)):
-        raise NotImplementedError(
-            "shoal: compile_step does not call the communication hook of this replicated model; it "
-            f"knows fp16_compress_hook and bf16_compress_hook. {_WRITTEN_OUT}"
-        )
-    for name, hook in _parameter_hooks(model):
-        raise NotImplementedError(
-            f"shoal: compile_step does not call hooks on parameters; {name!r} has "
-            f"{getattr(hook, '__qualname__', hook)!r}. Remove it (handle.remove()); max_norm= "
-            f"clips gradients. {_WRITTEN_OUT}"
-        )
-
-
-def changes_python(change: str) -> NotImplementedError:
-    """What to raise where a step leaves other attributes, lists or closures behind."""
-    return NotImplementedError(
-        f"shoal: compile_step cannot capture a step that changes Python's state: {change} "
-        "after it ran. A captured step would not repeat that. Keep it in a buffer that is "
-        "written in place, or do it outside of the step."
-    )
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     kind = type(optimizer).__name__
     if kind in _ON_HOST and type(optimizer).__module__.startswith("torch."):
         raise NotImplementedError(
@@ -87,13 +55,30 @@ def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
         raise NotImplementedError(
             f"shoal: a captured step would not call {obstacle}. Call it around the step instead."
         )
-
-
-def _parameter_hooks(model: nn.Module) -> Iterator[tuple[str, object]]:
-    """The hooks on parameters that a user put there, with the names of the parameters."""
+    if units_of(model) and kind not in ELEMENTWISE:
+        raise NotImplementedError(
+            f"shoal: compile_step cannot update sharded parameters with {kind}, which looks at "
+            f"whole tensors; there are {', '.join(sorted(ELEMENTWISE))}"
+        )
+    if any(replica.averages and not replica.in_graph.can_average for replica in replicas_of(model)):
+        raise NotImplementedError(
+            "shoal: compile_step does not call the communication hook of this replicated model; it "
+            f"knows fp16_compress_hook and bf16_compress_hook. {_WRITTEN_OUT}"
+        )
     for name, parameter in model.named_parameters():
-        for hook in (
-            *(autograd.tensor_hooks(parameter) or {}).values(),
-            *hooks_of(parameter).values(),
-        ):
-            yield name, hook
+        hooks = (autograd.tensor_hooks(parameter) or {}).values()
+        for hook in (*hooks, *hooks_of(parameter).values()):
+            raise NotImplementedError(
+                f"shoal: compile_step does not call hooks on parameters; {name!r} has "
+                f"{getattr(hook, '__qualname__', hook)!r}. Remove it (handle.remove()); max_norm= "
+                f"clips gradients. {_WRITTEN_OUT}"
+            )
+
+
+def changes_python(change: str) -> NotImplementedError:
+    """What to raise where a step leaves other attributes, lists or closures behind."""
+    return NotImplementedError(
+        f"shoal: compile_step cannot capture a step that changes Python's state: {change} "
+        "after it ran. A captured step would not repeat that. Keep it in a buffer that is "
+        "written in place, or do it outside of the step."
+    )

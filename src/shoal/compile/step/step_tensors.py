@@ -21,13 +21,13 @@ from torch.distributed.tensor import DTensor
 
 from shoal._torch import distributed_tensor, storage, traces
 from shoal.compile.lowering.graph_unit import GraphUnit, graph_unit_of
-from shoal.compile.step.batch import Batch
+from shoal.compile.step.reads import item_at
 from shoal.compile.step.refusals import changes_python
+from shoal.compile.step.step_data import StepData
 from shoal.ddp.replicated import replicas_of
 from shoal.errors import UsageError
 from shoal.runtime.module_call import kept_full
 from shoal.runtime.module_state import units_of
-from shoal.runtime.unit import Unit
 from shoal.tensor.sharded import ShardedTensor
 
 Loose = Sequence[tuple[str, Any, Any, Tensor]]
@@ -38,7 +38,7 @@ class StepTensors:
     """What a step reads and writes, as a list of tensors that are the inputs of its graph."""
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, loose: Loose, data: Batch
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, loose: Loose, data: StepData
     ) -> None:
         self._model = model
         self.optimizer = optimizer
@@ -47,10 +47,14 @@ class StepTensors:
         self._originals: list[Tensor] = []
         self._numbers: dict[int, int] = {}
         self.units, self.replicas = units_of(model), replicas_of(model)
-        self._leaves = [self._add(lowered(unit).leaf) for unit in self.units]
-        self._homes: dict[nn.Parameter, tuple[int, int]] = {
-            sharded: (number, index)
-            for number, unit in enumerate(self.units)
+        self.graph_units = list(map(graph_unit_of, self.units))
+        """How the captured step gathers and reduces each unit."""
+        self._leaves = [self._add(one.leaf) for one in self.graph_units]
+        self._homes: dict[nn.Parameter, tuple[GraphUnit, int, int]] = {
+            sharded: (graph_unit, leaf, index)
+            for unit, graph_unit, leaf in zip(
+                self.units, self.graph_units, self._leaves, strict=True
+            )
             for index, sharded in enumerate(unit.shards.sharded)
         }
         self._named = {
@@ -132,7 +136,7 @@ class StepTensors:
             and not any(unit.shards.have_moved for unit in self.units)
         )
 
-    def lie_apart_from(self, data: Batch) -> bool:
+    def lie_apart_from(self, data: StepData) -> bool:
         """Whether no tensor of the data shares memory with one of these."""
         return self._storages.isdisjoint(data.storages)
 
@@ -156,24 +160,19 @@ class StepTensors:
         own = {number: given[number].detach().requires_grad_() for number in self.trained}
         stand_ins = {number: own.get(number, given[number]) for number in self._numbers.values()}
         named = {name: stand_ins[number] for name, number in self._named.items()}
-        graph_units = [lowered(unit) for unit in self.units]
-        before = [one.leaf for one in graph_units]
         with ExitStack() as stack:
             for _, place, key, one, number in self._loose:
                 _put(place, key, stand_ins[number])
                 stack.callback(_put, place, key, one)
             stack.enter_context(traces.parameters_replaced(self._model, named))
             stack.enter_context(kept_full())
-            for one, leaf in zip(graph_units, leaves, strict=True):
-                one.leaf = leaf
-                one.reached.clear()
-            try:
-                yield [*leaves, *own.values()]
-                self._check_loose(stand_ins)
-                self._write_back(given, named)
-            finally:
-                for one, leaf in zip(graph_units, before, strict=True):
-                    one.leaf = leaf
+            for graph_unit, leaf in zip(self.graph_units, leaves, strict=True):
+                stack.callback(setattr, graph_unit, "leaf", graph_unit.leaf)
+                graph_unit.leaf = leaf
+                graph_unit.reached.clear()
+            yield [*leaves, *own.values()]
+            self._check_loose(stand_ins)
+            self._write_back(given, named)
 
     def _check_loose(self, stand_ins: Mapping[int, Tensor]) -> None:
         """Refuse a step that puts another tensor in the place of one that is no buffer."""
@@ -194,42 +193,35 @@ class StepTensors:
         self, given: Sequence[Tensor], grads: Sequence[Tensor | None]
     ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
         """The optimizer's groups and state, made of what stands for its tensors, with gradients."""
-        by_number = dict(zip(self.trained, grads[len(self.units) :], strict=True))
+        grad_of = dict(zip((*self._leaves, *self.trained), grads, strict=True))
         groups: list[dict[str, Any]] = []
         state: dict[Tensor, dict[str, Any]] = {}
         for group, rate in zip(self.optimizer.param_groups, self._rate_numbers, strict=True):
             members: list[Tensor] = []
             for parameter in group["params"]:
-                stand_in, grad = self._stand_in(parameter, given, grads, by_number)
-                held = self.optimizer.state.get(parameter, {})
+                stand_in, grad = self._stand_in(parameter, given, grad_of)
                 # A rank that has nothing of a parameter counts its steps, as the others do.
                 if grad is None:
                     continue
                 stand_in.grad = grad
                 members.append(stand_in)
-                if held:
-                    numbers = self._state[parameter]
+                if held := self.optimizer.state.get(parameter):
                     state[stand_in] = {
                         key: held[key] if number is None else given[number]
-                        for key, number in numbers.items()
+                        for key, number in self._state[parameter].items()
                     }
             groups.append({**group, "params": members, "lr": given[rate]})
         return groups, state
 
     def _stand_in(
-        self,
-        parameter: nn.Parameter,
-        given: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
-        by_number: dict[int, Tensor | None],
+        self, parameter: nn.Parameter, given: Sequence[Tensor], grad_of: dict[int, Tensor | None]
     ) -> tuple[Tensor, Tensor | None]:
-        home = self._homes.get(parameter)
-        if home is None:
+        """What stands for a parameter, and its gradient."""
+        if parameter not in self._homes:
             number = self._numbers[id(parameter)]
-            return given[number], by_number.get(number)
-        unit, index = home
-        graph_unit, grad = lowered(self.units[unit]), grads[unit]
-        view = graph_unit.piece_of(given[self._leaves[unit]], index)
+            return given[number], grad_of.get(number)
+        graph_unit, leaf, index = self._homes[parameter]
+        view, grad = graph_unit.piece_of(given[leaf], index), grad_of[leaf]
         if grad is None or index not in graph_unit.reached:
             return view, None
         return view, graph_unit.piece_of(grad, index)
@@ -254,14 +246,7 @@ class Places:
         return len(ours) == len(theirs) and all(map(storage.is_set_to, ours, theirs))
 
 
-def lowered(unit: Unit) -> GraphUnit:
-    """How the captured step gathers and reduces a unit."""
-    found = graph_unit_of(unit)
-    assert found is not None
-    return found
-
-
-def _can_be_input(tensor: Tensor, data: Batch) -> bool:
+def _can_be_input(tensor: Tensor, data: StepData) -> bool:
     """Whether a tensor that is no parameter may be an input of a graph.
 
     Not if a gradient would have to go on from it, nor if it is data: the next step has others.
@@ -280,7 +265,7 @@ def _put(place: Any, key: Any, one: Tensor) -> None:
 def _held_at(place: Any, key: Any) -> Any:
     """What a place holds; None if it lost that."""
     try:
-        return place.cell_contents if isinstance(place, CellType) else place[key]
+        return item_at(place, key)
     except (KeyError, IndexError, ValueError):
         return None
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shoal._torch import optimizers, storage
-from shoal.compile.step.step_tensors import StepTensors, lowered
+from shoal.compile.step.step_tensors import StepTensors
 
 _EPSILON = 1e-6
 """As `clip_grad_norm_` of torch has it."""
@@ -26,8 +26,8 @@ def clip(
     """Gradients scaled so that their norm, over all ranks, is at most `max_norm`."""
     num_units = len(parts.units)
     squares = [
-        lowered(unit).total_of_squares(grad)
-        for unit, grad in zip(parts.units, grads[:num_units], strict=True)
+        graph_unit.total_of_squares(grad)
+        for graph_unit, grad in zip(parts.graph_units, grads[:num_units], strict=True)
         if grad is not None
     ]
     squares += [

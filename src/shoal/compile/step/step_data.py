@@ -11,13 +11,14 @@ from torch import Tensor
 from shoal._torch import storage, trees
 from shoal.errors import UsageError
 
-_CONSTANTS = (
+CONSTANTS = (
     *(type(None), bool, int, float, complex, str, bytes, Enum),
     *(torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, slice, range),
 )
+"""Types of values that cannot change, and hold no tensors."""
 
 
-class Batch:
+class StepData:
     """The inputs and targets of one step, as a list."""
 
     __slots__ = ("described", "storages", "structure", "values")
@@ -62,7 +63,7 @@ class Batch:
 
 def _checked(one: object) -> object:
     """A value that can be a constant of a graph; refused if it might change or hold tensors."""
-    if isinstance(one, _CONSTANTS):
+    if isinstance(one, CONSTANTS):
         return one
     kind = type(one)
     raise NotImplementedError(
