@@ -65,7 +65,7 @@ def entry_from_json(
         tangents = [_tensor_from_json(one) for one in json["tangents"]]
     inputs: list[Any] = []
     if with_values or any(map(communicates, (forward, backward))):
-        inputs = _inputs(arrangement, args, mode)
+        inputs = arrangement.fake_inputs(args, mode, dynamic=False)
         propagate(forward, inputs, mode)
         _check_returned(forward, json["returned"])
         if backward is not None:
@@ -89,13 +89,6 @@ def communicates(module: fx.GraphModule | None) -> bool:
     """Whether a graph has a collective in it."""
     nodes = module.graph.nodes if module is not None else ()
     return any(kind(node) is NodeKind.COLLECTIVE for node in nodes if node.op == "call_function")
-
-
-def _inputs(arrangement: Arrangement, args: Sequence[Any], mode: fakes.FakeTensorMode) -> list[Any]:
-    return [
-        fakes.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
-        for one in arrangement.inputs(args)
-    ]
 
 
 def _no_wrappings(signature: Signature, num_tangents: int) -> Wrappings:
