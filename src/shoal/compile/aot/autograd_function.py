@@ -128,12 +128,11 @@ def _forward(graphs: Graphs) -> Callable[..., Any]:
     put_together(code, returned, wrapped)
     _write_sizes(code, returned, graphs)
     for at, dims in lowered.free_dims.items():
-        mark = code.name("mark_free_dims", dynamo.mark_free_dims)
-        code.line(f"{mark}({results.one(visible + at)}, {dims!r})")
+        code.line(code.call(dynamo.mark_free_dims, results.one(visible + at), repr(dims)))
     if lowered.num_saved:
         code.line(f"ctx.save_for_backward({results.arguments(visible, kept)})")
     if graphs.donates:
-        code.line(f"ctx.is_shared = {code.name('is_hooked', autograd.has_hooks_on_saved)}()")
+        code.line(f"ctx.is_shared = {code.call(autograd.has_hooks_on_saved)}")
     if graphs.num_symbols:
         code.line(f"ctx.symbols = {results.unpacked(kept, kept + graphs.num_symbols)}")
     views = [signature.outputs[k].is_view for k in signature.fresh]
@@ -141,8 +140,8 @@ def _forward(graphs: Graphs) -> Callable[..., Any]:
     first = len(signature.returned_mutations)
     for at, is_view in enumerate(views, start=first):
         if is_view and wrapped[at] is None:
-            # An output may be written to: a view made in here would refuse that. What `detach`
-            # gives is no view for autograd, and a write to it still counts for what was saved.
+            # Callers may write to an output, which autograd refuses for a view made in here. To
+            # autograd, `detach` gives no view, and a write to it raises the version of saved ones.
             code.line(f"{returned[at]} = {returned[at]}.detach()")
     are_tensors = [True] * len(signature.differentiable)
     for at, k in enumerate(signature.fresh, start=first):
@@ -150,8 +149,7 @@ def _forward(graphs: Graphs) -> Callable[..., Any]:
     kinds = zip(returned, are_tensors, signature.differentiable, strict=False)
     fixed = [name for name, is_tensor, has_tangent in kinds if is_tensor and not has_tangent]
     if fixed:
-        leave = code.name("leave_undifferentiated", autograd.leave_undifferentiated)
-        code.line(f"{leave}(ctx, {', '.join(fixed)})")
+        code.line(code.call(autograd.leave_undifferentiated, "ctx", *fixed))
     code.line(f"return ({listed(returned)})")
     return code.compiled()
 
@@ -161,10 +159,10 @@ def _backward(graphs: Graphs) -> Callable[..., Any]:
     lowered, signature = graphs.lowered, graphs.lowered.signature
     names = [f"t{at}" for at in range(signature.num_returned)]
     code = CodeWriter("backward", "backward", ["ctx", *names])
-    # The graph has its casts in it. It must get no others where backward is called with autocast.
-    with code.block(f"if {code.name('is_autocast', settings.is_autocast)}():"):
-        no_autocast = code.name("no_autocast", traces.no_autocast)
-        code.line(f"with {no_autocast}(): return backward(ctx, {', '.join(names)})")
+    # The graph contains its casts: a backward that is called with autocast must add none.
+    with code.block(f"if {code.call(settings.is_autocast)}:"):
+        no_autocast = code.call(traces.no_autocast)
+        code.line(f"with {no_autocast}: return backward(ctx, {', '.join(names)})")
     wanted = [name for name, has in zip(names, signature.differentiable, strict=False) if has]
     given = _write_tangents(code, wanted, graphs)
     taken = [one for one in lowered.tangents if one is not None]
@@ -172,11 +170,10 @@ def _backward(graphs: Graphs) -> Callable[..., Any]:
         if any(isinstance(one, torch.SymInt) for one in strides):
             code.line(f"{name} = {name}.contiguous()")
             continue
-        coerce = code.name("as_laid_out", as_laid_out)
-        code.line(f"if {name}.stride() != {strides!r}: {name} = {coerce}({name}, {strides!r})")
-    is_on = code.name("is_grad_enabled", torch.is_grad_enabled)
+        laid_out = code.call(as_laid_out, name, repr(strides))
+        code.line(f"if {name}.stride() != {strides!r}: {name} = {laid_out}")
     if lowered.writes_late:
-        code.line(f"if {is_on}(): {code.name('refuse_writes', _refuse_writes)}()")
+        code.line(f"if {code.call(torch.is_grad_enabled)}: {code.call(_refuse_writes)}")
     _write_backward_graph(code, graphs, given)
     if lowered.copied or graphs.watched:
         code.line("grads = list(grads)")
@@ -184,16 +181,14 @@ def _backward(graphs: Graphs) -> Callable[..., Any]:
         code.line(f"grads[{at}] = grads[{at}].clone()")
     _write_gradients(code, graphs.wrappings.gradients)
     _write_omissions(code, graphs)
-    refuse = code.name("refuse", _refuse_twice)
-    code.line(f"if through is not None: grads = {refuse}(grads, through)")
+    code.line(f"if through is not None: grads = {code.call(_refuse_twice, 'grads', 'through')}")
     code.line("return tuple(grads)")
     return code.compiled()
 
 
 def _write_backward_graph(code: CodeWriter, graphs: Graphs, tangents: list[str]) -> None:
     """Run the graph: it returns `grads`, which depend on `through` if they are recorded."""
-    through = code.name("through", _through)
-    is_on = code.name("is_grad_enabled", torch.is_grad_enabled)
+    if_recorded = f"if {code.call(torch.is_grad_enabled)} else None"
     # The graph frees each after its last use, if nothing else holds it.
     clear = "ctx.maybe_clear_saved_tensors()"
     run = None if graphs.donates else graphs.backward(False)
@@ -209,22 +204,22 @@ def _write_backward_graph(code: CodeWriter, graphs: Graphs, tangents: list[str])
                 code.line(f"{listed(names)}= {source}")
             inputs += names
         inputs += tangents
-        code.line(f"through = {through}(ctx, [{', '.join(inputs)}]) if {is_on}() else None")
+        through = code.call(_through, "ctx", f"[{', '.join(inputs)}]")
+        code.line(f"through = {through} {if_recorded}")
         code.line(clear)
         code.line(f"grads = ({listed(run.write(code, inputs))})")
         return
     inputs = [f"*{source}" for _, source, number in held if number]
     code.line(f"inputs = [{', '.join([*inputs, *tangents])}]")
-    code.line(f"through = {through}(ctx, inputs) if {is_on}() else None")
+    code.line(f"through = {code.call(_through, 'ctx', 'inputs')} {if_recorded}")
     code.line(clear)
     if run is not None:
         code.line(f"grads = {code.name('graph', run)}(inputs)")
         return
     # One graph writes over saved tensors, for their last use. The other one does not: it is for
     # `retain_graph`, and for hooks that may hold saved tensors. Each is compiled when it is needed.
-    compiled = code.name("compiled", cache(graphs.backward))
-    keeps = code.name("keeps_graph", autograd.keeps_graph)
-    code.line(f"grads = {compiled}(not (ctx.is_shared or {keeps}()))(inputs)")
+    is_last = f"not (ctx.is_shared or {code.call(autograd.keeps_graph)})"
+    code.line(f"grads = {code.call(cache(graphs.backward), is_last)}(inputs)")
 
 
 def _write_sizes(code: CodeWriter, names: list[str], graphs: Graphs) -> None:
@@ -265,7 +260,7 @@ def _write_tangents(code: CodeWriter, names: list[str], graphs: Graphs) -> list[
         if graphs.wrappings.any:
             with code.block("else:"):
                 expected = "None" if wrapping is None else code.name("wrapping", wrapping)
-                code.line(f"{name} = {code.name('as_traced', as_traced)}({name}, {expected})")
+                code.line(f"{name} = {code.call(as_traced, name, expected)}")
                 if wrapping is not None:
                     apart = taken_apart(name, wrapping, symbols=False)
                     code.line(f"{listed(parts)}= {listed(apart)}")
@@ -277,7 +272,7 @@ def _zeros_for(code: CodeWriter, number: int, like: Sequence[Tensor | None], gra
     sizes = f"ctx.sizes[{number}]"
     if not graphs.has_symbols:
         sizes = code.literal(tuple(() if one is None else tuple(one.shape) for one in like))
-    return f"{code.name('zeros', zeros)}({sizes}, {code.name('kinds', kinds)})"
+    return code.call(zeros, sizes, code.name("kinds", kinds))
 
 
 def _write_omissions(code: CodeWriter, graphs: Graphs) -> None:

@@ -84,8 +84,8 @@ class Frame:
         if with_grad == self.signature.grad_mode:
             yield
             return
-        name = ("enable_grad", torch.enable_grad) if with_grad else ("no_grad", torch.no_grad)
-        with self.code.block(f"with {self.code.name(*name)}():"):
+        context = self.code.call(torch.enable_grad if with_grad else torch.no_grad)
+        with self.code.block(f"with {context}:"):
             yield
 
     def line(self, text: str, *, with_grad: bool) -> None:
@@ -129,31 +129,29 @@ def merge_arguments(frame: Frame) -> None:
     arrangement = frame.arrangement
     for at, is_memory in enumerate(arrangement.is_memory):
         if is_memory:
-            members = ", ".join(frame.arguments[i] for i in arrangement.members(at))
             first = frame.arguments[arrangement.sources[at]]
-            is_seen = frame.signature.inputs[at].mutation.by_autograd
-            make = frame.code.name("memory_of", memory_of)
-            given = f"{first}, [{members}], is_seen={is_seen}"
-            frame.code.line(f"{frame.input(at)} = {make}({given})")
+            members = ", ".join(frame.arguments[i] for i in arrangement.members(at))
+            is_seen = f"is_seen={frame.signature.inputs[at].mutation.by_autograd}"
+            memory = frame.code.call(memory_of, first, f"[{members}]", is_seen)
+            frame.code.line(f"{frame.input(at)} = {memory}")
 
 
 def note_versions(frame: Frame) -> None:
     """Note the versions of inputs that the graph may raise by a wrong number."""
     for variable, inputs, _ in _versioned(frame):
-        versions = frame.code.name("versions", autograd.versions_of)
-        frame.code.line(f"{variable} = {versions}({frame.inputs(inputs)})")
+        versions = frame.code.call(autograd.versions_of, frame.inputs(inputs))
+        frame.code.line(f"{variable} = {versions}")
 
 
 def set_versions(frame: Frame) -> None:
     """Correct the versions that were noted."""
     for variable, inputs, put in _versioned(frame):
         more = tuple(frame.signature.inputs[at].mutation.num_versions for at in inputs)
-        name = frame.code.name(put.__name__, put)
-        frame.code.line(f"{name}({frame.inputs(inputs)}, {variable}, {more!r})")
+        frame.code.line(frame.code.call(put, frame.inputs(inputs), variable, repr(more)))
 
 
 def _versioned(frame: Frame) -> Iterator[tuple[str, list[int], Callable[..., None]]]:
-    """Inputs whose versions are noted: the variable for these, the inputs, what corrects them."""
+    """The inputs whose versions are noted: a variable, inputs, the function that corrects them."""
     inputs, written = frame.signature.inputs, frame.signature.graph_mutations
     missing = ((at, inputs[at].num_missing_versions) for at in written)
     # The graph may have raised them too often.
@@ -190,8 +188,8 @@ def write_mutations(frame: Frame) -> None:
     for at in signature.graph_mutations:
         missing += [at] * (signature.inputs[at].num_missing_versions or 0)
     if missing:
-        count = frame.code.name("increment", torch.autograd.graph.increment_version)
-        frame.code.line(f"{count}({frame.inputs(missing)})")
+        increment = torch.autograd.graph.increment_version
+        frame.code.line(frame.code.call(increment, frame.inputs(missing)))
 
 
 def write_results(frame: Frame) -> None:
@@ -249,15 +247,15 @@ def mark_free_dims(frame: Frame) -> None:
     """Tell Dynamo which sizes of results were symbols, so that it takes them for such at once."""
     for k, out in enumerate(frame.signature.outputs):
         if out.free_dims:
-            mark = frame.code.name("mark_free_dims", dynamo.mark_free_dims)
-            frame.code.line(f"{mark}(results[{k}], {out.free_dims!r})")
+            mark = frame.code.call(dynamo.mark_free_dims, f"results[{k}]", repr(out.free_dims))
+            frame.code.line(mark)
 
 
 def set_grad_mode(frame: Frame) -> None:
     """Leave the grad mode that the function leaves behind."""
     after = frame.signature.grad_mode_after
     if after is not None:
-        frame.code.line(f"{frame.code.name('set_grad', torch.set_grad_enabled)}({after})")
+        frame.code.line(frame.code.call(torch.set_grad_enabled, str(after)))
 
 
 BEFORE = (check_arguments, make_leaves, merge_arguments, note_versions)
@@ -291,8 +289,7 @@ def emit(
     with_grad = signature.trains or (signature.grad_mode and not takes_grad)
     with ExitStack() as blocks:
         if autocast:
-            no_autocast = code.name("no_autocast", traces.no_autocast)
-            blocks.enter_context(code.block(f"with {no_autocast}():"))
+            blocks.enter_context(code.block(f"with {code.call(traces.no_autocast)}:"))
         blocks.enter_context(frame.grad_mode(with_grad))
         if graph is None:
             results = f"{code.name('run', run)}({', '.join(inputs)})"

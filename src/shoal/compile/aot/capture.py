@@ -39,7 +39,7 @@ _BY_PLACE = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatte
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A joint graph: primals and tangents in, what forward returns and gradients out."""
+    """A joint graph: primals and tangents in, results of forward and gradients out."""
 
     module: GraphModule
     num_forward_outputs: int
@@ -51,7 +51,7 @@ class Captured:
 
     @property
     def joint_inputs(self) -> tuple[list[Any], list[Any]]:
-        """What the graph takes: primals, tangents."""
+        """The inputs of the graph: primals, tangents."""
         return list(self.inputs), [one for one in self.tangents if one is not None]
 
 
@@ -60,9 +60,9 @@ class LeftFakeError(AssertionError):
 
 
 class BackwardMutationError(NotImplementedError, AssertionError):
-    """Backward changes something in place in a way that cannot be carried out.
+    """Backward changes a tensor in place in a way that is not supported.
 
-    An `AssertionError` too, because that is what torch's own runtime raises.
+    Also an `AssertionError`, because torch's own runtime raises that.
     """
 
 
@@ -76,7 +76,7 @@ class _Trace:
     draws: Draws
     gradients: Wrapped = ()
     backward_writes: list[int] = field(default_factory=list)
-    """What backward writes to, among the graph's inputs and then the tangents it takes."""
+    """The inputs of the graph that backward writes to; its own tangents are counted after them."""
 
     def joint(self, primals: list[Any], tangents: list[Any]) -> list[Any]:
         """Run the function, differentiate it, and return all results of the joint graph."""

@@ -57,6 +57,10 @@ class CodeWriter:
         self._known[id(value)] = name
         return name
 
+    def call(self, function: Any, *arguments: str) -> str:
+        """A call of a function with these expressions."""
+        return f"{self.name(function.__name__, function)}({', '.join(arguments)})"
+
     def literal(self, value: Any) -> str:
         """A value as an expression: written out where that is exact, by name otherwise."""
         is_finite = type(value) is float and math.isfinite(value)

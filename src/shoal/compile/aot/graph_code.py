@@ -1,7 +1,7 @@
 """A graph as Python code that calls operators directly.
 
-As a function, it takes its inputs in a list and empties it, so that nothing outlives its last use.
-As lines of another function, it costs no call of its own: what small graphs are worth.
+As a function, it takes its inputs in a list and empties it, so that each tensor can be freed after
+its last use. As lines of another function, it costs no call.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ class GraphResults:
 
 
 def write_run(code: CodeWriter, run: Boxed, inputs: Sequence[str]) -> GraphResults:
-    """Write the lines that run a graph with inputs that somebody holds meanwhile: expressions."""
+    """Write the lines that run a graph with these expressions as inputs, which stay alive."""
     if isinstance(run, DirectGraph):
         names = [one if one.isidentifier() else f"x{at}" for at, one in enumerate(inputs)]
         for name, text in zip(names, inputs, strict=True):
@@ -160,7 +160,7 @@ _FUNCTIONS = """
 _METHODS = "add_.Tensor copy_.default div_.Tensor expand.default mul_.Tensor view.default"
 
 UNCOUNTED = frozenset({operators.operator_named("aten._native_batch_norm_legit.default")})
-"""What writes past the version counters of its arguments."""
+"""Operators that write to arguments without raising their versions."""
 
 
 def _bindings() -> dict[Any, Callable[..., Any]]:
@@ -182,12 +182,12 @@ function chooses them for their arguments.
 
 
 def bound(op: operators.OpOverload) -> Callable[..., Any]:
-    """What to call for an operator."""
+    """The fastest function that calls an operator."""
     return BINDINGS.get(op) or operators.straight(op)
 
 
 def writes_uncounted(graph: Graph) -> set[int]:
-    """The inputs of a graph that are written to past their version counters, and not otherwise."""
+    """The inputs of a graph that are written to by operators of `UNCOUNTED` alone."""
     found: set[int] = set()
     for at, node in enumerate(graph.find_nodes(op="placeholder")):
         writers = {user.target for user in node.users if node in mutated_inputs(user)}

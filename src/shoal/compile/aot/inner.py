@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
 from shoal._torch import compilers as torch_compilers
 from shoal.compile.aot.graph_code import Boxed, DirectGraph
-from shoal.compile.graph_compilers import Compiler
 from shoal.compile.passes.collectives import collective
+
+if TYPE_CHECKING:
+    from shoal.compile.graph_compilers import Compiler
 
 
 class Role(StrEnum):
@@ -54,7 +56,7 @@ def directly(task: Task) -> Boxed:
 
 
 class Inductor:
-    """Give graphs to Inductor; those of one function belong together."""
+    """Gives the graphs of one function to Inductor."""
 
     def __init__(self, *, cudagraphs: bool) -> None:
         self._cudagraphs = torch_compilers.CudaGraphs() if cudagraphs else None
@@ -70,7 +72,7 @@ class Inductor:
             handed=task.handed,
             donated=task.donated,
             num_visible=task.num_visible,
-            # Collectives were put where they overlap with what computes.
+            # Passes have put collectives where they overlap with computation.
             keeps_order=any(map(collective, task.module.graph.nodes)),
             cudagraphs=self._cudagraphs,
         )
