@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from shoal._torch import compilers, dynamo, functionals, settings, storage, traces, trees
 from shoal.compile.aot.capture import Decompositions
 from shoal.compile.aot.compiler import AotCompiler, Partition
-from shoal.compile.aot.inner import Given, Role
+from shoal.compile.aot.inner import Given
 from shoal.compile.aot.subclasses import flat as inner_tensors
 from shoal.compile.aot.subclasses import kind_of
 from shoal.compile.graph_compilers import (
@@ -26,31 +26,6 @@ from shoal.compile.partition.partitioners import (
     default_partition,
     min_cut_rematerialization_partition,
 )
-
-
-def _compiler(
-    fw_compiler: Compiler,
-    bw_compiler: Compiler | None,
-    inference_compiler: Compiler | None,
-    partition_fn: Partition,
-    decompositions: Decompositions | None,
-    *,
-    dynamic: bool,
-    checks: bool = False,
-) -> AotCompiler:
-    return AotCompiler(
-        inner=Given(
-            {
-                Role.FORWARD: fw_compiler,
-                Role.BACKWARD: bw_compiler or fw_compiler,
-                Role.INFERENCE: inference_compiler or fw_compiler,
-            }
-        ),
-        partition=partition_fn,
-        decompositions=decompositions,
-        dynamic=dynamic,
-        checks=checks,
-    )
 
 
 def aot_function(
@@ -75,8 +50,11 @@ def aot_function(
     `keep_inference_input_mutations` and `disable_functionalization` change nothing; nor do
     `num_params_buffers` and `enable_log`. Where another trace passes through, it sees `fn`.
     """
-    compiler = _compiler(
-        fw_compiler, bw_compiler, inference_compiler, partition_fn, decompositions, dynamic=dynamic
+    compiler = AotCompiler(
+        inner=Given(fw_compiler, bw_compiler, inference_compiler),
+        partition=partition_fn,
+        decompositions=decompositions,
+        dynamic=dynamic,
     )
     known: dict[Any, Callable[..., Any]] = {}
 
@@ -94,19 +72,18 @@ def aot_function(
 
 
 def _autocast(flat: list[Any]) -> str | None:
-    """Where autocast is on, if anywhere: a graph has its casts in it."""
+    """The state of autocast, None if it is off: a graph contains its casts."""
     if not settings.is_autocast():
         return None
-    return str(
-        settings.autocast_state({one.device.type for one in flat if isinstance(one, Tensor)})
-    )
+    devices = {one.device.type for one in flat if isinstance(one, Tensor)}
+    return str(settings.autocast_state(devices))
 
 
 def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
-    """What a graph depends on in the values that it is called with."""
+    """The properties of arguments that a graph depends on."""
     first: dict[int, int] = {}
     memory: dict[int, tuple[int, Tensor]] = {}
-    crowded = _crowded(flat) if dynamic else frozenset[int]()
+    crowded = _crowded(flat) if dynamic else set[int | None]()
     keys: list[Any] = []
     for i, one in enumerate(flat):
         if not isinstance(one, Tensor):
@@ -120,24 +97,20 @@ def _key_of(flat: list[Any], dynamic: bool) -> list[Any]:
                 earlier, other = memory.setdefault(inner.untyped_storage()._cdata, (i, inner))
                 if other is not inner:
                     shared = (earlier, other.storage_offset(), inner.storage_offset())
-            is_free = dynamic and storage.storage_key(inner) not in crowded
-            sizes = inner.dim() if is_free else _place_of(inner)
+            sizes: Any = inner.dim()
+            if not dynamic or storage.storage_key(inner) in crowded:
+                strides = inner.stride() if inner.layout is torch.strided else inner.layout
+                sizes = tuple(inner.shape), strides
             keys.append((inner.dtype, inner.device, sizes, shared))
     return keys
 
 
-def _place_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Its shape, and how it lies in memory if it does."""
-    strides = tuple(tensor.stride()) if tensor.layout is torch.strided else tensor.layout
-    return tuple(tensor.shape), strides
-
-
-def _crowded(flat: list[Any]) -> frozenset[int]:
-    """The memory that several tensors lie in: whether these overlap depends on their sizes."""
+def _crowded(flat: list[Any]) -> set[int | None]:
+    """The storages of several tensors: whether these overlap depends on their sizes."""
     tensors = {id(one): one for one in flat if isinstance(one, Tensor)}.values()
     inner = (part for one in tensors for part in inner_tensors(one, symbols=False))
     counts = Counter(map(storage.storage_key, inner))
-    return frozenset(key for key, count in counts.items() if key is not None and count > 1)
+    return {key for key, count in counts.items() if key is not None and count > 1}
 
 
 def _compile(
@@ -159,6 +132,14 @@ def _compile(
     return run
 
 
+def _named_tensors(mod: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a module, by every name that they have."""
+    return {
+        **dict(mod.named_parameters(remove_duplicate=False)),
+        **dict(mod.named_buffers(remove_duplicate=False)),
+    }
+
+
 def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
     """A module that runs `mod` compiled; its parameters and buffers are `mod`'s own."""
     compilers.check_unlike_jit(mod)
@@ -174,11 +155,7 @@ def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
             self.orig_module = mod
 
         def forward(self, *call: Any, **named: Any) -> Any:
-            tensors = {
-                **dict(self.orig_module.named_parameters(remove_duplicate=False)),
-                **dict(self.orig_module.named_buffers(remove_duplicate=False)),
-            }
-            return compiled(tensors, *call, **named)
+            return compiled(_named_tensors(self.orig_module), *call, **named)
 
     return AOTModule()
 
@@ -212,19 +189,14 @@ def aot_module_simplified(
         raise NotImplementedError("aot_module_simplified(ignore_shape_env=True) is not supported")
     if pre_grad_passes is not None and isinstance(mod, GraphModule):
         mod = pre_grad_passes(mod, args)
-    compiler = _compiler(
-        fw_compiler,
-        bw_compiler,
-        inference_compiler,
-        partition_fn,
-        decompositions,
+    compiler = AotCompiler(
+        inner=Given(fw_compiler, bw_compiler, inference_compiler),
+        partition=partition_fn,
+        decompositions=decompositions,
         dynamic=dynamic,
         checks=True,
     )
-    named = {
-        **dict(mod.named_parameters(remove_duplicate=False)),
-        **dict(mod.named_buffers(remove_duplicate=False)),
-    }
+    named = _named_tensors(mod)
     names, tensors = list(named), list(named.values())
 
     def flat_fn(*values: Any) -> Any:

@@ -13,9 +13,9 @@ from torch.fx import GraphModule
 from shoal._torch import fakes as torch_fakes
 from shoal._torch import settings
 from shoal.compile.aot.analyse import Analysis, analyse
-from shoal.compile.aot.arrange import Arrangement, arrange, sharing_memory
+from shoal.compile.aot.arrange import arrange, sharing_memory
 from shoal.compile.aot.capture import Decompositions, capture
-from shoal.compile.aot.signature import OutputKind
+from shoal.compile.aot.signature import OutputKind, Signature
 from shoal.compile.passes import pipeline
 from shoal.compile.passes.pipeline import Target
 
@@ -42,21 +42,17 @@ def aot_export_joint_simple(
     del num_params_buffers
     _check_arguments(args)
     tensors = _told_apart(args if trace_joint else [one.detach() for one in args])
-    arrangement = arrange(tensors)
-    mode = torch_fakes.current_fake_mode(tensors) or torch_fakes.new_fake_mode(dynamic=False)
-    fakes = [torch_fakes.fake_of(mode, one, dynamic=False) for one in tensors]
 
     def flat_func(*values: Any) -> list[Any]:
-        return list(_flat_results(func(*values)))
+        return _flat_results(func(*values))
 
     with nullcontext() if trace_joint else torch.no_grad():
-        analysis = _analysed(flat_func, arrangement, fakes, mode)
-        _check(analysis, args)
-        captured = capture(flat_func, arrangement, fakes, analysis, mode, decompositions)
-    module = captured.module
+        analysis = _analysed(flat_func, tensors)
+        _check(analysis.signature, args)
+        module = capture(analysis, decompositions).module
     pipeline.joint(Target.GIVEN, trains=analysis.signature.trains).run(module.graph)
-    output = module.graph.find_nodes(op="output")[0]
-    output.args = (tuple(output.args[0]),)
+    output = module.graph.output_node()
+    output.args = (tuple(output.args[0]),)  # type: ignore[arg-type]
     module.recompile()
     return module
 
@@ -71,11 +67,10 @@ def _told_apart(args: Sequence[Tensor]) -> list[Tensor]:
     return apart
 
 
-def _analysed(
-    func: Callable[..., Any], arrangement: Arrangement, fakes: Sequence[Tensor], mode: Any
-) -> Analysis:
+def _analysed(func: Callable[..., Any], tensors: Sequence[Tensor]) -> Analysis:
+    mode = torch_fakes.current_fake_mode(tensors) or torch_fakes.new_fake_mode(dynamic=False)
     try:
-        return analyse(func, arrangement, fakes, mode)
+        return analyse(func, arrange(tensors), tensors, mode, dynamic=False)
     except RuntimeError as error:
         if "a leaf Variable that requires grad" not in str(error):
             raise
@@ -105,7 +100,7 @@ def _check_arguments(args: Sequence[Any]) -> None:
             )
 
 
-def _flat_results(results: Any) -> Sequence[Any]:
+def _flat_results(results: Any) -> list[Any]:
     if not isinstance(results, (tuple, list)):
         raise RuntimeError(
             f"{_NAME} requires outputs to be a single list/tuple: got a {type(results).__name__}"
@@ -116,12 +111,11 @@ def _flat_results(results: Any) -> Sequence[Any]:
                 f"{_NAME} requires individual outputs not to be pytrees: output {place} is a "
                 f"{type(one).__name__}. Flatten it."
             )
-    return results
+    return list(results)
 
 
-def _check(analysis: Analysis, args: Sequence[Tensor]) -> None:
-    """Refuse whatever would need another calling convention than the function's."""
-    signature = analysis.signature
+def _check(signature: Signature, args: Sequence[Tensor]) -> None:
+    """Refuse functions whose graph cannot be called as they are: with writes or aliases."""
     changes = [one.mutation for one in signature.inputs]
     written = [i for i, one in enumerate(changes) if one.data or one.is_reshaped or one.is_set]
     for i in written:

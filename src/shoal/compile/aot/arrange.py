@@ -1,9 +1,11 @@
-"""Which arguments of a function become inputs of its graph, and how they are found again.
+"""Which arguments of a function become inputs of its graph, and how arguments are made of inputs.
 
-a tensor                      → an input
-the same tensor again         → the same input
-tensors that overlap, one of them written to → one input, the memory; each is a view of it
-anything but a tensor         → a constant of the graph (integers that are symbolic: an input)
+| argument | in the graph |
+|---|---|
+| a tensor, a symbolic number | an input |
+| the same tensor again | the same input |
+| tensors that overlap, one of them written to | one input, their memory; each is a view of it |
+| any other value | a constant |
 """
 
 from __future__ import annotations
@@ -17,27 +19,27 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shoal._torch import storage, subclasses, symbols
+from shoal._torch import fakes, storage, subclasses, symbols
 from shoal.compile.aot.subclasses import flat
 
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """An argument that the graph is made for."""
+    """An argument whose value is a constant of the graph."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Itself:
-    """An argument that is an input as it is."""
+    """An argument that is an input."""
 
     input: int
 
 
 @dataclass(frozen=True, slots=True)
 class Within:
-    """An argument that is a view of an input, which is the memory of several."""
+    """An argument that is a view of an input, which is the memory of several arguments."""
 
     input: int
     shape: tuple[Any, ...]
@@ -46,19 +48,25 @@ class Within:
     dtype: torch.dtype
     requires_grad: bool
 
+    @classmethod
+    def of(cls, at: int, arg: Tensor) -> Within:
+        """An argument as a view of an input."""
+        shape, strides = tuple(arg.shape), tuple(arg.stride())
+        return cls(at, shape, strides, arg.storage_offset(), arg.dtype, arg.requires_grad)
+
 
 Place = Constant | Itself | Within
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
-    """Where the arguments of a function are among the inputs of its graph."""
+    """How the arguments of a function correspond to the inputs of its graph."""
 
     places: tuple[Place, ...]
     sources: tuple[int, ...]
-    """For each input, the argument it is, or the first one that lies in it."""
+    """For each input, the argument it is, or the first argument that is a view of it."""
     is_memory: tuple[bool, ...]
-    """Whether an input is the memory behind its arguments."""
+    """For each input, whether it is the memory that several arguments share."""
 
     def inputs(self, args: Sequence[Any]) -> list[Any]:
         """The inputs of the graph."""
@@ -69,19 +77,17 @@ class Arrangement:
             for at, (source, is_memory) in enumerate(zip(self.sources, self.is_memory, strict=True))
         ]
 
-    def settle(self, before: Arrangement, fakes: Sequence[Any]) -> None:
-        """Make the graph one for the sizes of those arguments that it takes as views.
-
-        `fakes` are the inputs as they were arranged before: who guards their symbols learns of it.
-        """
-        for place, earlier in zip(self.places, before.places, strict=True):
-            if isinstance(place, Within) and not isinstance(earlier, Constant):
-                fake = fakes[earlier.input]
-                for number in (*fake.shape, *fake.stride(), fake.storage_offset()):
-                    int(number)
+    def fake_inputs(
+        self, args: Sequence[Any], mode: fakes.FakeTensorMode, *, dynamic: bool
+    ) -> list[Any]:
+        """Fake tensors that stand for the inputs of the graph."""
+        return [
+            fakes.fake_of(mode, one, dynamic=dynamic) if isinstance(one, Tensor) else one
+            for one in self.inputs(args)
+        ]
 
     def members(self, at: int) -> list[int]:
-        """The arguments that lie in an input."""
+        """The arguments that are an input, or views of it."""
         return [
             i
             for i, place in enumerate(self.places)
@@ -89,7 +95,7 @@ class Arrangement:
         ]
 
     def arguments(self, inputs: Sequence[Any]) -> list[Any]:
-        """The function's arguments, made of the inputs."""
+        """The arguments of the function, made of the inputs of the graph."""
         arguments: list[Any] = []
         for place in self.places:
             match place:
@@ -102,11 +108,17 @@ class Arrangement:
         return arguments
 
     def with_memory(
-        self, args: Sequence[Any], written: set[int], *, apart: Collection[int] = ()
+        self,
+        args: Sequence[Any],
+        fakes: Sequence[Any],
+        written: set[int],
+        apart: Collection[int] = (),
     ) -> Arrangement | None:
-        """One in which inputs that share memory with one that is written are one; None if none.
+        """Make one input of those that share memory with one in `written`; None if none do.
 
-        Inputs in `apart` have no element in common with another, whatever memory they lie in.
+        Inputs in `apart` have no element in common with another one. The graph will hold for the
+        sizes of the merged inputs alone: the symbols in their `fakes` become constants, and the
+        guards on them say so.
         """
         inputs = [args[i] for i in self.sources]
         _refuse_wrappers(inputs, written)
@@ -114,40 +126,25 @@ class Arrangement:
         groups = [group for group in shared if len(group) > 1 and written.intersection(group)]
         if not groups:
             return None
-        merged = {at: number for number, group in enumerate(groups) for at in group}
-        sources: list[int] = []
-        is_memory: list[bool] = []
-        new_index: dict[int, int] = {}
-        memory_index: dict[int, int] = {}
-        for at, source in enumerate(self.sources):
-            number = merged.get(at)
-            if number is not None and number in memory_index:
-                new_index[at] = memory_index[number]
-                continue
-            new_index[at] = len(sources)
-            if number is not None:
-                memory_index[number] = len(sources)
-            sources.append(source)
-            is_memory.append(number is not None)
-        places = tuple(
-            place if isinstance(place, Constant) else _placed(args[i], place, new_index, merged)
-            for i, place in enumerate(self.places)
+        first = {at: group[0] for group in groups for at in group}
+        for number in (number for at in first for number in _placement(fakes[at])):
+            int(number)
+        kept = [at for at in range(len(inputs)) if first.get(at, at) == at]
+        new_index = {at: index for index, at in enumerate(kept)}
+        places = list(self.places)
+        for i, place in enumerate(self.places):
+            if isinstance(place, Itself):
+                index = new_index[first.get(place.input, place.input)]
+                places[i] = Within.of(index, args[i]) if place.input in first else Itself(index)
+        return Arrangement(
+            places=tuple(places),
+            sources=tuple(self.sources[at] for at in kept),
+            is_memory=tuple(at in first for at in kept),
         )
-        return Arrangement(places=places, sources=tuple(sources), is_memory=tuple(is_memory))
-
-
-def _placed(
-    arg: Any, place: Itself | Within, new_index: dict[int, int], merged: dict[int, int]
-) -> Place:
-    at = new_index[place.input]
-    if place.input not in merged:
-        return Itself(at)
-    shape, strides = tuple(arg.shape), tuple(arg.stride())
-    return Within(at, shape, strides, arg.storage_offset(), arg.dtype, arg.requires_grad)
 
 
 def _view_of(memory: Tensor, place: Within) -> Tensor:
-    # First of all: writes to a strided view of a view cannot be traced.
+    # `as_strided` comes first: a trace cannot write to an `as_strided` view of another view.
     view = memory.as_strided(place.shape, place.strides, place.offset)
     if memory.requires_grad and not place.requires_grad:
         view = view.detach()
@@ -160,7 +157,7 @@ _COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.spars
 
 
 def arrange(args: Sequence[Any]) -> Arrangement:
-    """Each tensor once, everything else a constant."""
+    """Make each tensor an input once, and every other value a constant."""
     places: list[Place] = []
     sources: list[int] = []
     seen: dict[int, int] = {}
@@ -171,10 +168,10 @@ def arrange(args: Sequence[Any]) -> Arrangement:
                 f"trace; got one as argument {i}. Pass its parts, or call the function uncompiled."
             )
         if isinstance(arg, (Tensor, *symbols.SYMBOLIC)):
-            if id(arg) not in seen:
-                seen[id(arg)] = len(sources)
+            at = seen.setdefault(id(arg), len(sources))
+            if at == len(sources):
                 sources.append(i)
-            places.append(Itself(seen[id(arg)]))
+            places.append(Itself(at))
         else:
             places.append(Constant(arg))
     return Arrangement(
@@ -183,7 +180,7 @@ def arrange(args: Sequence[Any]) -> Arrangement:
 
 
 def sharing_memory(inputs: Sequence[Any]) -> list[list[int]]:
-    """Inputs by the memory they lie in."""
+    """The plain tensors among the inputs, grouped by storage."""
     by_storage: dict[int, list[int]] = {}
     for at, one in enumerate(inputs):
         is_plain = isinstance(one, Tensor) and not subclasses.wraps_others(one)
@@ -193,15 +190,16 @@ def sharing_memory(inputs: Sequence[Any]) -> list[list[int]]:
 
 
 def disjoint_inputs(inputs: Sequence[Any], fakes: Sequence[Any]) -> set[int]:
-    """Inputs that share a storage, though no element of it, with others.
+    """Inputs that share a storage with other inputs, but no element.
 
-    Only where sizes are known: a graph for any size is called with some that overlap. Nor where
-    gradients are wanted: to autograd, a write to one view is a write to what all are views of.
+    Inputs with symbolic sizes do not count: they overlap for some sizes that the graph is called
+    with. Nor do inputs that require gradients: autograd takes a write to one view for a write to
+    its base, and so to all views.
     """
     apart: set[int] = set()
     for group in sharing_memory(inputs):
         if len(group) > 1 and all(
-            _is_plain(fakes[at]) and not fakes[at].requires_grad for at in group
+            _is_static(fakes[at]) and not fakes[at].requires_grad for at in group
         ):
             meeting = {
                 at
@@ -213,14 +211,18 @@ def disjoint_inputs(inputs: Sequence[Any], fakes: Sequence[Any]) -> set[int]:
     return apart
 
 
-def _is_plain(tensor: Tensor) -> bool:
-    """Whether it is known where a tensor lies."""
-    place = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    return all(isinstance(one, int) for one in place)
+def _placement(tensor: Tensor) -> tuple[Any, ...]:
+    """The sizes, strides and offset of a tensor."""
+    return (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+
+
+def _is_static(tensor: Tensor) -> bool:
+    """Whether sizes, strides and offset of a tensor are numbers, not symbols."""
+    return all(isinstance(one, int) for one in _placement(tensor))
 
 
 def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
-    """Refuse writes to memory that wrappers lie in, and something else too."""
+    """Refuse a write to memory that a tensor subclass shares with another part of the inputs."""
     if not any(subclasses.wraps_others(one) for one in inputs):
         return
     parts: dict[int, list[tuple[int, Tensor]]] = {}
@@ -230,58 +232,52 @@ def _refuse_wrappers(inputs: Sequence[Any], written: set[int]) -> None:
                 parts.setdefault(inner.untyped_storage()._cdata, []).append((at, inner))
     for several in parts.values():
         for (at, one), (other, two) in combinations(several, 2):
-            wrapper = next((i for i in (at, other) if subclasses.wraps_others(inputs[i])), None)
-            if (
-                wrapper is not None
-                and not written.isdisjoint((at, other))
-                and may_overlap(one, two)
-            ):
+            wrappers = [i for i in (at, other) if subclasses.wraps_others(inputs[i])]
+            if wrappers and not written.isdisjoint((at, other)) and may_overlap(one, two):
                 raise NotImplementedError(
                     "Encountered aliased inputs that are mutated in the graph, but one of them is "
                     "a tensor subclass. This is not supported today: its inner tensors share "
                     "memory with each other or with another argument; got one of type "
-                    f"{type(inputs[wrapper]).__name__}. Clone one of them."
+                    f"{type(inputs[wrappers[0]]).__name__}. Clone one of them."
                 )
 
 
 _FEW = 1 << 16
-"""So many elements are looked at one by one."""
+"""Tensors of at most this many elements are compared element by element."""
 
 
 def may_overlap(one: Tensor, two: Tensor) -> bool:
-    """Whether tensors of one memory have elements in common, or may have: if they are large.
+    """Whether two tensors of one storage have elements in common; True for large ones that may.
 
-    Torch has such a function, which takes some that do for tensors that do not.
+    Torch's own function for this misses some overlaps.
     """
-    (first, last), (its_first, its_last) = _extent_of(one), _extent_of(two)
-    if not (first <= its_last and its_first <= last):
+    if _last_of(two) < one.storage_offset() or _last_of(one) < two.storage_offset():
         return False
-    if not (_is_plain(one) and _is_plain(two)) or one.element_size() != two.element_size():
+    if not (_is_static(one) and _is_static(two)) or one.element_size() != two.element_size():
         return True
     if max(one.numel(), two.numel()) > _FEW:
         return True
-    return bool(np.isin(_places_of(one), _places_of(two)).any())
+    return bool(np.isin(_elements_of(one), _elements_of(two)).any())
 
 
-def _places_of(tensor: Tensor) -> np.ndarray:
-    """Which elements of its memory a tensor shows; the tensor itself may have none."""
-    places = np.array([tensor.storage_offset()])
+def _last_of(tensor: Tensor) -> Any:
+    """The offset of a tensor's last element in its storage."""
+    steps = ((size - 1) * by for size, by in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.storage_offset() + sum(steps)
+
+
+def _elements_of(tensor: Tensor) -> np.ndarray:
+    """The offsets of all elements of a tensor, which may be fake, in its storage."""
+    offsets = np.array([tensor.storage_offset()])
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        places = np.add.outer(places, np.arange(size) * stride).ravel()
-    return places
-
-
-def _extent_of(tensor: Tensor) -> tuple[Any, Any]:
-    first = tensor.storage_offset()
-    return first, first + sum(
-        (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
-    )
+        offsets = np.add.outer(offsets, np.arange(size) * stride).ravel()
+    return offsets
 
 
 def memory_of(first: Tensor, members: Sequence[Tensor], *, is_seen: bool = False) -> Tensor:
-    """One tensor that all of these are views of.
+    """One tensor that all `members` are views of; `first` is one of them.
 
-    With `is_seen`, autograd is to see what is written to it, as a write to each of them.
+    With `is_seen`, autograd sees a write to that tensor as a write to each member.
     """
     if len({member.element_size() for member in members}) > 1:
         raise NotImplementedError(
@@ -309,7 +305,7 @@ def memory_of(first: Tensor, members: Sequence[Tensor], *, is_seen: bool = False
 
 
 def _base_of(members: Sequence[Tensor]) -> Tensor | None:
-    """The tensor that all of these are views of to autograd, if it has all of the memory."""
+    """The tensor that autograd takes for the base of all members, if it spans the storage."""
     bases = {id(base): base for base in (m if m._base is None else m._base for m in members)}
     base = next(iter(bases.values()))
     is_whole = base.untyped_storage().nbytes() == base.numel() * base.element_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,8 +12,9 @@ from torch.fx import GraphModule, Node
 
 from shoal._torch import autograd, functionals, settings, subclasses, traces
 from shoal._torch import fakes as torch_fakes
-from shoal.compile.aot.analyse import Analysis, Function, returned_tensors, run_recorded
+from shoal.compile.aot.analyse import Analysis, returned_tensors
 from shoal.compile.aot.arrange import Arrangement, Constant
+from shoal.compile.aot.classify import RecordedCall
 from shoal.compile.aot.random_state import Draws
 from shoal.compile.aot.recorder import Effects
 from shoal.compile.aot.signature import Output, OutputKind, Signature
@@ -21,6 +22,7 @@ from shoal.compile.aot.subclasses import (
     Wrapped,
     Wrappings,
     flat_all,
+    num_flat,
     places,
     rebuild,
     wrappings_of,
@@ -32,12 +34,12 @@ Decompositions = Mapping[Any, Callable[..., Any]]
 FORWARD, BACKWARD = "forward", "backward"
 
 _BY_PLACE = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
-"""What counts elements from where the memory begins."""
+"""Operators that count elements from the begin of the memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """A joint graph: primals and tangents in, what forward returns and gradients out."""
+    """A joint graph: primals and tangents in, results of forward and gradients out."""
 
     module: GraphModule
     num_forward_outputs: int
@@ -49,7 +51,7 @@ class Captured:
 
     @property
     def joint_inputs(self) -> tuple[list[Any], list[Any]]:
-        """What the graph takes: primals, tangents."""
+        """The inputs of the graph: primals, tangents."""
         return list(self.inputs), [one for one in self.tangents if one is not None]
 
 
@@ -58,57 +60,48 @@ class LeftFakeError(AssertionError):
 
 
 class BackwardMutationError(NotImplementedError, AssertionError):
-    """Backward changes something in place in a way that cannot be carried out.
+    """Backward changes a tensor in place in a way that is not supported.
 
-    An `AssertionError` too, because that is what torch's own runtime raises.
+    Also an `AssertionError`, because torch's own runtime raises that.
     """
 
 
+@dataclass(slots=True)
 class _Trace:
-    """The function that is traced."""
+    """The function that is traced: forward, then backward."""
 
-    def __init__(
-        self,
-        function: Function,
-        arrangement: Arrangement,
-        fakes: Sequence[Any],
-        analysis: Analysis,
-        shared: Sequence[int | None],
-        draws: Draws,
-    ) -> None:
-        self._function = function
-        self.arrangement = arrangement
-        self._fakes = fakes
-        self._analysis = analysis
-        self._shared = shared
-        self._draws = draws
-        self.gradients: Wrapped = ()
-        self.clones: list[int] = []
-        """The inputs that a copy stood for, because autograd would not let them be written to."""
-        self.backward_writes: list[int] = []
-        """What backward writes to, among the graph's inputs and then the gradients it takes."""
+    analysis: Analysis
+    shared: Sequence[int | None]
+    """For each part of a tangent, the input of the graph that it is; None for its own inputs."""
+    draws: Draws
+    gradients: Wrapped = ()
+    backward_writes: list[int] = field(default_factory=list)
+    """The inputs of the graph that backward writes to; its own tangents are counted after them."""
 
     def joint(self, primals: list[Any], tangents: list[Any]) -> list[Any]:
-        """Forward, then backward."""
-        signature = self._analysis.signature
+        """Run the function, differentiate it, and return all results of the joint graph."""
+        analysis = self.analysis
+        signature = analysis.signature
         with functionals.FunctionalTensorMode():
-            inputs = rebuild(primals, self._fakes, functionals.functional)
-            entering = self._entering(inputs)
+            inputs = rebuild(primals, analysis.fakes, functionals.functional)
+            entering = list(inputs)
+            for i in self.copied:
+                entering[i] = _copy_of(inputs[i])
             with traces.remember_lines():
-                recorded = run_recorded(
-                    self._function, self.arrangement, inputs, entering, self._draws
-                )
-            self._check_same(recorded.classified.signature)
-            returned = returned_tensors(signature, recorded, entering)
+                classified = RecordedCall(
+                    analysis.function, analysis.arrangement, inputs, entering, self.draws
+                ).classify()
+            self._check_same(classified.signature)
+            returned = returned_tensors(signature, classified, entering)
             values = _values(returned)
             new = _values([entering[i] for i in signature.graph_mutations], symbols=False)
             held = _values(inputs)
             reshaped = _reshaped(inputs)
-            # What follows is backward; the trace says so, nobody has to guess.
+            # The nodes that follow are of backward.
             for node in traces.traced_nodes():
                 node.meta["phase"] = FORWARD
             own = iter(tangents)
-            flat = [next(own) if i is None else primals[i] for i in self._shared]
+            flat = [next(own) if i is None else primals[i] for i in self.shared]
             grads, before, after = self._grads(inputs, returned, flat)
             if _reshaped(inputs) != reshaped:
                 raise BackwardMutationError(
@@ -117,52 +110,48 @@ class _Trace:
                 )
             self.backward_writes = _changed(held + before, late := _values(inputs) + after)
             changed = [late[i] for i in self.backward_writes]
-        return [*values, *recorded.classified.symbols, *new, *grads, *changed]
+        return [*values, *classified.symbols, *new, *grads, *changed]
 
-    def _entering(self, inputs: Sequence[Any]) -> list[Any]:
-        entering: list[Any] = []
-        for i, (one, spec) in enumerate(zip(inputs, self._analysis.signature.inputs, strict=True)):
-            if spec.requires_grad and (spec.mutation.by_autograd or spec.mutation.is_reshaped):
-                self.clones.append(i)
-                entering.append(_copy_of(one))
-            else:
-                entering.append(one)
-        return entering
+    @property
+    def copied(self) -> list[int]:
+        """The inputs that a copy stands for, because autograd does not let them be written to."""
+        return [
+            i
+            for i, one in enumerate(self.analysis.signature.inputs)
+            if one.requires_grad and (one.mutation.by_autograd or one.mutation.is_reshaped)
+        ]
 
     def _check_same(self, signature: Signature) -> None:
-        if _settled(signature) != _settled(self._analysis.signature):
+        if _settled(signature) != _settled(self.analysis.signature):
             raise InvariantError(
                 "the function did not return the same when it was traced as when it was analysed: "
-                f"expected {self._analysis.signature.outputs}, got {signature.outputs}. It must "
+                f"expected {self.analysis.signature.outputs}, got {signature.outputs}. It must "
                 "not depend on anything but its arguments."
             )
 
     def _grads(
-        self,
-        inputs: Sequence[Any],
-        returned: Sequence[Any],
-        tangents: Sequence[Tensor],
+        self, inputs: Sequence[Any], returned: Sequence[Any], tangents: Sequence[Tensor]
     ) -> tuple[list[Any], list[Any], list[Any]]:
-        """Gradients; of those that came in, those of the graph's own, what they held and hold."""
-        signature = self._analysis.signature
+        """Gradients; the values of the graph's tangents before and after they are computed."""
+        signature = self.analysis.signature
         if not signature.trains:
             return [], [], []
         outs = [one for one, has in zip(returned, signature.differentiable, strict=True) if has]
         wanted = [i for i, spec in enumerate(signature.inputs) if spec.requires_grad]
-        given = rebuild(tangents, self._analysis.tangents, functionals.functional, symbols=False)
+        given = rebuild(tangents, self.analysis.tangents, functionals.functional, symbols=False)
         before = _values(given, symbols=False)
         traces.carry_lines(outs)
-        self._draws.begin()
-        with settings.autocast_of_backward(), Effects(self._draws):
+        self.draws.begin()
+        with settings.autocast_of_backward(), Effects(self.draws):
             grads = _differentiate(outs, [inputs[i] for i in wanted], given)
-        self._draws.end()
+        self.draws.end()
         after = _values(given, symbols=False)
-        if any(self._shared[i] is not None for i in _changed(before, after)):
+        if any(self.shared[i] is not None for i in _changed(before, after)):
             raise BackwardMutationError(
                 "a backward that writes to the gradient that it gets is not supported where that "
                 "is a tensor subclass which shares a part with an argument. Clone it first."
             )
-        own = [i for i, at in enumerate(self._shared) if at is None]
+        own = [i for i, at in enumerate(self.shared) if at is None]
         by_input = dict(zip(wanted, grads, strict=True))
         listed = [by_input.get(i) for i in range(len(inputs))]
         self.gradients = wrappings_of(listed)
@@ -170,7 +159,7 @@ class _Trace:
 
 
 def _settled(signature: Signature) -> list[Output]:
-    """Outputs, but for which sizes are free: the second run may meet those that the first fixed."""
+    """Outputs without their free sizes: the first run may have fixed some of them."""
     return [replace(one, free_dims=()) for one in signature.outputs]
 
 
@@ -189,7 +178,7 @@ def _differentiate(
 
 
 def _changed(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
-    """Which tensors were written to in between: functional ones hold another value then."""
+    """Which tensors were written to: functional tensors have another value then."""
     return [
         i
         for i, (a, b) in enumerate(zip(before, after, strict=True))
@@ -198,7 +187,7 @@ def _changed(before: Sequence[Any], after: Sequence[Any]) -> list[int]:
 
 
 def _copy_of(one: Tensor) -> Tensor:
-    """A copy that lies in memory as the tensor does: what is asked of its strides is the same."""
+    """A copy with the same strides."""
     copy = one.clone()
     if subclasses.wraps_others(one) or copy.stride() == one.stride():
         return copy
@@ -211,30 +200,18 @@ def _reshaped(inputs: Sequence[Any]) -> list[bool]:
 
 
 def _values(several: Sequence[Any], *, symbols: bool = True) -> list[Any]:
-    """What functional tensors hold now, as the graph sees it."""
-    return [
-        functionals.value_of(one) if isinstance(one, Tensor) else one
-        for one in flat_all(several, symbols=symbols)
-    ]
+    """The values of functional tensors at this moment, as the graph sees them."""
+    return list(map(functionals.value_of, flat_all(several, symbols=symbols)))
 
 
-def capture(
-    function: Function,
-    arrangement: Arrangement,
-    fakes: Sequence[Any],
-    analysis: Analysis,
-    mode: torch_fakes.FakeTensorMode,
-    decompositions: Decompositions | None,
-) -> Captured:
+def capture(analysis: Analysis, decompositions: Decompositions | None) -> Captured:
     """Trace forward and backward into one graph."""
-    signature = analysis.signature
-    inputs = flat_all(fakes)
+    inputs = flat_all(analysis.fakes)
     tangents = flat_all(analysis.tangents, symbols=False)
     known = {id(one): i for i, one in enumerate(inputs)}
     shared = [known.get(id(one)) for one in tangents]
-    own = [one for one, i in zip(tangents, shared, strict=True) if i is None]
     draws = Draws(analysis.generators)
-    trace = _Trace(function, arrangement, fakes, analysis, shared, draws)
+    trace = _Trace(analysis, shared, draws)
     grad_mode = torch.is_grad_enabled()
 
     def joint(primals: list[Any], tangents: list[Any]) -> list[Any]:
@@ -244,8 +221,9 @@ def capture(
         return trace.joint(list(args), [])
 
     try:
-        with torch_fakes.below_python(mode), draws, autograd.without_outer_hooks():
-            if signature.trains:
+        with torch_fakes.below_python(analysis.mode), draws, autograd.without_outer_hooks():
+            if analysis.signature.trains:
+                own = [one for one, i in zip(tangents, shared, strict=True) if i is None]
                 with traces.without_fused_rnn():
                     module = traces.trace(joint, (inputs, own), decompositions)
             else:
@@ -253,22 +231,22 @@ def capture(
     finally:
         torch.set_grad_enabled(grad_mode)
     wrappings = Wrappings(
-        inputs=wrappings_of(fakes),
+        inputs=wrappings_of(analysis.fakes),
         returned=analysis.returned,
         tangents=wrappings_of(analysis.tangents),
         gradients=trace.gradients,
     )
-    num_forward = _finish(module, trace, signature, wrappings)
+    num_forward = _finish(module, trace, wrappings)
     listed = [one if i is None else None for one, i in zip(tangents, shared, strict=True)]
     return Captured(module, num_forward, inputs, listed, wrappings)
 
 
-def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings: Wrappings) -> int:
-    """Say of each node in which phase it ran, and put writes to inputs in their place.
+def _finish(module: GraphModule, trace: _Trace, wrappings: Wrappings) -> int:
+    """Tag each node with its phase, and put writes to inputs in their place.
 
-    Passes clean up the rest. Returns how many of the graph's results are forward's.
+    Returns the number of results that are forward's.
     """
-    graph = module.graph
+    graph, signature = module.graph, trace.analysis.signature
     nodes = list(graph.nodes)
     placeholders = [node for node in nodes if node.op == "placeholder"]
     output = nodes[-1]
@@ -280,50 +258,46 @@ def _finish(module: GraphModule, trace: _Trace, signature: Signature, wrappings:
     primals = placeholders[:num_inputs]
     results: list[Any] = list(output.args[0])  # type: ignore[arg-type]
     num_forward = sum(map(len, places(wrappings.returned))) + signature.num_symbols
-    written = [at for i in signature.graph_mutations for at in _tensors(wrappings.inputs, i)]
-    new = results[num_forward : num_forward + len(written)]
-    grads = results[num_forward + len(written) : len(results) - len(trace.backward_writes)]
-    changed = results[len(results) - len(trace.backward_writes) :]
-    returned = results[:num_forward]
-    clones = [at for i in trace.clones for at in inner[i]]
-    _drop_clones(primals, clones, {*returned, *new})
+    written = [
+        at
+        for i in signature.graph_mutations
+        for at in inner[i][: num_flat(wrappings.inputs[i], symbols=False)]
+    ]
+    grads_from = num_forward + len(written)
+    changed_from = len(results) - len(trace.backward_writes)
+    returned, new = results[:num_forward], results[num_forward:grads_from]
+    grads, changed = results[grads_from:changed_from], results[changed_from:]
+    _drop_clones([primals[at] for i in trace.copied for at in inner[i]], {*returned, *new})
     boundary = next(
         (n for n in nodes if n.meta["phase"] == BACKWARD and n.op != "placeholder"), output
     )
-    for i in signature.returned_mutations:
-        # After the graph, but before backward: what backward reads of it has to be kept apart.
-        for at in inner[i]:
-            primals[at].meta["written"] = True
-    for i in _handed_out(signature, trace.arrangement):
-        for at in inner[i]:
-            primals[at].meta["handed_out"] = True
+    marks = {
+        # After the graph, but before backward: backward has to read a copy of the old value.
+        "written": signature.returned_mutations,
+        "handed_out": _handed_out(signature, trace.analysis.arrangement),
+        "requires_grad": [i for i, one in enumerate(signature.inputs) if one.requires_grad],
+    }
+    for mark, marked in marks.items():
+        for at in (at for i in marked for at in inner[i]):
+            primals[at].meta[mark] = True
     for i, value in zip(written, new, strict=True):
         _write(module, primals[i], value, boundary, FORWARD)
     for i, value in zip(trace.backward_writes, changed, strict=True):
         _write(module, placeholders[i], value, output, BACKWARD)
     output.args = ((*returned, *grads),)
-    for i, one in enumerate(signature.inputs):
-        for at in inner[i] if one.requires_grad else ():
-            primals[at].meta["requires_grad"] = True
     graph.lint()
     return num_forward
 
 
 def _handed_out(signature: Signature, arrangement: Arrangement) -> set[int]:
-    """The inputs that outputs show: callers may write to those before backward."""
+    """The inputs that outputs are, or are views of: callers may write to them before backward."""
     shown = (OutputKind.INPUT, OutputKind.VIEW_OF_INPUT)
     of = (arrangement.places[out.of] for out in signature.outputs if out.kind in shown)
     return {place.input for place in of if not isinstance(place, Constant)}
 
 
-def _tensors(wrapped: Wrapped, i: int) -> range:
-    """Where the tensors of an input are among the graph's inputs, without its symbols."""
-    place, wrapping = places(wrapped)[i], wrapped[i]
-    return place if wrapping is None else place[: wrapping.num_flat(symbols=False)]
-
-
 def _check_constants(module: GraphModule) -> None:
-    """Refuse fake tensors that came in by another way than the arguments."""
+    """Refuse fake tensors that are not among the arguments."""
     for node in module.graph.find_nodes(op="get_attr"):
         value = traces.attribute(module, str(node.target))
         if isinstance(value, torch_fakes.FakeTensor):
@@ -334,17 +308,17 @@ def _check_constants(module: GraphModule) -> None:
             )
 
 
-def _drop_clones(primals: Sequence[Node], clones: Sequence[int], returned: set[Any]) -> None:
-    """The graph writes nothing, so that an input can be read instead of its copy.
+def _drop_clones(cloned: Sequence[Node], returned: set[Any]) -> None:
+    """Let forward read inputs instead of their copies, since the graph writes to none of them.
 
-    But for what counts elements of memory, which for the copy begins elsewhere.
+    Operators that count elements from the begin of the memory still read the copy.
     """
-    for i in clones:
-        for user in list(primals[i].users):
+    for primal in cloned:
+        for user in list(primal.users):
             is_clone = user.target is torch.ops.aten.clone.default and not user.kwargs
             if is_clone and user not in returned and user.meta["phase"] == FORWARD:
                 user.replace_all_uses_with(
-                    primals[i], delete_user_cb=lambda one: one.target not in _BY_PLACE
+                    primal, delete_user_cb=lambda one: one.target not in _BY_PLACE
                 )
 
 

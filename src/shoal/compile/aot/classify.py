@@ -1,17 +1,19 @@
-"""Classify the inputs and outputs of a function from one recorded run: views, writes, constants."""
+"""Call a function once, recorded; classify its inputs and outputs: views, writes, constants."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shoal._torch import autograd, dynamo, subclasses
 from shoal._torch import symbols as torch_symbols
-from shoal.compile.aot.arrange import Arrangement, Constant, Within
-from shoal.compile.aot.recorder import Recorder, Taken
+from shoal.compile.aot.arrange import Arrangement, Within
+from shoal.compile.aot.random_state import Draws
+from shoal.compile.aot.recorder import TakenView, ViewRecorder
 from shoal.compile.aot.signature import (
     Base,
     Input,
@@ -20,15 +22,18 @@ from shoal.compile.aot.signature import (
     OutputKind,
     Reshape,
     Signature,
-    Step,
     Symbol,
+    ViewStep,
 )
 from shoal.compile.aot.subclasses import flat
 
+Function = Callable[..., Sequence[Any]]
+"""Takes its arguments one by one, returns a flat list."""
+
 
 @dataclass(frozen=True, slots=True)
-class Before:
-    """A tensor as it was before the run."""
+class _Before:
+    """A tensor as it was before the call."""
 
     requires_grad: bool
     is_leaf: bool
@@ -37,8 +42,8 @@ class Before:
     """The step of autograd that made it; None of a leaf."""
 
     @classmethod
-    def of(cls, value: Any) -> Before | None:
-        """None for what is no tensor."""
+    def of(cls, value: Any) -> _Before | None:
+        """None if the value is no tensor."""
         if not isinstance(value, Tensor):
             return None
         version = autograd.version_of(value)
@@ -47,33 +52,43 @@ class Before:
 
 @dataclass(frozen=True, slots=True)
 class Classified:
-    """The signature of a run, and what its graph has to return besides outputs."""
+    """The signature of a call, and the values that the signature speaks of."""
 
     signature: Signature
+    outputs: Sequence[Any]
     bases: list[Tensor]
     symbols: list[Any]
 
 
-class RecordedRun:
-    """One recorded run of a function: its inputs, its arguments, what it returned."""
+class RecordedCall:
+    """One call of a function on functional tensors, recorded.
+
+    `entering` are the inputs that the function gets. They are `inputs` themselves, or copies where
+    autograd would not allow a write to the input.
+    """
 
     def __init__(
         self,
+        function: Function,
         arrangement: Arrangement,
-        recorder: Recorder,
         inputs: Sequence[Any],
-        before: Sequence[Before | None],
-        arguments: Sequence[Any],
-        arguments_before: Sequence[Before | None],
-        outputs: Sequence[Any],
+        entering: Sequence[Any],
+        draws: Draws,
     ) -> None:
         self._arrangement = arrangement
-        self._recorder = recorder
-        self._inputs = inputs
-        self._before = before
-        self._arguments = arguments
-        self._arguments_before = arguments_before
-        self._outputs = outputs
+        self._inputs = entering
+        self._arguments = arguments = arrangement.arguments(entering)
+        self._recorder = ViewRecorder(draws)
+        self._recorder.declare(arguments)
+        self._before = [_Before.of(value) for value in inputs]
+        self._arguments_before = [_Before.of(value) for value in arguments]
+        self._grad_mode = torch.is_grad_enabled()
+        draws.begin()
+        with self._recorder:
+            self._outputs = function(*arguments)
+        draws.end()
+        self._grad_mode_after = torch.is_grad_enabled()
+        torch.set_grad_enabled(self._grad_mode)
         self._argument_of = {id(a): i for i, a in enumerate(arguments) if isinstance(a, Tensor)}
         self._wrapper_of = {
             id(inner): i
@@ -85,8 +100,8 @@ class RecordedRun:
         self._bases: list[Tensor] = []
         self._detached: dict[int, int] = {}
 
-    def classify(self, *, with_grad: bool, grad_mode_after: bool | None) -> Classified:
-        """Say what everything is."""
+    def classify(self) -> Classified:
+        """Find the kind of each output, and the writes to each input."""
         mutations = self._mutations()
         inputs = tuple(
             Input(is_tensor=False)
@@ -94,7 +109,6 @@ class RecordedRun:
             else Input(
                 is_tensor=True,
                 requires_grad=before.requires_grad or mutation.is_made_leaf,
-                is_leaf=before.is_leaf,
                 is_wrapper=subclasses.wraps_others(value),
                 mutation=mutation,
             )
@@ -108,6 +122,7 @@ class RecordedRun:
         flows = any(one.requires_grad for one in (*outputs, *bases)) or any(
             one.mutation.by_autograd for one in inputs
         )
+        changes_mode = self._grad_mode_after != self._grad_mode
         signature = Signature(
             inputs=inputs,
             outputs=outputs,
@@ -115,10 +130,10 @@ class RecordedRun:
             reshapes=self._reshapes(),
             num_symbols=len(self._symbols),
             trains=flows and any(one.requires_grad for one in inputs),
-            grad_mode=with_grad,
-            grad_mode_after=grad_mode_after,
+            grad_mode=self._grad_mode,
+            grad_mode_after=self._grad_mode_after if changes_mode else None,
         )
-        return Classified(signature, self._bases, self._symbols)
+        return Classified(signature, self._outputs, self._bases, self._symbols)
 
     def _mutations(self) -> list[Mutation]:
         written: dict[int, bool] = {}
@@ -130,12 +145,12 @@ class RecordedRun:
                 is_seen = write.with_grad and not is_hidden
                 written[argument] = written.get(argument, False) or is_seen
             elif id(root) in self._wrapper_of:
-                # Past the wrapper: autograd, which knows the wrapper, does not see it.
+                # A write to an inner tensor: autograd sees writes to the outer tensor alone.
                 written.setdefault(self._wrapper_of[id(root)], False)
         return [self._mutation(at, written) for at in range(len(self._inputs))]
 
     def _is_detached(self, argument: int) -> bool:
-        """Whether autograd does not know an argument for a view of the memory that it lies in."""
+        """Whether an argument is a view of an input to the graph, but not to autograd."""
         place = self._arrangement.places[argument]
         if not isinstance(place, Within) or place.requires_grad:
             return False
@@ -151,7 +166,7 @@ class RecordedRun:
         writes = [member for member in members if member in written]
         gave = any(id(self._arguments[member]) in self._recorder.given for member in members)
         versions = [
-            autograd.version_of(self._arguments[m]) - b.version - self._num_reshapes(m)
+            autograd.version_of(self._arguments[m]) - b.version - len(self._reshapes_of(m))
             for m in members
             if (b := self._arguments_before[m]) is not None
         ]
@@ -163,9 +178,8 @@ class RecordedRun:
         now_requires = value.requires_grad or any(self._arguments[m].requires_grad for m in members)
         is_leaf = now_requires and not (before.requires_grad or writes or gave)
         lost = before.requires_grad and before.is_leaf and not value.requires_grad
-        if lost or (
-            is_leaf and (self._arrangement.is_memory[at] or subclasses.wraps_others(value))
-        ):
+        is_merged = self._arrangement.is_memory[at]
+        if lost or (is_leaf and (is_merged or subclasses.wraps_others(value))):
             raise NotImplementedError(
                 "requires_grad_(False) on an argument, or requires_grad_() on one that shares "
                 "memory with another or is a tensor subclass, inside a function that is compiled, "
@@ -185,15 +199,15 @@ class RecordedRun:
             by_autograd=bool(writes) and (was_seen or (now_requires and not before.requires_grad)),
             is_set=gave,
             num_versions=max(versions, default=0),
-            is_reshaped=any(id(self._arguments[m]) in self._recorder.reshaped for m in members),
+            is_reshaped=any(map(self._reshapes_of, members)),
             is_made_leaf=is_leaf,
         )
 
     def _is_redone(self, at: int, argument: int) -> bool:
-        """Whether an argument has another history than before: custom functions mark it dirty.
+        """Whether autograd has another step for an argument, as after `ctx.mark_dirty`.
 
-        One that shares its memory is a view here, and gets a new step with every write, seen by
-        autograd or not. The memory does not.
+        A merged argument is a view here, which gets a new step with every write, seen by autograd
+        or not. So the step of its memory is compared.
         """
         value, before = self._arguments[argument], self._arguments_before[argument]
         if self._arrangement.is_memory[at]:
@@ -201,22 +215,22 @@ class RecordedRun:
         step = autograd.step_of(value)
         return before is not None and step is not None and step is not before.step
 
-    def _num_reshapes(self, argument: int) -> int:
-        return len(self._recorder.reshaped.get(id(self._arguments[argument]), []))
+    def _reshapes_of(self, argument: int) -> list[TakenView]:
+        return self._recorder.reshaped.get(id(self._arguments[argument]), [])
 
     def _reshapes(self) -> tuple[Reshape, ...]:
-        found: dict[int, Reshape] = {}
-        for i, argument in enumerate(self._arguments):
-            taken = self._recorder.reshaped.get(id(argument), [])
-            is_constant = isinstance(self._arrangement.places[i], Constant)
-            if taken and not is_constant and id(argument) not in found:
-                found[id(argument)] = Reshape(argument=i, steps=self._steps(taken))
-        return tuple(found.values())
+        """The changes of shape of each argument; once of a tensor that is several arguments."""
+        first = {id(argument): i for i, argument in reversed(list(enumerate(self._arguments)))}
+        return tuple(
+            Reshape(argument=i, steps=self._steps(taken))
+            for i in sorted(first.values())
+            if (taken := self._reshapes_of(i))
+        )
 
     def _classify_outputs(self) -> tuple[Output, ...]:
         seen: dict[int, int] = {}
         outputs: list[Output | None] = [None] * len(self._outputs)
-        views: dict[int, list[tuple[int, Tensor, list[Taken]]]] = {}
+        views: dict[int, list[tuple[int, Tensor, list[TakenView]]]] = {}
         for k, out in enumerate(self._outputs):
             if not isinstance(out, Tensor):
                 is_symbol = isinstance(out, torch_symbols.SYMBOLIC)
@@ -236,8 +250,8 @@ class RecordedRun:
                 is_view = self._is_made_view(root, taken)
                 outputs[k] = Output(kind=OutputKind.FRESH, is_view=is_view, is_new_leaf=True)
             elif taken and autograd.is_custom_view(out, root):
-                # The backward of a custom function stands between the two. Autograd refuses writes
-                # to such a view, and has to know that it is one.
+                # The backward of a custom function stands between the two. The graph returns the
+                # view, because autograd has to refuse writes to it.
                 outputs[k] = Output(kind=OutputKind.FRESH, requires_grad=True)
             elif argument is not None:
                 outputs[k] = self._view(out, OutputKind.VIEW_OF_INPUT, argument, taken)
@@ -251,8 +265,8 @@ class RecordedRun:
             if out is not None
         )
 
-    def _view(self, out: Tensor, kind: OutputKind, of: int, taken: Sequence[Taken]) -> Output:
-        """An output that is a view; of another output, where autograd takes that for its base."""
+    def _view(self, out: Tensor, kind: OutputKind, of: int, taken: Sequence[TakenView]) -> Output:
+        """An output that is a view: of another output, if autograd takes that for its base."""
         _refuse_new_history(out, taken)
         places = {id(one): k for k, one in reversed(list(enumerate(self._outputs)))}
         cut = None if self._recorder.reshaped else self._recorder.cut_at(out, places)
@@ -263,56 +277,47 @@ class RecordedRun:
 
     def _classify_views(
         self,
-        members: list[tuple[int, Tensor, list[Taken]]],
+        members: list[tuple[int, Tensor, list[TakenView]]],
         seen: dict[int, int],
         outputs: list[Output | None],
     ) -> None:
-        """Outputs that share memory which is no input's."""
-        root = members[0][1]
+        """Classify outputs that share memory, which is no input's: all are views of one root."""
+        _, root, taken = members[0]
         returned = seen.get(id(root))
-        if returned is None and len(members) == 1 and not _is_cut(root, members[0][2]):
-            k, _, taken = members[0]
-            out = self._outputs[k]
-            outputs[k] = Output(
-                kind=OutputKind.FRESH,
-                requires_grad=out.requires_grad,
-                is_view=self._is_made_view(root, taken),
-                is_base=not out._is_view(),
-            )
-            return
-        if returned is None:
+        is_alone = returned is None and len(members) == 1 and not _is_cut(root, taken)
+        kind, of = OutputKind.VIEW_OF_OUTPUT, returned
+        if of is None:
             kind, of = OutputKind.VIEW_OF_BASE, len(self._bases)
-            self._bases.append(root)
-        else:
-            kind, of = OutputKind.VIEW_OF_OUTPUT, returned
+            if not is_alone:
+                self._bases.append(root)
         for k, _, taken in members:
-            if k == returned:
+            out = self._outputs[k]
+            if is_alone or k == returned:
                 outputs[k] = Output(
                     kind=OutputKind.FRESH,
-                    requires_grad=root.requires_grad,
-                    is_view=self._is_made_view(root, ()),
-                    is_base=not root._is_view(),
+                    requires_grad=out.requires_grad,
+                    is_view=self._is_made_view(root, taken),
+                    is_base=not out._is_view(),
                 )
             else:
-                outputs[k] = self._view(self._outputs[k], kind, of, taken)
+                outputs[k] = self._view(out, kind, of, taken)
 
-    def _is_new_leaf(self, out: Tensor, root: Tensor, taken: Sequence[Taken]) -> bool:
-        """Whether the function let an output require a gradient that no input has to do with."""
+    def _is_new_leaf(self, out: Tensor, root: Tensor, taken: Sequence[TakenView]) -> bool:
+        """Whether `requires_grad_` made an output a leaf, which depends on no input."""
         is_cut = any(step.is_detaching for step in taken)
         is_apart = not taken or is_cut or not root.requires_grad
         is_seen = not self._recorder.is_unseen(out)
         return is_seen and is_apart and out.requires_grad and out.is_leaf
 
-    def _is_made_view(self, root: Tensor, taken: Sequence[Taken]) -> bool:
-        """Whether the graph will make a tensor as a view, of whatever."""
-        is_a_view = (
-            bool(taken) or id(root) in self._wrapper_of or id(root) in self._recorder.reshaped
-        )
-        return is_a_view or self._recorder.is_written_through_a_view(root)
+    def _is_made_view(self, root: Tensor, taken: Sequence[TakenView]) -> bool:
+        """Whether the tensor that the graph returns is a view."""
+        if taken or id(root) in self._wrapper_of or id(root) in self._recorder.reshaped:
+            return True
+        return self._recorder.is_written_through_a_view(root)
 
-    def _steps(self, taken: Sequence[Taken]) -> tuple[Step, ...]:
+    def _steps(self, taken: Sequence[TakenView]) -> tuple[ViewStep, ...]:
         return tuple(
-            Step(
+            ViewStep(
                 op=str(one.op),
                 args=self._frozen(one.args),
                 kwargs=tuple((key, self._frozen(value)) for key, value in one.kwargs.items()),
@@ -334,13 +339,13 @@ class RecordedRun:
         return value
 
 
-def _is_cut(root: Tensor, taken: Sequence[Taken]) -> bool:
-    """Whether a view says that it requires a gradient, since its root does, but has no history."""
+def _is_cut(root: Tensor, taken: Sequence[TakenView]) -> bool:
+    """Whether a view was taken in no_grad mode: it requires a gradient, but has no history."""
     return root.requires_grad and any(not one.with_grad for one in taken)
 
 
-def _refuse_new_history(out: Tensor, taken: Sequence[Taken]) -> None:
-    """Refuse an output that was detached, and got a history of its own by a write after that."""
+def _refuse_new_history(out: Tensor, taken: Sequence[TakenView]) -> None:
+    """Refuse an output that was detached, then written to with autograd."""
     if any(one.is_detaching for one in taken) and out.requires_grad and not out.is_leaf:
         raise NotImplementedError(
             "an output that was detached from a tensor, shares its memory, and was then written to "

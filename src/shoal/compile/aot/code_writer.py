@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import linecache
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +15,35 @@ from shoal.compile.observe.observation import say
 _FOLDER = str(Path(__file__).parent)
 
 
-class CodeWriter:
-    """Lines of one or more functions, and the names that they use."""
+def listed(texts: Iterable[str]) -> str:
+    """Expressions or names in a row, each with a comma after it, as tuples and assignments need."""
+    return "".join(f"{text}, " for text in texts)
 
-    def __init__(self, title: str) -> None:
+
+class CodeWriter:
+    """The lines of one function, and the objects that it refers to by name."""
+
+    def __init__(self, title: str, name: str, arguments: Iterable[str]) -> None:
         self._title = title
-        self._lines: list[str] = []
-        self._opened: list[int] = []
+        self._name = name
+        self._lines = [f"def {name}({', '.join(arguments)}):"]
+        self._depth = 1
         self._names: dict[str, Any] = {}
         self._known: dict[int, str] = {}
 
     def line(self, text: str) -> None:
         """Write one line."""
-        self._lines.append("    " * len(self._opened) + text)
+        self._lines.append("    " * self._depth + text)
 
-    def begin(self, text: str) -> None:
-        """Write a line that opens a block."""
-        self.line(text)
-        self._opened.append(len(self._lines))
-
-    def end(self) -> None:
-        """Close the block; one without lines goes."""
-        if self._opened.pop() == len(self._lines):
+    @contextmanager
+    def block(self, head: str) -> Iterator[None]:
+        """Let the lines that are written meanwhile be a block; one without lines goes."""
+        self.line(head)
+        self._depth += 1
+        before = len(self._lines)
+        yield
+        self._depth -= 1
+        if len(self._lines) == before:
             self._lines.pop()
 
     def name(self, prefix: str, value: Any) -> str:
@@ -49,36 +57,34 @@ class CodeWriter:
         self._known[id(value)] = name
         return name
 
+    def call(self, function: Any, *arguments: str) -> str:
+        """A call of a function with these expressions."""
+        return f"{self.name(function.__name__, function)}({', '.join(arguments)})"
+
     def literal(self, value: Any) -> str:
         """A value as an expression: written out where that is exact, by name otherwise."""
-        if value is None or type(value) in (bool, int, str):
-            return repr(value)
-        if type(value) is float and math.isfinite(value):
+        is_finite = type(value) is float and math.isfinite(value)
+        if is_finite or value is None or type(value) in (bool, int, str):
             return repr(value)
         if type(value) is list:
-            return "[" + ", ".join(self.literal(item) for item in value) + "]"
+            return f"[{', '.join(map(self.literal, value))}]"
         if type(value) is tuple:
-            return "(" + "".join(f"{self.literal(item)}, " for item in value) + ")"
+            return f"({listed(map(self.literal, value))})"
         if type(value) is slice:
             parts = (value.start, value.stop, value.step)
-            return "slice(" + ", ".join(self.literal(part) for part in parts) + ")"
+            return f"slice({', '.join(map(self.literal, parts))})"
         return self.name("constant", value)
 
-    @property
-    def text(self) -> str:
-        """All lines."""
-        return "\n".join(self._lines) + "\n"
-
-    def compiled(self, name: str) -> Callable[..., Any]:
-        """Run the source, and return the function of that name."""
-        text = self.text
+    def compiled(self) -> Callable[..., Any]:
+        """Run the source, and return the function."""
+        text = "\n".join(self._lines) + "\n"
         say(Topic.CODE, lambda: f"{self._title}\n{text}")
-        # In this folder, so that Dynamo, which skips the folder, does not trace what it holds.
+        # In this folder, which Dynamo skips, so that it does not trace the function.
         file = f"{_FOLDER}/<{self._title} {abs(hash(text)):x}>"
         # So that tracebacks and debuggers show the lines.
         linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
         space = dict(self._names)
         exec(compile(text, file, "exec"), space)
-        function = space[name]
+        function = space[self._name]
         function.source = text
         return function

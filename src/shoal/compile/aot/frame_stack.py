@@ -36,7 +36,7 @@ def with_frame_stack(inner: Inner) -> Inner:
         num_values = len(task.module.graph.nodes)
         if num_values < _LARGE:
             return run
-        function = run.function() if isinstance(run, DirectGraph) else run
+        function = run.function if isinstance(run, DirectGraph) else run
         return called_on_own_stack(function, num_values)
 
     return compiled

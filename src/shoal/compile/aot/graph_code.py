@@ -1,21 +1,22 @@
 """A graph as Python code that calls operators directly.
 
-As a function, it takes its inputs in a list and empties it, so that nothing outlives its last use.
-As lines of another function, it costs no call of its own: what small graphs are worth.
+As a function, it takes its inputs in a list and empties it, so that each tensor can be freed after
+its last use. As lines of another function, it costs no call.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from shoal._torch import operators, traces
-from shoal.compile.aot.code_writer import CodeWriter
+from shoal.compile.aot.code_writer import CodeWriter, listed
 from shoal.compile.node_kinds import mutated_inputs
 
 Boxed = Callable[[list[Any]], list[Any]]
@@ -27,147 +28,127 @@ class DirectGraph:
     def __init__(self, module: GraphModule, title: str = "graph") -> None:
         self._module = module
         self._title = title
-        self._run: Boxed | None = None
 
     def __call__(self, inputs: list[Any]) -> list[Any]:
         """Run it."""
-        if self._run is None:
-            self._run = self.function()
-        return self._run(inputs)
+        return self.function(inputs)
 
+    @cached_property
     def function(self) -> Boxed:
-        """The function that it is."""
-        code = CodeWriter(self._title)
-        code.begin("def run(inputs):")
+        """The graph as a function."""
+        code = CodeWriter(self._title, "run", ["inputs"])
         names = [f"_{node.name}" for node in self._module.graph.find_nodes(op="placeholder")]
         if names:
-            code.line("".join(f"{name}, " for name in names) + "= inputs")
+            code.line(f"{listed(names)}= inputs")
         code.line("inputs.clear()")
         results = self.write(code, names)
         code.line(f"return [{', '.join(results)}]")
-        code.end()
-        return code.compiled("run")
+        return code.compiled()
 
     def write(
         self, code: CodeWriter, inputs: Sequence[str], *, keeps_inputs: bool = False
     ) -> list[str]:
-        """Write its lines for inputs of these names; the texts of its results.
+        """Write its lines for inputs of these names; the expressions for its results.
 
-        What they name themselves begins with an underscore. Unless `keeps_inputs`, each is deleted
-        after its last use.
+        Variables of the lines begin with an underscore. Each is deleted after its last use, and so
+        are inputs unless `keeps_inputs`.
         """
-        return _Writer(self._module, code, inputs, keeps_inputs).write()
+        nodes = list(self._module.graph.nodes)
+        names = {node: f"_{node.name}" for node in nodes}
+        names.update(zip(self._module.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        last_reads = _last_reads(nodes)
+        for node in nodes[:-1]:
+            if node.op == "get_attr":
+                value = traces.attribute(self._module, str(node.target))
+                code.line(f"{names[node]} = {code.name('attribute', value)}")
+            elif node.op != "placeholder":
+                code.line(f"{names[node]} = {self._call(node, code, names)}")
+            dead = [
+                names[one]
+                for one in last_reads.get(node, ())
+                if one.op != "placeholder" or not keeps_inputs
+            ]
+            if dead:
+                code.line("del " + ", ".join(dead))
+        return [_text(one, code, names) for one in nodes[-1].args[0]]
+
+    def _call(self, node: Node, code: CodeWriter, names: Mapping[Node, str]) -> str:
+        """The expression that computes a node."""
+        function: Any = node.target
+        args = [_text(arg, code, names) for arg in node.args]
+        if node.op == "call_method":
+            return f"{args[0]}.{function}({', '.join(args[1:])})"
+        if function is operator.getitem and len(args) == 2:
+            return f"{args[0]}[{args[1]}]"
+        if node.op == "call_module":
+            function = self._module.get_submodule(function)
+        elif isinstance(function, operators.OpOverload):
+            function = bound(function)
+        args += [f"{key}={_text(value, code, names)}" for key, value in node.kwargs.items()]
+        return f"{code.name('op', function)}({', '.join(args)})"
+
+
+def _last_reads(nodes: Sequence[Node]) -> dict[Node, list[Node]]:
+    """For each node, the nodes that it is the last to read."""
+    last: dict[Node, Node] = {}
+    for node in nodes:
+        last.update(dict.fromkeys((node, *node.all_input_nodes), node))
+    by_reader: dict[Node, list[Node]] = {}
+    for read, reader in last.items():
+        by_reader.setdefault(reader, []).append(read)
+    return by_reader
+
+
+def _text(value: Any, code: CodeWriter, names: Mapping[Node, str]) -> str:
+    """The expression for an argument of a node."""
+
+    def text(value: Any) -> str:
+        if isinstance(value, Node):
+            return names[value]
+        if isinstance(value, (list, tuple)):
+            items = listed(map(text, value))
+            return f"[{items}]" if isinstance(value, list) else f"({items})"
+        if isinstance(value, slice):
+            return f"slice({', '.join(map(text, (value.start, value.stop, value.step)))})"
+        if isinstance(value, dict):
+            return "{" + listed(f"{key!r}: {text(one)}" for key, one in value.items()) + "}"
+        return code.literal(value)
+
+    return text(value)
 
 
 @dataclass(frozen=True, slots=True)
-class Results:
-    """What a graph has returned, in code after it."""
+class GraphResults:
+    """The results of a graph, as expressions of the code after it."""
 
     texts: Sequence[str] | None
-    """One by one; None where they are in a list of the name `results`."""
+    """One by one; None if they are in a list, the variable `results`."""
 
     def one(self, at: int) -> str:
-        """A result."""
+        """One result."""
         return f"results[{at}]" if self.texts is None else self.texts[at]
 
-    def several(self, first: int, last: int) -> str:
-        """Some of them, as arguments of a call."""
-        if self.texts is None:
-            return f"*results[{first}:{last}]"
-        return ", ".join(self.texts[first:last])
-
     def unpacked(self, first: int, last: int) -> str:
-        """Some of them, to be given names to."""
+        """Some results, as the right side of an assignment to several names."""
         if self.texts is None:
             return f"results[{first}:{last}]"
-        return "".join(f"{one}, " for one in self.texts[first:last])
+        return listed(self.texts[first:last])
+
+    def arguments(self, first: int, last: int) -> str:
+        """Some results, as arguments of a call."""
+        return ("*" if self.texts is None else "") + self.unpacked(first, last)
 
 
-def write_run(code: CodeWriter, run: Boxed, inputs: Sequence[str]) -> Results:
-    """Write the lines that run a graph with inputs that somebody holds meanwhile: expressions."""
+def write_run(code: CodeWriter, run: Boxed, inputs: Sequence[str]) -> GraphResults:
+    """Write the lines that run a graph with these expressions as inputs, which stay alive."""
     if isinstance(run, DirectGraph):
         names = [one if one.isidentifier() else f"x{at}" for at, one in enumerate(inputs)]
         for name, text in zip(names, inputs, strict=True):
             if name != text:
                 code.line(f"{name} = {text}")
-        return Results(run.write(code, names, keeps_inputs=True))
+        return GraphResults(run.write(code, names, keeps_inputs=True))
     code.line(f"results = {code.name('graph', run)}([{', '.join(inputs)}])")
-    return Results(None)
-
-
-class _Writer:
-    def __init__(
-        self, module: GraphModule, code: CodeWriter, inputs: Sequence[str], keeps_inputs: bool
-    ) -> None:
-        self._module = module
-        self._code = code
-        self._nodes = list(module.graph.nodes)
-        self._names = {node: f"_{node.name}" for node in self._nodes}
-        self._names.update(zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True))
-        self._last_use = self._find_last_uses()
-        self._keeps_inputs = keeps_inputs
-
-    def _find_last_uses(self) -> dict[Node, list[Node]]:
-        """For each node, those that nobody reads after it."""
-        last: dict[Node, Node] = {}
-        for node in self._nodes:
-            last[node] = node
-            for read in node.all_input_nodes:
-                last[read] = node
-        by_user: dict[Node, list[Node]] = {}
-        for read, user in last.items():
-            by_user.setdefault(user, []).append(read)
-        return by_user
-
-    def write(self) -> list[str]:
-        for node in self._nodes[:-1]:
-            self._write(node)
-        return [self._value(one) for one in self._nodes[-1].args[0]]  # type: ignore[union-attr]
-
-    def _write(self, node: Node) -> None:
-        code = self._code
-        if node.op == "get_attr":
-            value = traces.attribute(self._module, str(node.target))
-            code.line(f"{self._names[node]} = {code.name('attribute', value)}")
-        elif node.op != "placeholder":
-            code.line(f"{self._names[node]} = {self._call(node)}")
-        dead = [
-            self._names[one]
-            for one in self._last_use.get(node, ())
-            if one.op != "placeholder" or not self._keeps_inputs
-        ]
-        if dead:
-            code.line("del " + ", ".join(dead))
-
-    def _call(self, node: Node) -> str:
-        if node.op == "call_module":
-            function: Any = self._module.get_submodule(str(node.target))
-        elif node.op == "call_method":
-            values = [self._value(arg) for arg in node.args]
-            return f"{values[0]}.{node.target}({', '.join(values[1:])})"
-        else:
-            function = node.target
-        args = [self._value(arg) for arg in node.args]
-        named = [f"{key}={self._value(value)}" for key, value in node.kwargs.items()]
-        if function is operator.getitem and len(args) == 2:
-            return f"{args[0]}[{args[1]}]"
-        if isinstance(function, operators.OpOverload):
-            function = bound(function)
-        return f"{self._code.name('op', function)}({', '.join([*args, *named])})"
-
-    def _value(self, value: Any) -> str:
-        if isinstance(value, Node):
-            return self._names[value]
-        if isinstance(value, (list, tuple)):
-            items = ", ".join(self._value(item) for item in value)
-            return f"[{items}]" if isinstance(value, list) else f"({items}{',' if value else ''})"
-        if isinstance(value, slice):
-            parts = (value.start, value.stop, value.step)
-            return f"slice({', '.join(self._value(part) for part in parts)})"
-        if isinstance(value, dict):
-            pairs = ", ".join(f"{k!r}: {self._value(v)}" for k, v in value.items())
-            return "{" + pairs + "}"
-        return self._code.literal(value)
+    return GraphResults(None)
 
 
 _FUNCTIONS = """
@@ -180,7 +161,7 @@ _FUNCTIONS = """
 _METHODS = "add_.Tensor copy_.default div_.Tensor expand.default mul_.Tensor view.default"
 
 UNCOUNTED = frozenset({operators.operator_named("aten._native_batch_norm_legit.default")})
-"""What writes past the version counters of its arguments."""
+"""Operators that write to arguments without raising their versions."""
 
 
 def _bindings() -> dict[Any, Callable[..., Any]]:
@@ -202,15 +183,15 @@ function chooses them for their arguments.
 
 
 def bound(op: operators.OpOverload) -> Callable[..., Any]:
-    """What to call for an operator."""
+    """The fastest function that calls an operator."""
     return BINDINGS.get(op) or operators.straight(op)
 
 
 def writes_uncounted(graph: Graph) -> set[int]:
-    """The inputs of a graph that are written to past their version counters, and not otherwise."""
+    """The inputs of a graph that are written to by operators of `UNCOUNTED` alone."""
     found: set[int] = set()
     for at, node in enumerate(graph.find_nodes(op="placeholder")):
-        writers = [user.target for user in node.users if node in mutated_inputs(user)]
-        if writers and all(one in UNCOUNTED for one in writers):
+        writers = {user.target for user in node.users if node in mutated_inputs(user)}
+        if writers and writers <= UNCOUNTED:
             found.add(at)
     return found

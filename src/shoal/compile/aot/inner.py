@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.fx import GraphModule
 
 from shoal._torch import compilers as torch_compilers
 from shoal.compile.aot.graph_code import Boxed, DirectGraph
 from shoal.compile.passes.collectives import collective
+
+if TYPE_CHECKING:
+    from shoal.compile.graph_compilers import Compiler
 
 
 class Role(StrEnum):
@@ -36,13 +38,13 @@ class Task:
     fixed: tuple[int, ...] = ()
     """Inputs that stay where they are from call to call."""
     handed: tuple[int, ...] = ()
-    """Inputs that forward's graph gave, which stay where it leaves them."""
+    """Inputs that the forward graph saved, which stay where it leaves them."""
     donated: tuple[int, ...] = ()
-    """Inputs that nobody reads afterwards, so that they may be written over."""
+    """Inputs that are not read afterwards, so that they may be written over."""
     num_visible: int = 0
-    """The first outputs, which callers see."""
+    """The number of outputs that callers see, which come first."""
     number: int = 0
-    """Of the function, in the order of compilation."""
+    """The number of the function, in the order of compilation."""
 
 
 Inner = Callable[[Task], Boxed]
@@ -54,7 +56,7 @@ def directly(task: Task) -> Boxed:
 
 
 class Inductor:
-    """Give graphs to Inductor; those of one function belong together."""
+    """Gives the graphs of one function to Inductor."""
 
     def __init__(self, *, cudagraphs: bool) -> None:
         self._cudagraphs = torch_compilers.CudaGraphs() if cudagraphs else None
@@ -70,22 +72,31 @@ class Inductor:
             handed=task.handed,
             donated=task.donated,
             num_visible=task.num_visible,
-            # Collectives were put where they overlap with what computes.
+            # Passes have put collectives where they overlap with computation.
             keeps_order=any(map(collective, task.module.graph.nodes)),
             cudagraphs=self._cudagraphs,
         )
 
 
 class Given:
-    """Compilers that somebody passed, in functorch's manner: a graph and its inputs, a function."""
+    """Compilers that the caller passed, as functorch defines them: graph and inputs, a function."""
 
-    def __init__(self, compilers: dict[Role, Callable[[GraphModule, list[Any]], Any]]) -> None:
-        self._compilers = compilers
+    def __init__(
+        self, forward: Compiler, backward: Compiler | None, inference: Compiler | None
+    ) -> None:
+        self._compilers = {
+            Role.FORWARD: forward,
+            Role.BACKWARD: backward or forward,
+            Role.INFERENCE: inference or forward,
+        }
 
     def __call__(self, task: Task) -> Boxed:
-        """Compile one; what comes back takes a list, or its arguments one by one."""
-        with compiling(task.number, str(task.role)):
+        """Compile one; the result takes a list, or its arguments one by one."""
+        token = _current.set(([f"{task.number}_{task.role}"], next(_graphs)))
+        try:
             function = self._compilers[task.role](task.module, list(task.inputs))
+        finally:
+            _current.reset(token)
         takes_list = getattr(function, "_boxed_call", False)
 
         def run(given: list[Any]) -> list[Any]:
@@ -94,30 +105,18 @@ class Given:
         return run
 
 
-MODEL = "model"
-"""The name that graphs of all functions share."""
-
 functions = itertools.count()
 """Numbers of functions, in the order in which they are compiled."""
 
 _graphs = itertools.count()
-_current: ContextVar[tuple[tuple[str, ...], int]] = ContextVar("graph", default=((), 0))
-
-
-@contextlib.contextmanager
-def compiling(number: int, part: str) -> Iterator[None]:
-    """Let a part of a function, such as its backward, be what is compiled now."""
-    token = _current.set(((f"{number}_{part}",), next(_graphs)))
-    try:
-        yield
-    finally:
-        _current.reset(token)
+_current: ContextVar[tuple[list[str], int]] = ContextVar("graph", default=([], 0))
+"""The names of the graph that is being compiled, and how many came before it."""
 
 
 def get_aot_compilation_context() -> tuple[list[str], str, int]:
     """The graph that is being compiled: its names, the model's, and how many came before it."""
     names, number = _current.get()
-    return list(names), MODEL, number
+    return list(names), "model", number
 
 
 def get_aot_graph_name() -> str:

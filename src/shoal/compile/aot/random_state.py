@@ -1,9 +1,9 @@
 """Random states that a traced function sets: noticed at the next draw, and traced there.
 
-A trace runs on tensors without elements, so no draw moves a generator. Each leaves a seed there
-instead that nobody else would: a mark, which stands for the state after that draw. Another one
-found there means that the function went back to an earlier state (`fork_rng`, a checkpoint that
-computes again), and anything else that it set a state of its own (`manual_seed`).
+A trace runs on tensors without elements, so no draw moves a generator. After each draw the trace
+gives the generator a seed that no program uses: a mark, which stands for the state after the draw.
+An earlier mark found there means that the function went back to that state (`fork_rng`, a
+checkpoint that computes again). Any other seed is a state of the function's own (`manual_seed`).
 
 Two operators read and set a generator's state in the graph, where the state is a tensor like
 others. Generators are numbered: torch 2.11 takes none as a constant of a graph. Numbers hold for
@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +31,12 @@ class Draws:
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
         self._generators = {
-            one: _Marked(one) for one in (*operators.default_generators(), *generators)
+            one: _MarkedGenerator(one) for one in (*operators.default_generators(), *generators)
         }
 
     @property
     def generators(self) -> tuple[torch.Generator, ...]:
-        """Those that were drawn from, or that anybody may draw from."""
+        """The generators that were drawn from, and the default generators."""
         return tuple(self._generators)
 
     def __enter__(self) -> Draws:
@@ -46,12 +47,12 @@ class Draws:
             one.restore()
 
     def begin(self) -> None:
-        """A function is about to run, or its backward: whatever states there are, they are new."""
+        """Mark all generators before a function, or its backward, runs."""
         for one in self._generators.values():
             one.mark()
 
     def end(self) -> None:
-        """It has run: leave the states that it has set last."""
+        """Trace the states that the function, or its backward, set after its last draw."""
         for one in self._generators.values():
             one.follow()
 
@@ -61,14 +62,14 @@ class Draws:
         if marked is not None:
             marked.follow()
         else:
-            self._generators[generator] = _Marked(generator)
+            self._generators[generator] = _MarkedGenerator(generator)
 
     def after(self, generator: torch.Generator) -> None:
         """A number was drawn."""
         self._generators[generator].mark()
 
 
-class _Marked:
+class _MarkedGenerator:
     """A generator, and the states that its marks stand for."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -83,7 +84,7 @@ class _Marked:
     def mark(self) -> None:
         self._last = next(_seeds)
         self._generator.manual_seed(self._last)
-        self._states[self._last] = _trace_read(self._generator)
+        self._states[self._last] = _trace("state", self._generator)
 
     def follow(self) -> None:
         """Let the graph set the state that the function has set since the last mark, if any."""
@@ -100,30 +101,19 @@ class _Marked:
         state = self._states.get(found)
         if state is None:
             state = functionals.constant_in_trace(self._generator.get_state())
-        _trace_set(self._generator, state)
+        _trace("set_state", self._generator, state)
         self._last = found
 
-
-_NAMESPACE = "shoal_random"
-_READ = "state(int generator) -> Tensor"
-_SET = "set_state(int generator, Tensor state) -> ()"
 
 _generators: list[torch.Generator] = []
 """By number. Held for good, since a graph may draw from them at any time."""
 
 
-def _trace_read(generator: torch.Generator) -> Tensor:
-    """Trace a generator's state as it is here."""
+def _trace(operator: str, generator: torch.Generator, *args: Tensor) -> Any:
+    """Trace a call of one of the two operators, at this place of the graph."""
     define()
-    return functionals.run_as_it_is(torch.ops.shoal_random.state.default, (_number(generator),), {})
-
-
-def _trace_set(generator: torch.Generator, state: Tensor) -> None:
-    """Trace that a generator is given a state here."""
-    define()
-    functionals.run_as_it_is(
-        torch.ops.shoal_random.set_state.default, (_number(generator), state), {}
-    )
+    op = getattr(torch.ops.shoal_random, operator).default
+    return functionals.run_as_it_is(op, (_number(generator), *args), {})
 
 
 def drop_unread_states(graph: torch.fx.Graph) -> None:
@@ -139,23 +129,24 @@ def drop_unread_states(graph: torch.fx.Graph) -> None:
 @functools.cache
 def define() -> torch.library.Library:
     """Make the operators known to torch, once."""
-    library = torch.library.Library(_NAMESPACE, "DEF")
-    for schema, real, fake in ((_READ, _state, _fake_state), (_SET, _set, _fake_set)):
-        library.define(schema)
-        name = schema[: schema.index("(")]
+    library = torch.library.Library("shoal_random", "DEF")
+    definitions = {
+        "state(int generator) -> Tensor": (_state, _fake_state),
+        "set_state(int generator, Tensor state) -> ()": (_set, _fake_set),
+    }
+    for schema, (real, fake) in definitions.items():
+        name = library.define(schema)
         library.impl(name, real, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=library)
-    for op in (torch.ops.shoal_random.state, torch.ops.shoal_random.set_state):
-        has_side_effect(op.default)  # graphs keep it, and its place
+        torch.library.register_fake(f"shoal_random::{name}", fake, lib=library)
+        # Graphs keep such nodes, and their order.
+        has_side_effect(getattr(torch.ops.shoal_random, name).default)
     return library
 
 
 def _number(generator: torch.Generator) -> int:
-    for number, one in enumerate(_generators):
-        if one is generator:
-            return number
-    _generators.append(generator)
-    return len(_generators) - 1
+    if generator not in _generators:
+        _generators.append(generator)
+    return _generators.index(generator)
 
 
 def _state(generator: int) -> Tensor:

@@ -12,15 +12,16 @@ from torch import Tensor
 
 from shoal._torch import functionals, operators, subclasses, trees
 from shoal.compile.aot.random_state import Draws
+from shoal.compile.node_kinds import flat
 
 _LIFTING = (torch.ops.aten.lift.default, torch.ops.aten.lift_fresh.default)
-"""What brings a constant into a trace: each call makes a new tensor of it."""
+"""Operators that bring a constant into a trace: each call makes a new tensor of it."""
 
 _TURNS = {
     torch.ops.aten.t_.default: torch.ops.aten.t.default,
     torch.ops.aten.transpose_.default: torch.ops.aten.transpose.int,
 }
-"""Those that undo themselves."""
+"""Changes of shape in place that undo themselves."""
 
 _SQUEEZES = {
     torch.ops.aten.squeeze_.default: torch.ops.aten.squeeze.default,
@@ -28,18 +29,18 @@ _SQUEEZES = {
     torch.ops.aten.squeeze_.dims: torch.ops.aten.squeeze.dims,
     torch.ops.aten.unsqueeze_.default: torch.ops.aten.unsqueeze.default,
 }
-"""Those that a view of the shape before undoes."""
+"""Changes of shape in place that a `view` to the old shape undoes."""
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _VIEWS = {**_TURNS, **_SQUEEZES, torch.ops.aten.as_strided_.default: _AS_STRIDED}
-"""By change of shape in place the view that shows the same, with the same arguments."""
+"""For a change of shape in place, the operator that returns such a view, by the same arguments."""
 
 _Place = tuple[tuple[Any, ...], tuple[Any, ...], Any]
 """Shape, strides and offset."""
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenView:
     """A view as it was taken; its integers may still be symbolic."""
 
     op: Any
@@ -50,25 +51,25 @@ class Taken:
 
     @property
     def is_detaching(self) -> bool:
-        """Whether it is one for the very purpose of not being seen."""
+        """Whether it is `detach`, which hides the view from autograd."""
         return self.op is torch.ops.aten.detach.default
 
     @property
     def is_hidden(self) -> bool:
-        """Whether autograd does not see what is done to the view."""
+        """Whether autograd does not see writes to the view."""
         return not self.with_grad or self.is_detaching
 
 
 @dataclass(frozen=True, slots=True)
 class _Moved:
-    """A change of shape and strides in place, as views: of how a tensor was, and back to that."""
+    """A change of shape and strides in place, as two views: of the old tensor, and back to it."""
 
-    there: Taken
-    back: Taken
+    there: TakenView
+    back: TakenView
 
     @classmethod
     def by(cls, op: Any, args: tuple[Any, ...], tensor: Tensor, before: _Place) -> _Moved:
-        """What an operator did to a tensor that lay elsewhere before."""
+        """The change that an operator made to a tensor."""
         after = _place_of(tensor)
         there = (_VIEWS[op], args) if op in _VIEWS else (_AS_STRIDED, after)
         if op in _TURNS:
@@ -77,25 +78,25 @@ class _Moved:
             back = (torch.ops.aten.view.default, before[:1])
         else:
             back = (_AS_STRIDED, before)
-        return cls(*(Taken(*one, {}, None, True) for one in (there, back)))
+        return cls(*(TakenView(*one, {}, None, True) for one in (there, back)))
 
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Elements of a tensor were written in place."""
+    """A write to the elements of a tensor, in place."""
 
     tensor: Tensor
     with_grad: bool
 
 
 class Effects(subclasses.TorchDispatchMode):
-    """Traces operators that do something besides their results as they are; follows draws."""
+    """Traces operators with side effects as they are; tells `Draws` of random numbers."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """No mode of the program's own: Dynamo would not read branches of `torch.cond` in one."""
+        """Not a mode of the program, in which Dynamo would not read branches of `torch.cond`."""
         return True
 
     def __init__(self, draws: Draws) -> None:
@@ -120,26 +121,26 @@ class Effects(subclasses.TorchDispatchMode):
         return result
 
 
-class Recorder(Effects):
+class ViewRecorder(Effects):
     """Remembers every view of the tensors that pass through it, and every write to them."""
 
     def __init__(self, draws: Draws) -> None:
         super().__init__(draws)
-        self._views: dict[int, tuple[Tensor, Taken, int]] = {}
-        """By view, of what it was taken, how, and after how many of that one's moves."""
+        self._views: dict[int, tuple[Tensor, TakenView, int]] = {}
+        """By view: its base, how it was taken, and how often the base had been moved by then."""
         self._moves: dict[int, list[_Moved]] = {}
         self._alive: list[Any] = []
         self._roots: set[int] = set()
         self.writes: list[Write] = []
-        self.reshaped: dict[int, list[Taken]] = {}
-        """Changes of shape and strides in place, by tensor."""
+        self.reshaped: dict[int, list[TakenView]] = {}
+        """By tensor, its changes of shape and strides in place."""
         self.given: set[int] = set()
-        """The tensors that were given other memory."""
-        # Weakly, because functionalisation takes a tensor that somebody else holds for a view.
+        """The tensors that `set_` gave other memory."""
+        # Weak, because functionalisation takes a tensor with another holder for a view.
         self._unseen: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
     def declare(self, tensors: Sequence[object]) -> None:
-        """Let chains of views end at these tensors, wherever they come from."""
+        """Let chains of views end at these tensors, even if they are views."""
         self._alive.extend(tensors)
         self._roots.update(id(tensor) for tensor in tensors if isinstance(tensor, Tensor))
 
@@ -185,7 +186,7 @@ class Recorder(Effects):
         many = isinstance(result, (list, tuple))
         for item, view in enumerate(result if many else [result]):
             if isinstance(view, Tensor) and view is not args[0]:
-                taken = Taken(func, args[1:], kwargs, item if many else None, with_grad)
+                taken = TakenView(func, args[1:], kwargs, item if many else None, with_grad)
                 self._views[id(view)] = (args[0], taken, self._num_moves(args[0]))
                 self._alive.append(view)
         self._alive.append(args[0])
@@ -200,78 +201,84 @@ class Recorder(Effects):
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
         if _counts_in_kernels(schema):
-            _count([t for value in written if _is_list(value) for t in value])
-        tensors = [t for value in written for t in (value if _is_list(value) else [value])]
-        for tensor in tensors:
+            for tensor in flat([value for value in written if isinstance(value, list | tuple)]):
+                if isinstance(tensor, Tensor) and not tensor.is_inference():
+                    torch.autograd.graph.increment_version(tensor)
+        for tensor in flat(written):
             if not isinstance(tensor, Tensor):
                 continue
             self._alive.append(tensor)
             if func.overloadpacket is torch.ops.aten.set_:
                 self.given.add(id(tensor))
             elif _moves(func):
-                taken = Taken(func, args[1:], kwargs, None, with_grad)
+                taken = TakenView(func, args[1:], kwargs, None, with_grad)
                 self.reshaped.setdefault(id(tensor), []).append(taken)
             else:
                 self.writes.append(Write(tensor, with_grad))
 
     def is_unseen(self, tensor: Tensor) -> bool:
-        """Whether it was made without autograd: it says of gradients what it was made of does."""
+        """Whether a tensor was made in no_grad mode: its `requires_grad` is that of its base."""
         return self._unseen.get(id(tensor)) is tensor
 
     def is_written_through_a_view(self, tensor: Tensor) -> bool:
-        """Whether its last value was written to a view of it: in a graph, it is that one's view."""
+        """Whether a view of a tensor was written to: in a graph, the tensor is a view of that."""
         views = (write.tensor for write in self.writes if id(write.tensor) in self._views)
         return any(self.chain(view)[0] is tensor for view in views)
 
-    def chain(self, tensor: Tensor) -> tuple[Tensor, list[Taken]]:
-        """What a tensor is a view of in the end, and the views on the way to it."""
-        steps: list[Taken] = []
-        while id(tensor) not in self._roots and id(tensor) in self._views:
-            tensor, step, _ = self._views[id(tensor)]
-            steps.append(step)
-        return tensor, steps[::-1]
+    def _way_down(self, tensor: Tensor) -> tuple[Tensor, list[tuple[Tensor, TakenView, int]]]:
+        """The root of a tensor, and the views on the way down to it.
 
-    def cut_at(self, tensor: Tensor, ids: Container[int]) -> tuple[Tensor, list[Taken]] | None:
-        """The first of some tensors on the way from the root that was detached there.
-
-        With the views after it. Autograd takes it for what they are views of. None if none is.
+        Each with how it was taken, and how often its base had been moved by then.
         """
-        found, steps = None, list[Taken]()
-        later = tensor
-        while id(later) not in self._roots and id(later) in self._views:
-            earlier, step, _ = self._views[id(later)]
-            if later is not tensor and step.is_detaching and id(later) in ids:
-                found = (later, steps[::-1])
+        way: list[tuple[Tensor, TakenView, int]] = []
+        while id(tensor) not in self._roots and id(tensor) in self._views:
+            base, taken, num_moves = self._views[id(tensor)]
+            way.append((tensor, taken, num_moves))
+            tensor = base
+        return tensor, way
+
+    def chain(self, tensor: Tensor) -> tuple[Tensor, list[TakenView]]:
+        """The root that a tensor is a view of, and the views on the way from it."""
+        root, way = self._way_down(tensor)
+        return root, [taken for _, taken, _ in reversed(way)]
+
+    def cut_at(self, tensor: Tensor, ids: Container[int]) -> tuple[Tensor, list[TakenView]] | None:
+        """The first tensor with one of these ids on the way from the root that was detached there.
+
+        Also the views after it: autograd takes that tensor for their base. None if there is none.
+        """
+        found, steps = None, list[TakenView]()
+        for view, step, _ in self._way_down(tensor)[1]:
+            if view is not tensor and step.is_detaching and id(view) in ids:
+                found = (view, steps[::-1])
             steps.append(step)
-            later = earlier
         return found
 
-    def replay(self, tensor: Tensor) -> tuple[Tensor, list[Taken]]:
-        """Like `chain`, with views that can be taken of the root as it is in the end.
+    def replay(self, tensor: Tensor) -> tuple[Tensor, list[TakenView]]:
+        """Like `chain`, with views that can be taken of the root as the function leaves it.
 
-        A view that was moved is a view of how it was taken. One that was taken before its root was
-        moved starts with the way back.
+        A view that was moved in place is taken again, then moved. One that was taken before its
+        base was moved begins with the way back.
         """
-        steps: list[Taken] = []
+        (root, way), steps = self._way_down(tensor), list[TakenView]()
         number = self._num_moves(tensor)
-        while id(tensor) not in self._roots and id(tensor) in self._views:
-            later, (earlier, step, seen) = tensor, self._views[id(tensor)]
+        for view, step, num_moves in way:
             if step.is_detaching:
-                # A root of views too, to autograd: it is moved before it is one.
-                back = self._back(later, number, steps)
-                steps = [*self._there(later, None, step), step, *back, *steps]
+                # Autograd takes it for a base of views too: it is moved before it is one.
+                back = self._back(view, number, steps)
+                steps = [*self._there(view, None, step), step, *back, *steps]
             else:
-                steps = [step, *self._there(later, number, step), *steps]
-            tensor, number = earlier, seen
-        return tensor, [*self._back(tensor, number, steps), *steps]
+                steps = [step, *self._there(view, number, step), *steps]
+            number = num_moves
+        return root, [*self._back(root, number, steps), *steps]
 
-    def _there(self, tensor: Tensor, number: int | None, taken: Taken) -> list[Taken]:
-        """The first moves of a view; autograd sees it move as it saw it taken."""
+    def _there(self, tensor: Tensor, number: int | None, taken: TakenView) -> list[TakenView]:
+        """The first moves of a view, in the grad mode in which the view was taken."""
         moves = self._moves.get(id(tensor), [])[:number]
         return [replace(one.there, with_grad=taken.with_grad) for one in moves]
 
-    def _back(self, tensor: Tensor, number: int, steps: Sequence[Taken]) -> list[Taken]:
-        """From a tensor as it is in the end to how it was after the first of its moves."""
+    def _back(self, tensor: Tensor, number: int, steps: Sequence[TakenView]) -> list[TakenView]:
+        """The way from the tensor that the function leaves to the one after `number` moves."""
         moves = self._moves.get(id(tensor), [])[number:] if steps else []
         return [replace(one.back, with_grad=steps[0].with_grad) for one in reversed(moves)]
 
@@ -290,23 +297,13 @@ def _place_of(tensor: Tensor) -> _Place:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.storage_offset()
 
 
-def _is_list(value: object) -> bool:
-    return isinstance(value, (list, tuple))
-
-
 def _counts_in_kernels(schema: Any) -> bool:
-    """Whether autograd leaves it to an operator's kernels to count writes to lists of tensors.
+    """Whether the kernels of an operator raise the versions of tensor lists that they write to.
 
-    On functional tensors, kernels do not run. Those of fused optimizers and gradient scalers do not
-    count; of operators that are not torch's, those of `custom_op` counted before they came here.
+    Kernels do not run on functional tensors. Those of fused optimizers and gradient scalers raise
+    no version, and a `custom_op` has raised them before its call comes here.
     """
     is_foreach = schema.name.startswith("aten::_foreach_")
     return is_foreach or (
         schema.name.startswith("aten::") and any(one.is_out for one in schema.arguments)
     )
-
-
-def _count(tensors: Sequence[object]) -> None:
-    for tensor in tensors:
-        if isinstance(tensor, Tensor) and not tensor.is_inference():
-            torch.autograd.graph.increment_version(tensor)

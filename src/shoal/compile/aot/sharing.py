@@ -1,9 +1,9 @@
-"""Compare how arguments share memory with how those did that a function was compiled for.
+"""Check that arguments share memory as the arguments did that a function was compiled for.
 
-A graph that writes to one argument holds for the memory that others had in common with it, and at
-which offsets. One that counts elements from where memory begins, as `as_strided` does, holds for
-where its arguments began in theirs. Of its own, nobody in front of it compares that: Dynamo's
-guards are on shapes and strides.
+A graph that writes to one argument is right only if the same arguments share memory with it, at the
+same offsets. A graph that counts elements from the begin of the memory, as `as_strided` does, is
+right only if its arguments have the same offsets. Dynamo does not check that: its guards are on
+shapes and strides.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from shoal._torch import dynamo, fakes, storage
+from shoal.compile.aot.arrange import sharing_memory
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.aot.signature import OutputKind
 from shoal.compile.aot.subclasses import places
@@ -28,10 +29,10 @@ def where_shared_alike(
     args: Sequence[Any],
     fixed: Collection[int] = (),
 ) -> Callable[..., Any]:
-    """`run` for arguments that lie in memory as `args` do, the `function` itself for all others.
+    """`run` for arguments that share memory as `args` do, the `function` itself for all others.
 
-    `args` are those it was compiled for. Those in `fixed` stay where they are. A graph that neither
-    writes to one of the others nor counts from where its memory begins needs no comparison.
+    `run` was compiled for `args`. Those in `fixed` stay where they are. A graph that neither writes
+    to another one, nor counts elements from the begin of its memory, needs no comparison.
     """
     sources = lowered.arrangement.sources
     moving = [i for i, arg in enumerate(args) if isinstance(arg, Tensor) and i not in fixed]
@@ -58,7 +59,7 @@ def where_shared_alike(
 
 
 def _counted_in(lowered: Lowered) -> set[int]:
-    """The arguments whose memory something counts from its beginning: graphs, views outside."""
+    """The arguments that `as_strided` reads, in a graph or to make an output."""
     signature, sources = lowered.signature, lowered.arrangement.sources
     shown = (one for one in signature.outputs if one.kind is OutputKind.VIEW_OF_INPUT)
     views = [(one.of, one.steps) for one in shown]
@@ -80,7 +81,7 @@ def _counted_in(lowered: Lowered) -> set[int]:
 
 
 def _root_of(node: Node) -> str:
-    """What the first argument of an operator is a view of, by name."""
+    """The name of the node that the first argument of an operator is a view of."""
     root = node.all_input_nodes[0]
     while kind(root) is NodeKind.VIEW:
         root = root.all_input_nodes[0]
@@ -88,25 +89,20 @@ def _root_of(node: Node) -> str:
 
 
 def guard_sharing(
-    lowered: Lowered, args: Sequence[Any], sources: Sequence[Any], fixed: Collection[int] = ()
+    lowered: Lowered, args: Sequence[Any], sources: Sequence[Any], fixed: Collection[int]
 ) -> None:
     """Have Dynamo compile anew for arguments that overlap otherwise, if one of them is written to.
 
     `sources` say where Dynamo finds arguments, None where it does not. It does not compare all
     that `where_shared_alike` does: what it lets pass runs uncompiled.
     """
-    places, inputs = lowered.arrangement.sources, lowered.signature.inputs
-    written = {
-        storage.storage_key(args[places[at]]) for at, one in enumerate(inputs) if one.mutation.data
-    }
-    by_storage: dict[int, list[int]] = {}
-    for i, arg in enumerate(args):
-        if isinstance(arg, Tensor) and sources[i] is not None and i not in fixed:
-            key = storage.storage_key(arg)
-            if key in written and key is not None:
-                by_storage.setdefault(key, []).append(i)
-    for group in by_storage.values():
-        if len(group) > 1:
+    inputs = zip(lowered.arrangement.sources, lowered.signature.inputs, strict=True)
+    written = {storage.storage_key(args[i]) for i, one in inputs if one.mutation.data}
+    found = [
+        arg if sources[i] is not None and i not in fixed else None for i, arg in enumerate(args)
+    ]
+    for group in sharing_memory(found):
+        if len(group) > 1 and storage.storage_key(args[group[0]]) in written:
             overlapping = dynamo.overlapping([args[i] for i in group])
             dynamo.guard_overlap(
                 [sources[i] for at, i in enumerate(group) if at in overlapping],
@@ -117,7 +113,7 @@ def guard_sharing(
 def _sharing(
     args: Sequence[Any], moving: Sequence[int], still: dict[int | None, int]
 ) -> list[tuple[int, int, int, int]]:
-    """Each argument in the memory of an earlier one: both places, and where in it they begin."""
+    """Each argument that shares memory with an earlier one: both numbers, and both offsets."""
     seen = dict(still)
     found: list[tuple[int, int, int, int]] = []
     for i in moving:

@@ -1,13 +1,13 @@
 """What each input and output of a captured function is: pure data.
 
     analyse   makes it, from one run of the function on fake tensors
-    capture   traces by it
+    capture   compares it with the run that is traced
     emit      writes the code around the graphs from it
     cache     stores it
 
-An output that shares memory with something is not returned by a graph. The graph returns what it
-shares memory with (or that is an input), and the output is made of it again, view by view, so that
-autograd and whoever writes to it later see what they would see without a compiler.
+A graph does not return an output that is a view. It returns the base of the view, unless that is an
+input. The generated code takes the view again, so that autograd and later writes see the same
+tensors as without a compiler.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """An integer in the arguments of a view that is known when the graph has run: its place."""
+    """A symbolic integer in the arguments of a view: the graph returns its value."""
 
     index: int
+    """Its place among the integers that the graph returns."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class ViewStep:
     """One view taken of a tensor."""
 
     op: str
@@ -35,58 +36,57 @@ class Step:
     """The arguments after the tensor itself."""
     kwargs: tuple[tuple[str, Any], ...] = ()
     item: int | None = None
-    """Which of its results, where it gives a list."""
+    """The index of the view, where the operator returns a list."""
     with_grad: bool = True
     """Whether autograd recorded it."""
     detached: int | None = None
-    """Which of the detached tensors it gave: autograd takes that for the base of views of it."""
+    """The number of the detached tensor that it gives, the base of later views to autograd."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mutation:
-    """What a function does to one of its inputs, in place."""
+    """The changes that a function makes to one of its inputs, in place."""
 
     data: bool = False
     """Whether elements are written."""
     by_autograd: bool = False
-    """Whether autograd knows: gradients then flow through the new value."""
+    """Whether autograd sees the write: gradients then flow through the new value."""
     is_reshaped: bool = False
-    """Whether its shape or strides change too."""
+    """Whether shape or strides change."""
     is_set: bool = False
-    """Whether it was given another tensor's memory."""
+    """Whether `set_` gives the input the memory of another tensor."""
     is_made_leaf: bool = False
-    """Whether it was made to require a gradient, which it did not before."""
+    """Whether `requires_grad_` makes the input require a gradient."""
     num_versions: int = 0
-    """By how much its version counter went up, but for changes of shape or strides."""
+    """By how much the version counter goes up, without changes of shape or strides."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Input:
-    """One input."""
+    """One input of the graph."""
 
     is_tensor: bool
     requires_grad: bool = False
-    is_leaf: bool = True
     is_wrapper: bool = False
-    """Whether it wraps other tensors: graphs see those, and write to them."""
+    """Whether it wraps other tensors: the graph reads and writes the inner ones."""
     is_counted: bool | None = None
-    """Whether the graph raises its version when it writes to it; None where nobody knows."""
+    """Whether the graph raises its version when it writes to it; None if that is unknown."""
     is_counted_by_operators: bool = False
-    """Whether custom operators alone write to it, and raise its version as they do in eager."""
+    """Whether custom operators alone write to it: these raise its version as in eager."""
     mutation: Mutation = Mutation()
 
     @property
     def is_written_in_graph(self) -> bool:
         """Whether the graph itself can write the new elements."""
-        what = self.mutation
-        return what.data and not (what.by_autograd or what.is_reshaped or what.is_set)
+        change = self.mutation
+        return change.data and not (change.by_autograd or change.is_reshaped or change.is_set)
 
     @property
     def num_missing_versions(self) -> int | None:
-        """How many versions the graph does not count, of what it writes; -1 for one too many."""
+        """The number of versions to add after the graph's writes, maybe -1; None if unknown."""
         if self.is_counted_by_operators:
             return 0
-        # A wrapper has a version of its own, apart from those of the tensors that are written to.
+        # A tensor subclass has a version of its own, which writes to its inner tensors leave.
         is_counted = False if self.is_wrapper else self.is_counted
         return None if is_counted is None else self.mutation.num_versions - is_counted
 
@@ -99,7 +99,7 @@ class OutputKind(StrEnum):
     INPUT = "input"
     """It is an input itself."""
     SAME = "same"
-    """It is the very tensor that stands further left."""
+    """It is the same tensor as an earlier output."""
     VIEW_OF_INPUT = "view of an input"
     VIEW_OF_OUTPUT = "view of an output"
     VIEW_OF_BASE = "view of a tensor that is not returned"
@@ -109,38 +109,38 @@ class OutputKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Output:
-    """One output."""
+    """One output of the function."""
 
     kind: OutputKind
     of: int = 0
-    """Of which input, output or base it is a view, or the same as."""
-    steps: tuple[Step, ...] = ()
+    """The number of the argument, output or base that it is, or is a view of."""
+    steps: tuple[ViewStep, ...] = ()
     requires_grad: bool = False
     is_view: bool = False
-    """Whether a fresh one is a view of something that nobody else sees."""
+    """Whether a fresh output is a view in the graph, of a tensor that is not returned."""
     is_base: bool = False
-    """Whether, of those, eager has one that is no view."""
+    """Whether the same output is no view in eager."""
     value: Any = None
     """The constant."""
     is_tensor: bool = True
     is_new_leaf: bool = False
-    """Whether the function made it a leaf that requires a gradient: nothing flows through it."""
+    """Whether `requires_grad_` made it a leaf: no gradient flows from it to an input."""
     free_dims: tuple[int, ...] = ()
     """The dims whose sizes differ from call to call."""
 
     @property
     def is_made(self) -> bool:
-        """Whether it is a tensor of its own, and neither an argument nor another output."""
+        """Whether it is a tensor that is neither an argument nor an earlier output."""
         return self.is_tensor and self.kind not in (OutputKind.INPUT, OutputKind.SAME)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """A tensor that outputs are views of, returned by the graph though not by the function."""
+    """A tensor that outputs are views of. The graph returns it, the function does not."""
 
     requires_grad: bool
     is_view: bool = False
-    """Whether it is a view of something that nobody else sees."""
+    """Whether it is a view in the graph, of a tensor that is not returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,15 +148,15 @@ class Reshape:
     """Changes of an argument's shape and strides in place, such as `transpose_`."""
 
     argument: int
-    steps: tuple[Step, ...]
+    steps: tuple[ViewStep, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
     """What each input and output of one captured function is.
 
-    `inputs` are the graph's; where outputs and reshapes say which input they are of, they mean the
-    function's arguments.
+    `inputs` are those of the graph. The numbers in `outputs` and `reshapes` are of arguments of the
+    function.
     """
 
     inputs: tuple[Input, ...]
@@ -164,17 +164,17 @@ class Signature:
     bases: tuple[Base, ...] = ()
     reshapes: tuple[Reshape, ...] = ()
     num_symbols: int = 0
-    """How many integers the graph returns for views to be taken."""
+    """The number of integers that the graph returns, for views of symbolic sizes."""
     trains: bool = False
-    """Whether there is anything to differentiate."""
+    """Whether a gradient flows from an output or a written input to an input."""
     grad_mode: bool = True
     """The grad mode that the function is called in."""
     grad_mode_after: bool | None = None
-    """The grad mode that the function leaves behind, if it is another."""
+    """The grad mode that the function leaves behind; None if it is the same."""
 
     @property
     def returned_mutations(self) -> tuple[int, ...]:
-        """The inputs whose new value the graph returns."""
+        """The inputs whose new value the graph returns, because it cannot write it."""
         return tuple(
             i
             for i, one in enumerate(self.inputs)
@@ -186,24 +186,23 @@ class Signature:
         """The inputs that the graph itself writes to."""
         return tuple(i for i, one in enumerate(self.inputs) if one.is_written_in_graph)
 
-    def counted(self, past: Set[int], places: Sequence[Sequence[int]]) -> Signature:
-        """The same, for a graph that raises the versions of what it writes to, but for some inputs.
+    def counted(
+        self, places: Sequence[range], *, by_operators: Set[int], uncounted: Set[int] | None
+    ) -> Signature:
+        """The same, with the knowledge of who raises the versions of inputs.
 
-        `past` are those inputs of the graph, `places` where those of the function are among them.
+        `places` say which inputs of the graph each input is. Custom operators alone write to those
+        in `by_operators`; writes to those in `uncounted` raise no version, None if that is unknown.
         """
         inputs = (
-            replace(one, is_counted=past.isdisjoint(place))
+            replace(
+                one,
+                is_counted_by_operators=not by_operators.isdisjoint(place),
+                is_counted=None if uncounted is None else uncounted.isdisjoint(place),
+            )
             for one, place in zip(self.inputs, places, strict=True)
         )
         return replace(self, inputs=tuple(inputs))
-
-    def counted_by_operators(self, written: Set[int], places: Sequence[Sequence[int]]) -> Signature:
-        """The same, for a graph in which custom operators alone write to some of its inputs."""
-        inputs = (
-            replace(one, is_counted_by_operators=not written.isdisjoint(place))
-            for one, place in zip(self.inputs, places, strict=True)
-        )
-        return replace(self, inputs=tuple(inputs)) if written else self
 
     @property
     def fresh(self) -> tuple[int, ...]:
@@ -212,7 +211,7 @@ class Signature:
 
     @property
     def differentiable(self) -> tuple[bool, ...]:
-        """Of the tensors that the graph returns, in their order: which get gradients."""
+        """For each value that the graph returns, without symbols: whether it gets a gradient."""
         return (
             *(self.inputs[i].mutation.by_autograd for i in self.returned_mutations),
             *(self.outputs[k].requires_grad for k in self.fresh),
@@ -221,5 +220,5 @@ class Signature:
 
     @property
     def num_returned(self) -> int:
-        """How many values the graph returns before what it saves for its backward."""
+        """The number of values that the graph returns before those it saves for backward."""
         return len(self.returned_mutations) + len(self.fresh) + len(self.bases) + self.num_symbols

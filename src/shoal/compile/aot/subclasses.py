@@ -1,14 +1,15 @@
-"""Tensors that wrap other tensors: what they consist of.
+"""Tensor subclasses that wrap other tensors: how they are taken apart for a graph, and rebuilt.
 
-Signatures, wrappers and autograd deal with the outer tensors; graphs see the inner ones alone. A
-value enters a graph as its inner tensors, those of nested wrappers in their place, followed by the
-symbols among its sizes and strides, which the inner tensors need not show.
+Signatures, generated code and autograd see the outer tensors, graphs the inner tensors alone. A
+value enters a graph as its inner tensors, which may be taken apart themselves. The symbols among
+its sizes and strides follow, because inner tensors need not have them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import torch
@@ -20,78 +21,80 @@ from shoal._torch import subclasses, trees
 
 @dataclass(frozen=True, slots=True)
 class Fixed:
-    """Something in a wrapper that is no tensor, such as the mesh of a distributed one."""
+    """An attribute of a wrapper that is no tensor, such as the mesh of a distributed tensor."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrapping:
-    """How to put one wrapper together from what a graph returns."""
+    """How to rebuild one tensor subclass from the values that a graph returns."""
 
     kind: type[Any]
     context: Any
-    """What `__tensor_flatten__` tells besides the inner tensors."""
+    """The context that `__tensor_flatten__` returns besides the names of inner tensors."""
     inner: tuple[tuple[str, Wrapping | Fixed | None], ...]
-    """Its attributes in order; None for those that are plain tensors."""
+    """The attributes in order; None for a plain tensor."""
     shape: tuple[Any, ...]
-    """Sizes, with None for those that the graph returns."""
+    """Sizes; None for a symbol, whose value the graph returns."""
     strides: tuple[Any, ...]
+    """Strides; None for a symbol."""
 
     @property
     def num_symbols(self) -> int:
-        """How many sizes and strides of the outermost tensor the graph deals with."""
+        """The number of symbols among the sizes and strides of the outermost tensor."""
         return sum(one is None for one in (*self.shape, *self.strides))
 
-    def num_flat(self, *, symbols: bool) -> int:
-        """As how many values it enters a graph."""
-        own = self.num_symbols if symbols else 0
-        return own + sum(
-            one.num_flat(symbols=symbols) if isinstance(one, Wrapping) else 1
-            for _, one in self.inner
-            if not isinstance(one, Fixed)
-        )
+
+def num_flat(wrapping: Wrapping | Fixed | None, *, symbols: bool = True) -> int:
+    """The number of values that a value is in a graph."""
+    if not isinstance(wrapping, Wrapping):
+        return 1 if wrapping is None else 0
+    inner = sum(num_flat(one, symbols=symbols) for _, one in wrapping.inner)
+    return inner + (wrapping.num_symbols if symbols else 0)
 
 
 Wrapped = tuple[Wrapping | None, ...]
-"""For each of several values, how it wraps others; None for those that do not."""
+"""For each of several values, how it wraps other tensors; None if it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wrappings:
-    """Which of the values around the graphs of a function wrap others."""
+    """Which of the values around the graphs of a function wrap other tensors."""
 
     inputs: Wrapped
     returned: Wrapped
-    """Of what forward returns, but for symbols."""
+    """The values that forward returns, without symbols."""
     tangents: Wrapped
     gradients: Wrapped = ()
 
     @property
     def any(self) -> bool:
-        """Whether there is one at all."""
-        lists = (self.inputs, self.returned, self.tangents, self.gradients)
-        return any(one is not None for several in lists for one in several)
+        """Whether any value wraps others."""
+        return any((*self.inputs, *self.returned, *self.tangents, *self.gradients))
 
 
 def wrapping_of(value: Any) -> Wrapping | None:
-    """How a value wraps others; None if it does not."""
+    """How a value wraps other tensors; None if it does not."""
     if not subclasses.wraps_others(value):
         return None
     names, context = value.__tensor_flatten__()
     _check_context(value, context)
-    inner = tuple((name, _inner_wrapping(getattr(value, name))) for name in names)
+    parts = [(name, getattr(value, name)) for name in names]
     return Wrapping(
         kind=type(value),
         context=context,
-        inner=inner,
+        inner=tuple(
+            (name, wrapping_of(part) if isinstance(part, Tensor) else Fixed(part))
+            for name, part in parts
+        ),
         shape=tuple(None if _is_symbol(one) else one for one in value.size()),
         strides=tuple(None if _is_symbol(one) else one for one in value.stride()),
     )
 
 
 def kind_of(value: Any) -> Any:
-    """What a graph is made for in the type of a tensor: equal for those that one graph serves."""
+    """The type of a tensor, with the contexts of subclasses: equal if one graph serves both."""
     if not subclasses.wraps_others(value):
         return type(value)
     names, context = value.__tensor_flatten__()
@@ -108,16 +111,12 @@ def kind_of(value: Any) -> Any:
 
 
 def wrappings_of(values: Iterable[Any]) -> Wrapped:
-    """How each of several values wraps others."""
+    """How each of several values wraps other tensors."""
     return tuple(wrapping_of(value) for value in values)
 
 
-def _inner_wrapping(value: Any) -> Wrapping | Fixed | None:
-    return wrapping_of(value) if isinstance(value, Tensor) else Fixed(value)
-
-
 def _check_context(value: Tensor, context: Any) -> None:
-    """Refuse symbols that nobody could fill in; distributed tensors replace theirs by the shape."""
+    """Refuse symbols that are not in the shape; a distributed tensor's context has only those."""
     leaves = trees.tree_leaves(context)
     if any(_is_symbol(one) for one in leaves) and not isinstance(value, DTensor):
         raise NotImplementedError(
@@ -132,7 +131,7 @@ def _is_symbol(one: Any) -> bool:
 
 
 def flat(value: Any, *, symbols: bool = True) -> list[Any]:
-    """A value as graphs see it."""
+    """A value as a graph sees it: inner tensors, then symbols."""
     if not subclasses.wraps_others(value):
         return [value]
     names, _ = value.__tensor_flatten__()
@@ -146,7 +145,7 @@ def flat(value: Any, *, symbols: bool = True) -> list[Any]:
 
 
 def flat_all(values: Iterable[Any], *, symbols: bool = True) -> list[Any]:
-    """Several values as graphs see them."""
+    """Several values as a graph sees them."""
     return [one for value in values for one in flat(value, symbols=symbols)]
 
 
@@ -157,64 +156,54 @@ def rebuild(
     *,
     symbols: bool = True,
 ) -> list[Any]:
-    """Values like others, with `change` of the tensors that graphs see in place of theirs."""
+    """Values like those in `like`, with `change(tensor)` for each `given` tensor inside."""
     made: list[Any] = []
-    start = 0
+    parts = iter(given)
     for one in like:
-        stop = start + len(flat(one, symbols=symbols))
-        made.append(_rebuilt(one, given[start:stop], change))
-        start = stop
+        own = list(islice(parts, len(flat(one, symbols=symbols))))
+        # Symbols are inputs of the graph, but no part of the value that is rebuilt.
+        tensors = map(change, [part for part in own if isinstance(part, Tensor)])
+        made.append(
+            subclasses.with_inner(one, lambda _, tensors=tensors: next(tensors))
+            if isinstance(one, Tensor)
+            else own[0]
+        )
     return made
 
 
-def _rebuilt(like: Any, parts: Sequence[Any], change: Callable[[Tensor], Tensor]) -> Any:
-    if not subclasses.wraps_others(like):
-        return change(parts[0]) if isinstance(parts[0], Tensor) else parts[0]
-    # Nothing is made of symbols here: they only have to be known to the graph.
-    tensors = iter([one for one in parts if isinstance(one, Tensor)])
-    return subclasses.with_inner(like, lambda _: change(next(tensors)))
-
-
 def places(wrapped: Wrapped, *, symbols: bool = True) -> list[range]:
-    """For each value, where it is among those that a graph takes."""
-    found: list[range] = []
-    start = 0
-    for one in wrapped:
-        count = 1 if one is None else one.num_flat(symbols=symbols)
-        found.append(range(start, start + count))
-        start += count
-    return found
+    """For each value, its places among the values that a graph takes."""
+    ends = accumulate((num_flat(one, symbols=symbols) for one in wrapped), initial=0)
+    return [range(*pair) for pair in pairwise(ends)]
 
 
 def as_traced(tangent: Any, wrapping: Wrapping | None) -> Any:
-    """A gradient as backward was traced for it; refused if its class cannot say how."""
-    names_context = tangent.__tensor_flatten__() if subclasses.wraps_others(tangent) else None
+    """A gradient, coerced to the type that backward was traced for; refused if it cannot be."""
+    wraps = subclasses.wraps_others(tangent)
     if wrapping is None:
-        if names_context is None:
-            return tangent
-        return _coerced(tangent, None, Tensor)
-    if type(tangent) is not wrapping.kind or names_context is None:
+        return _coerced(tangent, None, Tensor) if wraps else tangent
+    if type(tangent) is not wrapping.kind or not wraps:
         tangent = _coerced(tangent, wrapping.context, wrapping.kind)
     elif wrapping.num_symbols:
         # Sizes in its context are symbols, which say nothing when compared.
         tangent = _coerced(tangent, wrapping.context, None, needed=False)
-    elif names_context[1] != wrapping.context:
+    elif tangent.__tensor_flatten__()[1] != wrapping.context:
         tangent = _coerced(tangent, wrapping.context, None)
-    for name, inner in wrapping.inner:
-        if not isinstance(inner, Fixed):
-            _check_inner(tangent, name, inner)
+    _check_inner(tangent, wrapping)
     return tangent
 
 
-def _check_inner(tangent: Any, name: str, wrapping: Wrapping | None) -> None:
-    """A wrapper can be told to change, what it wraps cannot."""
-    inner = getattr(tangent, name)
-    expected = Tensor if wrapping is None else wrapping.kind
-    if (wrapping is not None or subclasses.wraps_others(inner)) and type(inner) is not expected:
-        raise _wrong_tangent(f"{expected.__name__} in its attribute {name!r}", tangent)
-    for deeper, its in wrapping.inner if wrapping is not None else ():
-        if not isinstance(its, Fixed):
-            _check_inner(inner, deeper, its)
+def _check_inner(tangent: Any, wrapping: Wrapping) -> None:
+    """Refuse inner tensors of another type: only the outer tensor can be coerced."""
+    for name, its in wrapping.inner:
+        if isinstance(its, Fixed):
+            continue
+        inner = getattr(tangent, name)
+        expected = Tensor if its is None else its.kind
+        if (its is not None or subclasses.wraps_others(inner)) and type(inner) is not expected:
+            raise _wrong_tangent(f"{expected.__name__} in its attribute {name!r}", tangent)
+        if its is not None:
+            _check_inner(inner, its)
 
 
 def _coerced(tangent: Any, context: Any, kind: type[Any] | None, *, needed: bool = True) -> Any:
@@ -222,12 +211,9 @@ def _coerced(tangent: Any, context: Any, kind: type[Any] | None, *, needed: bool
     made = None
     if coerce is not None:
         made = coerce(context) if kind is None else coerce(context, kind)
-    if made is None and not needed:
-        return tangent
-    if made is None:
-        name = (kind or type(tangent)).__name__
-        raise _wrong_tangent(f"{name} with {context!r}", tangent)
-    return made
+    if made is None and needed:
+        raise _wrong_tangent(f"{(kind or type(tangent)).__name__} with {context!r}", tangent)
+    return tangent if made is None else made
 
 
 def _wrong_tangent(expected: str, tangent: Any) -> RuntimeError:

@@ -15,7 +15,7 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from shoal.compile.aot.signature import Step
+from shoal.compile.aot.signature import ViewStep
 from shoal.compile.cache import values
 from shoal.compile.cache.errors import DamagedError, NotExactError
 from shoal.compile.cache.operators import NAMESPACES, operator_called
@@ -70,14 +70,14 @@ def _dataclass_from_json(json: Json, kind: Any) -> Any:
         raise DamagedError(f"expected the fields of {kind.__name__}; got {json!r}")
     made = kind(**{name: from_json(json[name], hint) for name, hint in hints.items()})
     _check_step(made, DamagedError)
-    if isinstance(made, Step):
+    if isinstance(made, ViewStep):
         operator_called(made.op)
     return made
 
 
 def _check_step(value: Any, error: type[Exception]) -> None:
     """Refuse a view by an operator that a file cannot name, or with names that are none."""
-    if not isinstance(value, Step):
+    if not isinstance(value, ViewStep):
         return
     if value.op.split(".")[0] not in NAMESPACES:
         raise error(f"an output is a view by {value.op}, which is no operator of torch's own")

@@ -64,10 +64,7 @@ def entry_from_json(
     inputs: list[Any] = []
     nodes = [node for one in (forward, backward) if one is not None for node in one.graph.nodes]
     if with_values or any(map(communicates, nodes)):
-        inputs = [
-            fakes.fake_of(mode, one, dynamic=False) if isinstance(one, Tensor) else one
-            for one in typed["arrangement"].inputs(args)
-        ]
+        inputs = typed["arrangement"].fake_inputs(args, mode, dynamic=False)
         propagate(forward, inputs, mode)
         found, before = _returned_to_json(forward), json["returned"]
         if found != before:

@@ -18,16 +18,16 @@ from shoal.compile.aot.signature import (
     OutputKind,
     Reshape,
     Signature,
-    Step,
+    ViewStep,
 )
 from shoal.compile.cache.data import from_json, to_json
 from shoal.compile.cache.errors import DamagedError, NotExactError
 
-STEP = Step(op="aten.view.dtype", args=((2, 3), torch.int32), kwargs=(("alpha", 2),), item=1)
+STEP = ViewStep(op="aten.view.dtype", args=((2, 3), torch.int32), kwargs=(("alpha", 2),), item=1)
 SIGNATURE = Signature(
     inputs=(
         Input(is_tensor=True, requires_grad=True, mutation=Mutation(data=True, num_versions=2)),
-        Input(is_tensor=True, is_leaf=False),
+        Input(is_tensor=True, is_wrapper=True),
     ),
     outputs=(
         Output(kind=OutputKind.VIEW_OF_BASE, of=0, steps=(STEP,), requires_grad=True),
@@ -100,7 +100,7 @@ def test_nothing_else_comes_out_of_a_file(path: str, value: Any) -> None:
         Signature(
             inputs=(),
             outputs=(
-                Output(kind=OutputKind.FRESH, steps=(Step(op="mylib.view.default", args=()),)),
+                Output(kind=OutputKind.FRESH, steps=(ViewStep(op="mylib.view.default", args=()),)),
             ),
         ),
         Arrangement(places=(Constant(object()),), sources=(), is_memory=()),
