@@ -86,7 +86,21 @@ class DcpWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; each result says what became of an item."""
+        """Write this rank's file; each result says what became of an item.
+
+        An error is returned, not raised: DCP would raise it without a call to `finish`, and the
+        partial checkpoint would stay.
+        """
+        try:
+            results = self._written(plan, planner)
+        except BaseException as error:
+            index = MetadataIndex("")
+            results = [WriteResult(index=index, size_in_bytes=0, storage_data=error)]
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         name, rank = plan.storage_data
         values: dict[MetadataIndex, Any] = {}
         planned: list[PlannedRegion] = []
@@ -98,23 +112,36 @@ class DcpWriter(StorageWriter):
         written = write_regions(Checkpoint(self._checkpoint.storage, name), rank, planned)
         # The file as a whole goes with the first tensor.
         files = [written] if written is not None else []
-        results = []
+        results: list[WriteResult] = []
         for item in plan.items:
             is_value = item.index in values
             data = values[item.index] if is_value else files.pop() if files else None
             size = item.tensor_storage_size() or 0
             results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=data))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest, and publish; DCP calls this on the coordinator."""
-        everything = [result for of_rank in results for result in of_rank]
-        files = [r.storage_data for r in everything if isinstance(r.storage_data, WrittenFile)]
+        """Write the manifest, and publish; DCP calls this on the coordinator.
+
+        Raises the error of the first rank that failed. No rank writes any more by now.
+        """
+        partial = Checkpoint(self._checkpoint.storage, self._partial)
+        try:
+            for rank, of_rank in enumerate(results):
+                for result in of_rank:
+                    if isinstance(result.storage_data, BaseException):
+                        result.storage_data.add_note(f"on rank {rank}")
+                        raise result.storage_data
+            self._publish(partial, metadata, [one for of_rank in results for one in of_rank])
+        except BaseException:
+            partial.discard()
+            raise
+
+    def _publish(self, partial: Checkpoint, metadata: Metadata, results: list[WriteResult]) -> None:
+        files = [r.storage_data for r in results if isinstance(r.storage_data, WrittenFile)]
         values = {
             result.index.fqn: result.storage_data
-            for result in everything
+            for result in results
             if isinstance(metadata.state_dict_metadata.get(result.index.fqn), BytesStorageMetadata)
         }
         paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
@@ -123,7 +150,6 @@ class DcpWriter(StorageWriter):
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
-        partial = Checkpoint(self._checkpoint.storage, self._partial)
         extra = {_VALUES: values, _PATHS: paths}
         finish(partial, self._checkpoint, self._num_ranks, outlines, files, extra)
 
