@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.data_files import PlannedRegion
+from shoal.checkpoint.data_files import PlannedRegion, Progress
 from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.manifest import CODES, JSON, check_json
-from shoal.checkpoint.offline import Progress, outline, write_offline
+from shoal.checkpoint.offline import outline, write_offline
 from shoal.checkpoint.shares import Share
 from shoal.checkpoint.storage import Checkpoint, FileNames, OpenFile, storage_errors
 from shoal.checkpoint.untrusted import Class, Record, read_pickle
@@ -168,14 +168,23 @@ def _convert(
         if new_name in outlines:
             raise UsageError(f"`rename` gives two tensors the name {new_name!r}")
         outlines[new_name] = outline(_ints(entry["size"]), _dtype(name, entry), "from DCP")
-        planned += _planned(items, name, new_name, entry, progress)
-    write_offline(checkpoint, outlines, [planned], {"values": values} if values else {})
+        planned += _planned(items, name, new_name, entry)
+    write_offline(checkpoint, outlines, [planned], {"values": values} if values else {}, progress)
 
 
-def _planned(
-    items: _Items, name: str, new_name: str, entry: Record, progress: Progress | None
-) -> Iterator[PlannedRegion]:
+def _planned(items: _Items, name: str, new_name: str, entry: Record) -> Iterator[PlannedRegion]:
     dtype = _dtype(name, entry)
+
+    def read(region: Region) -> torch.Tensor:
+        values = items.read(name, region.offsets)
+        is_tensor = isinstance(values, torch.Tensor)
+        found = (values.dtype, tuple(values.shape)) if is_tensor else type(values).__name__
+        if found != (dtype, region.sizes):
+            raise CheckpointError(
+                f"{name!r} at {region.offsets} should be {dtype} {region.sizes}, got {found}"
+            )
+        return values
+
     seen: set[tuple[int, ...]] = set()
     for chunk in entry["chunks"]:
         region = Region(offsets=_ints(chunk["offsets"]), sizes=_ints(chunk["sizes"]))
@@ -185,20 +194,7 @@ def _planned(
         if region.offsets in seen or (name, region.offsets) not in items:
             raise CheckpointError(f"{name!r} at {region.offsets} is listed twice, or in no file")
         seen.add(region.offsets)
-
-        def read(region: Region = region) -> torch.Tensor:
-            values = items.read(name, region.offsets)
-            is_tensor = isinstance(values, torch.Tensor)
-            found = (values.dtype, tuple(values.shape)) if is_tensor else type(values).__name__
-            if found != (dtype, region.sizes):
-                raise CheckpointError(
-                    f"{name!r} at {region.offsets} should be {dtype} {region.sizes}, got {found}"
-                )
-            if progress is not None:
-                progress(values.nbytes)
-            return values
-
-        yield PlannedRegion(name=new_name, region=region, dtype=dtype, read=read)
+        yield PlannedRegion(name=new_name, region=region, dtype=dtype, source=read)
 
 
 def _dtype(name: str, entry: Record) -> torch.dtype:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -40,7 +41,7 @@ from shoal.checkpoint.data_files import (
     PlannedRegion,
     RegionReader,
     WrittenFile,
-    cut_region,
+    plan_regions,
     write_regions,
 )
 from shoal.checkpoint.dcp_import import read_item
@@ -48,6 +49,7 @@ from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.manifest import Manifest, StoredRegion, TensorEntry, check_json, read_manifest
 from shoal.checkpoint.offline import outline
 from shoal.checkpoint.save import finish
+from shoal.checkpoint.shares import Part
 from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
@@ -56,13 +58,17 @@ _VALUES, _PATHS = "values", "paths"
 _MAX_STEPS = 100
 """Of the path to a value in a state dict."""
 
+_Outcome = tuple[dict[str, Any], WrittenFile | None]
+"""What a rank gives the coordinator: its values by name, and the file that it wrote."""
+
+T = TypeVar("T")
+
 
 class DcpWriter(StorageWriter):
     """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty."""
 
     def __init__(self, path: Folder | Checkpoint | None = None) -> None:
         self._folder = path
-        self._num_ranks = 1
 
     def reset(self, checkpoint_id: Folder | Checkpoint | None = None) -> None:
         """Begin another save, to another folder if one is named."""
@@ -78,7 +84,6 @@ class DcpWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the partial checkpoint, and tell each rank its number and where to write."""
-        self._num_ranks = len(plans)
         self._partial = self._checkpoint.create().name
         return [
             dataclasses.replace(plan, storage_data=(self._partial, rank))
@@ -86,72 +91,49 @@ class DcpWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; each result says what became of an item.
+        """Write this rank's file; the only result says what it wrote, or why it could not.
 
-        An error is returned, not raised: DCP would raise it without a call to `finish`, and the
-        partial checkpoint would stay.
+        DCP would raise an error at once, without a call to `finish`, and the partial checkpoint
+        would stay.
         """
         try:
-            results = self._written(plan, planner)
+            outcome = self._write(plan, planner)
         except BaseException as error:
-            index = MetadataIndex("")
-            results = [WriteResult(index=index, size_in_bytes=0, storage_data=error)]
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+            outcome = error
+        return _done([WriteResult(MetadataIndex(""), size_in_bytes=0, storage_data=outcome)])
 
-    def _written(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> _Outcome:
         name, rank = plan.storage_data
-        values: dict[MetadataIndex, Any] = {}
+        values: dict[str, Any] = {}
         planned: list[PlannedRegion] = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                values[item.index] = _value(item, planner)
+                values[item.index.fqn] = _value(item, planner)
             else:
                 planned += _planned(item, planner)
-        written = write_regions(Checkpoint(self._checkpoint.storage, name), rank, planned)
-        # The file as a whole goes with the first tensor.
-        files = [written] if written is not None else []
-        results: list[WriteResult] = []
-        for item in plan.items:
-            is_value = item.index in values
-            data = values[item.index] if is_value else files.pop() if files else None
-            size = item.tensor_storage_size() or 0
-            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=data))
-        return results
+        return values, write_regions(Checkpoint(self._checkpoint.storage, name), rank, planned)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the manifest, and publish; DCP calls this on the coordinator.
 
         Raises the error of the first rank that failed. No rank writes any more by now.
         """
-        partial = Checkpoint(self._checkpoint.storage, self._partial)
-        try:
-            for rank, of_rank in enumerate(results):
-                for result in of_rank:
-                    if isinstance(result.storage_data, BaseException):
-                        result.storage_data.add_note(f"on rank {rank}")
-                        raise result.storage_data
-            self._publish(partial, metadata, [one for of_rank in results for one in of_rank])
-        except BaseException:
-            partial.discard()
-            raise
-
-    def _publish(self, partial: Checkpoint, metadata: Metadata, results: list[WriteResult]) -> None:
-        files = [r.storage_data for r in results if isinstance(r.storage_data, WrittenFile)]
-        values = {
-            result.index.fqn: result.storage_data
-            for result in results
-            if isinstance(metadata.state_dict_metadata.get(result.index.fqn), BytesStorageMetadata)
-        }
-        paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
-        outlines = {
-            name: outline(entry.size, entry.properties.dtype, "by DCP")
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        extra = {_VALUES: values, _PATHS: paths}
-        finish(partial, self._checkpoint, self._num_ranks, outlines, files, extra)
+        outcomes = [result.storage_data for [result] in results]
+        with Checkpoint(self._checkpoint.storage, self._partial).discarded_on_error() as partial:
+            for rank, outcome in enumerate(outcomes):
+                if isinstance(outcome, BaseException):
+                    outcome.add_note(f"on rank {rank}")
+                    raise outcome
+            values = {name: value for own, _ in outcomes for name, value in own.items()}
+            paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
+            outlines = {
+                name: outline(entry.size, entry.properties.dtype, "by DCP")
+                for name, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            files = [file for _, file in outcomes]
+            extra = {_VALUES: values, _PATHS: paths}
+            finish(partial, self._checkpoint, len(outcomes), outlines, files, extra)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -217,14 +199,18 @@ class DcpReader(StorageReader):
                     planner.load_bytes(item, data)
                 else:
                     _fill(reader, manifest, stored, item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Any local path is one."""
         return "://" not in str(checkpoint_id)
+
+
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 def _named(folder: Folder | Checkpoint | None) -> Checkpoint:
@@ -278,21 +264,12 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
     return value
 
 
-def _planned(item: WriteItem, planner: SavePlanner) -> list[PlannedRegion]:
+def _planned(item: WriteItem, planner: SavePlanner) -> Iterator[PlannedRegion]:
     values: Any = planner.resolve_data(item)
     chunk = item.tensor_data.chunk if item.tensor_data is not None else None
     offsets = tuple(chunk.offsets) if chunk is not None else (0,) * values.dim()
-    whole = Region(offsets=offsets, sizes=tuple(values.shape))
-    name = item.index.fqn
-    return [
-        PlannedRegion(
-            name=name,
-            region=region,
-            dtype=values.dtype,
-            read=lambda region=region: values[region.relative_to(whole).slices],
-        )
-        for region in cut_region(name, whole, values.dtype)
-    ]
+    part = Part(region=Region(offsets=offsets, sizes=tuple(values.shape)), local=values)
+    return plan_regions(item.index.fqn, part.region, values.dtype, part.view)
 
 
 def _entry(entry: TensorEntry) -> TensorStorageMetadata:

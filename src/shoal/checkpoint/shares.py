@@ -27,6 +27,10 @@ class Part:
                 f"says {self.region.sizes}: it is not sharded as torch.chunk cuts"
             )
 
+    def view(self, region: Region) -> torch.Tensor:
+        """This rank's memory for a region inside of this one."""
+        return self.local[region.relative_to(self.region).slices]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:

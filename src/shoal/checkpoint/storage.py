@@ -185,6 +185,15 @@ class Checkpoint:
         """Remove this partial checkpoint as far as possible."""
         self.storage.discard(self.name)
 
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[Checkpoint]:
+        """Discard this partial checkpoint if the block raises."""
+        try:
+            yield self
+        except BaseException:
+            self.discard()
+            raise
+
     def delete(self) -> None:
         """Remove this complete checkpoint."""
         with storage_errors("remove", self):
