@@ -22,6 +22,7 @@ from shoal.checkpoint.manifest import (
     MAX_BYTES,
     decoded_file,
     decoded_region,
+    dtype_name,
     encoded_file,
     encoded_region,
 )
@@ -116,7 +117,10 @@ def leave_note(
     if written is not None:
         note["name"] = written.name
         note["file"] = encoded_file(written.file)
-        note["regions"] = [[name, encoded_region(stored)] for name, stored in written.regions]
+        note["regions"] = [
+            [stored.name, dtype_name(stored.dtype), encoded_region(stored)]
+            for stored in written.regions
+        ]
     data = json.dumps(note).encode()
     partial.write(_note_name(rank), [data], len(data))
 
@@ -135,9 +139,9 @@ def collect_notes(partial: Checkpoint, world_size: int, timeout_s: float) -> lis
         partial.remove(_note_name(rank))
         if note["failure"] is not None:
             raise CheckpointError(f"rank {rank}: {note['failure']}")
-        regions = tuple((name, decoded_region(fields)) for name, fields in note.get("regions", ()))
         if "file" in note:
             file = decoded_file(note["file"])
+            regions = tuple(decoded_region(*fields) for fields in note["regions"])
             found.append(WrittenFile(name=note["name"], file=file, regions=regions))
     return found
 

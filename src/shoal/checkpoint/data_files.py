@@ -22,7 +22,6 @@ from shoal.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredRegion,
-    TensorEntry,
     file_name,
 )
 from shoal.checkpoint.storage import Checkpoint, OpenFile
@@ -47,7 +46,7 @@ Take = Callable[[int], torch.Tensor]
 
 
 def fresh(num_bytes: int) -> torch.Tensor:
-    """Give memory that nobody had before."""
+    """Give new host memory."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
@@ -82,11 +81,11 @@ class PlannedRegion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A file that is on the disk, and the regions in it, each with the name of its tensor."""
+    """A file that is on the disk, and the regions in it."""
 
     name: str
     file: StoredFile
-    regions: tuple[tuple[str, StoredRegion], ...]
+    regions: tuple[StoredRegion, ...]
 
 
 def plan_regions(
@@ -129,12 +128,18 @@ def write_regions(
     if not planned:
         return None
     name = file_name(rank)
-    stored: list[tuple[str, StoredRegion]] = []
+    stored: list[StoredRegion] = []
 
     def note(item: PlannedRegion, start: int, data: memoryview) -> None:
-        crc32 = Checksum.FOLDED.of(data)
-        region = StoredRegion(file=name, start=start, region=item.region, crc32=crc32)
-        stored.append((item.name, region))
+        region = StoredRegion(
+            name=item.name,
+            dtype=item.dtype,
+            file=name,
+            start=start,
+            region=item.region,
+            crc32=Checksum.FOLDED.of(data),
+        )
+        stored.append(region)
         if progress is not None:
             progress(len(data))
 
@@ -216,34 +221,29 @@ class RegionReader(ExitStack):
         self._region = fresh(0)
 
     def read(
-        self,
-        name: str,
-        entry: TensorEntry,
-        stored: StoredRegion,
-        parts: Sequence[Region],
-        take: Take = fresh,
+        self, stored: StoredRegion, parts: Sequence[Region], take: Take = fresh
     ) -> list[torch.Tensor]:
         """Give the values of parts of a region, which are those that were saved.
 
         All of the region is read, once, and compared with its checksum; the parts alone are kept.
         """
-        itemsize = entry.dtype.itemsize
+        dtype = stored.dtype
         if len(parts) == 1:
             start, stop = flat_span(stored.region.sizes, parts[0])
             if stop - start == parts[0].numel:
-                memory = take(parts[0].numel * itemsize)
-                self._stream(name, entry, stored, memory.numpy().data, start * itemsize)
-                return [memory.view(entry.dtype).view(parts[0].sizes)]
-        values = self._whole(name, entry, stored)
+                memory = take(parts[0].numel * dtype.itemsize)
+                self._stream(stored, memory.numpy().data, start * dtype.itemsize)
+                return [memory.view(dtype).view(parts[0].sizes)]
+        values = self._whole(stored)
         found: list[torch.Tensor] = []
         for part in parts:
-            memory = take(part.numel * itemsize).view(entry.dtype).view(part.sizes)
+            memory = take(part.numel * dtype.itemsize).view(dtype).view(part.sizes)
             found.append(memory.copy_(values[part.slices]))
         return found
 
-    def verify(self, name: str, entry: TensorEntry, stored: StoredRegion) -> None:
+    def verify(self, stored: StoredRegion) -> None:
         """Compare a region with its checksum, without keeping it in memory."""
-        self._stream(name, entry, stored, memoryview(b""), 0)
+        self._stream(stored, memoryview(b""), 0)
 
     def open_file(self, name: str, tensor: str | None = None) -> OpenFile:
         """Open a file: it is there, as long as it should be, with the header it should have."""
@@ -254,38 +254,34 @@ class RegionReader(ExitStack):
             self._files[name] = file
         return self._files[name]
 
-    def _whole(self, name: str, entry: TensorEntry, stored: StoredRegion) -> torch.Tensor:
+    def _whole(self, stored: StoredRegion) -> torch.Tensor:
         """All values of a region, until the next call: in memory that is used again."""
-        num_bytes = stored.region.numel * entry.dtype.itemsize
-        if self._region.numel() < num_bytes:
-            self._region = fresh(num_bytes)
-        memory = self._region[:num_bytes]
-        self._stream(name, entry, stored, memory.numpy().data, 0)
-        return memory.view(entry.dtype).view(stored.region.sizes)
+        if self._region.numel() < stored.num_bytes:
+            self._region = fresh(stored.num_bytes)
+        memory = self._region[: stored.num_bytes]
+        self._stream(stored, memory.numpy().data, 0)
+        return memory.view(stored.dtype).view(stored.region.sizes)
 
-    def _stream(
-        self, name: str, entry: TensorEntry, stored: StoredRegion, kept: memoryview, first: int
-    ) -> None:
+    def _stream(self, stored: StoredRegion, kept: memoryview, first: int) -> None:
         """Read a region, keep its bytes from `first` on as far as `kept` reaches, and compare.
 
         Chunk by chunk, so that the checksum finds in the processor's cache what was just read.
         """
-        file = self.open_file(stored.file, name)
+        file = self.open_file(stored.file, stored.name)
         found = 0
-        num_bytes = stored.region.numel * entry.dtype.itemsize
-        for start in range(0, num_bytes, CHUNK_BYTES):
-            stop = min(start + CHUNK_BYTES, num_bytes)
+        for start in range(0, stored.num_bytes, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, stored.num_bytes)
             begin, end = max(start, first), min(stop, first + len(kept))
             is_kept = (begin, end) == (start, stop)
             chunk = kept[start - first : stop - first] if is_kept else self._chunk[: stop - start]
-            with self._naming(stored.file, name):
+            with self._naming(stored.file, stored.name):
                 _fill(file, chunk, stored.start + start)
             found = self._manifest.checksum.extend(chunk, found)
             if begin < end and not is_kept:
                 kept[begin - first : end - first] = chunk[begin - start : end - start]
         if found != stored.crc32:
             raise CheckpointError(
-                f"{self._checkpoint.locate(stored.file)}: tensor {name!r} at "
+                f"{self._checkpoint.locate(stored.file)}: tensor {stored.name!r} at "
                 f"{stored.region.offsets} has checksum {found:08x}, the manifest says "
                 f"{stored.crc32:08x}. {_MEND}"
             )

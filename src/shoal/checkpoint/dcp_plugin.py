@@ -59,21 +59,36 @@ _MAX_STEPS = 100
 """Of the path to a value in a state dict."""
 
 _Outcome = tuple[dict[str, Any], WrittenFile | None]
-"""What a rank gives the coordinator: its values by name, and the file that it wrote."""
+"""A rank's values by name, and the file that it wrote; the coordinator is given these."""
 
 T = TypeVar("T")
 
 
-class DcpWriter(StorageWriter):
-    """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty."""
+class _InFolder:
+    """Names a checkpoint by the path that it is given, or by DCP's `checkpoint_id`."""
 
     def __init__(self, path: Folder | Checkpoint | None = None) -> None:
         self._folder = path
 
     def reset(self, checkpoint_id: Folder | Checkpoint | None = None) -> None:
-        """Begin another save, to another folder if one is named."""
+        """Begin another save or load, in another folder if one is named."""
         if checkpoint_id is not None:
             self._folder = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any local path is one."""
+        return "://" not in str(checkpoint_id)
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        if self._folder is None:
+            raise UsageError("name the folder, here or as DCP's checkpoint_id")
+        return checkpoint_at(self._folder)
+
+
+class DcpWriter(_InFolder, StorageWriter):
+    """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing depends on the role: the coordinator alone is asked to plan globally."""
@@ -135,32 +150,13 @@ class DcpWriter(StorageWriter):
             extra = {_VALUES: values, _PATHS: paths}
             finish(partial, self._checkpoint, len(outcomes), outlines, files, extra)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any local path is one."""
-        return "://" not in str(checkpoint_id)
 
-    @property
-    def _checkpoint(self) -> Checkpoint:
-        return _named(self._folder)
-
-
-class DcpReader(StorageReader):
+class DcpReader(_InFolder, StorageReader):
     """Reads a checkpoint of ours for a DCP planner; no region is written before it is checked."""
-
-    def __init__(self, path: Folder | Checkpoint | None = None) -> None:
-        self._folder = path
-        self._manifest: Manifest | None = None
-
-    def reset(self, checkpoint_id: Folder | Checkpoint | None = None) -> None:
-        """Begin another load, from another folder if one is named."""
-        self._manifest = None
-        if checkpoint_id is not None:
-            self._folder = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Say what the manifest says, as DCP says it."""
-        manifest = read_manifest(_named(self._folder))
+        manifest = read_manifest(self._checkpoint)
         values, paths = _values(manifest), _paths(manifest)
         entries: dict[str, Any] = {name: _entry(e) for name, e in manifest.tensors.items()}
         entries |= {name: BytesStorageMetadata() for name in values}
@@ -170,7 +166,7 @@ class DcpReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Read the manifest on this rank too: DCP passes its own metadata only."""
-        self._manifest = read_manifest(_named(self._folder))
+        self._manifest = read_manifest(self._checkpoint)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keep DCP's plan."""
@@ -182,15 +178,14 @@ class DcpReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read, check and copy each region that the plan asks for."""
-        checkpoint = _named(self._folder)
-        manifest = self._manifest or read_manifest(checkpoint)
+        manifest = self._manifest
         values = _values(manifest)
         stored = {
-            (name, region.region.offsets): region
-            for name, entry in manifest.tensors.items()
+            (region.name, region.region.offsets): region
+            for entry in manifest.tensors.values()
             for region in entry.regions
         }
-        with RegionReader(checkpoint, manifest) as reader, torch.no_grad():
+        with RegionReader(self._checkpoint, manifest) as reader, torch.no_grad():
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     data = io.BytesIO()
@@ -198,13 +193,8 @@ class DcpReader(StorageReader):
                     data.seek(0)
                     planner.load_bytes(item, data)
                 else:
-                    _fill(reader, manifest, stored, item, planner)
+                    _fill(reader, stored, item, planner)
         return _done(None)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any local path is one."""
-        return "://" not in str(checkpoint_id)
 
 
 def _done(value: T) -> Future[T]:
@@ -213,17 +203,9 @@ def _done(value: T) -> Future[T]:
     return future
 
 
-def _named(folder: Folder | Checkpoint | None) -> Checkpoint:
-    if folder is None:
-        raise UsageError("name the folder, here or as DCP's checkpoint_id")
-    return checkpoint_at(folder)
-
-
 def _values(manifest: Manifest) -> dict[str, Any]:
     """The values beside the tensors; a checkpoint from elsewhere may hold anything there."""
-    values = manifest.extra.get(_VALUES, {})
-    if not isinstance(values, dict):
-        raise CheckpointError(f"expected a table of values, got {values!r:.100}")
+    values = _table(manifest, _VALUES)
     both = sorted(values.keys() & manifest.tensors.keys())
     if both:
         raise CheckpointError(f"{both[0]!r:.200} is both a value and a tensor in the checkpoint")
@@ -231,10 +213,8 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def _paths(manifest: Manifest) -> dict[str, tuple[str | int, ...]]:
-    """Where each value was in the state dict, whose lists may not be longer than they can be."""
-    paths = manifest.extra.get(_PATHS, {})
-    if not isinstance(paths, dict):
-        raise CheckpointError(f"expected a table of paths, got {paths!r:.100}")
+    """The path of each value in the state dict; raises if its lists would be too long."""
+    paths = _table(manifest, _PATHS)
     lengths: dict[tuple[str | int, ...], int] = {}
     found: dict[str, tuple[str | int, ...]] = {}
     for name, path in paths.items():
@@ -247,6 +227,13 @@ def _paths(manifest: Manifest) -> dict[str, tuple[str | int, ...]]:
     if sum(lengths.values()) > 16 * len(paths) + 1024:
         raise CheckpointError("its paths lead through lists that are longer than all they hold")
     return found
+
+
+def _table(manifest: Manifest, key: str) -> dict[str, Any]:
+    table = manifest.extra.get(key, {})
+    if not isinstance(table, dict):
+        raise CheckpointError(f"expected a table of {key}, got {table!r:.100}")
+    return table
 
 
 def _path(name: str, path: object) -> tuple[str | int, ...]:
@@ -283,15 +270,13 @@ def _entry(entry: TensorEntry) -> TensorStorageMetadata:
 
 def _fill(
     reader: RegionReader,
-    manifest: Manifest,
     stored: dict[tuple[str, tuple[int, ...]], StoredRegion],
     item: ReadItem,
     planner: LoadPlanner,
 ) -> None:
-    name = item.storage_index.fqn
-    region = stored[name, tuple(item.storage_index.offset or ())]
+    region = stored[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
     part = Region(offsets=tuple(item.storage_offsets), sizes=tuple(item.lengths))
-    [values] = reader.read(name, manifest.tensors[name], region, [part])
+    [values] = reader.read(region, [part])
     target = planner.resolve_tensor(item).detach()
     target.copy_(values)
     planner.commit_tensor(item, target)

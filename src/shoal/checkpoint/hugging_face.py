@@ -184,7 +184,7 @@ def _check_held(weights: Mapping[str, str], held: Mapping[str, Set[str]]) -> Non
 
 
 def _weight_map(source: Path) -> dict[str, str] | None:
-    """Which file holds which tensor, as the index says; None where there is a single file."""
+    """The file of each tensor, as the index says; None where there is a single file."""
     path = source / INDEX
     present = [name for name in (INDEX, SINGLE) if os.path.lexists(source / name)]
     if INDEX not in present:

@@ -88,9 +88,9 @@ def _check(reader: RegionReader, moves: Iterable[Move], verify: bool) -> None:
     """Open every file that this rank will read; with `verify`, compare all checksums, too."""
     for move in moves:
         if verify:
-            reader.verify(move.name, move.entry, move.stored)
+            reader.verify(move.stored)
         else:
-            reader.open_file(move.stored.file, move.name)
+            reader.open_file(move.stored.file, move.stored.name)
 
 
 def _stream(
@@ -131,7 +131,7 @@ def _turn(
 
 
 def _staged_bytes(batches: Sequence[tuple[LoadBatch, Sequence[Move]]]) -> int:
-    """What this rank needs for a batch, or for two where they overlap."""
+    """The bytes that this rank needs for a batch, or for two where they overlap."""
     most = before = 0
     for batch, moves in batches:
         own = sum(move.num_bytes for move in moves)

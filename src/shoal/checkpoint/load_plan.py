@@ -1,4 +1,4 @@
-"""What a load will do, before any data is touched: which tensors fit, and which bytes go where.
+"""The plan of a load, before any data is touched: which tensors fit, and which bytes go where.
 
 In: a manifest, the tensors to fill, and patterns that choose among them. Out: for each tensor the
 stored regions that overlap this rank's parts of it.
@@ -65,20 +65,18 @@ class Selection:
 class Move:
     """A stored region, the parts of it that this rank needs, and where each goes."""
 
-    name: str
-    entry: TensorEntry
     stored: StoredRegion
     pieces: tuple[tuple[Region, torch.Tensor], ...]
 
     @property
     def num_bytes(self) -> int:
         """How much of a `Staging` its values take."""
-        return sum(aligned(part.numel * self.entry.dtype.itemsize) for part, _ in self.pieces)
+        return sum(aligned(part.numel * self.stored.dtype.itemsize) for part, _ in self.pieces)
 
     def read(self, reader: RegionReader, take: Take = fresh) -> Copy:
         """Fetch the checked values now, and return what writes them."""
         parts = [part for part, _ in self.pieces]
-        values = reader.read(self.name, self.entry, self.stored, parts, take)
+        values = reader.read(self.stored, parts, take)
 
         def write() -> None:
             for (_, target), value in zip(self.pieces, values, strict=True):
@@ -158,10 +156,7 @@ def moves_into(name: str, entry: TensorEntry, held: Sequence[Part]) -> list[Move
                 found[stored].append((overlap.relative_to(stored.region), part.view(overlap)))
                 overlaps.append(overlap)
         _check_filled(name, part.region, overlaps)
-    return [
-        Move(name=name, entry=entry, stored=stored, pieces=tuple(pieces))
-        for stored, pieces in found.items()
-    ]
+    return [Move(stored=stored, pieces=tuple(pieces)) for stored, pieces in found.items()]
 
 
 def _check_filled(name: str, region: Region, overlaps: list[Region]) -> None:

@@ -32,11 +32,11 @@ def verify(folder: Folder | Checkpoint, progress: Progress | None = None) -> Man
     with RegionReader(checkpoint, manifest) as reader:
         for name in manifest.files:
             reader.open_file(name)
-        for name, entry in manifest.tensors.items():
+        for entry in manifest.tensors.values():
             for stored in entry.regions:
-                reader.verify(name, entry, stored)
+                reader.verify(stored)
                 if progress is not None:
-                    progress(stored.region.numel * entry.dtype.itemsize)
+                    progress(stored.num_bytes)
     return manifest
 
 

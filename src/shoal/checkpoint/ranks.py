@@ -116,7 +116,7 @@ class Agreement(Generic[T]):
         self._failed = ranks.any(attempt.failure is not None)
 
     def result(self) -> T:
-        """What the action returned; raises if it raised on any rank. Collective."""
+        """Return the action's result; raise if it raised on any rank. Collective."""
         if self._failed():
             texts = self._ranks.exchange(self._attempt.failure)
             failures = {rank: text for rank, text in enumerate(texts) if text is not None}
@@ -125,7 +125,7 @@ class Agreement(Generic[T]):
 
 
 class _Attempt(Generic[T]):
-    """What an action returned, or the exception that it raised."""
+    """The result of an action, or the exception that it raised."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         self.result: T | None = None

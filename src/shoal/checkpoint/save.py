@@ -141,8 +141,8 @@ def finish(
     regions: dict[str, list[StoredRegion]] = {name: [] for name in shares}
     files = [file for file in written if file is not None]
     for file in files:
-        for name, region in file.regions:
-            regions[name].append(region)
+        for region in file.regions:
+            regions[region.name].append(region)
     manifest = Manifest(
         world_size=world_size,
         files={file.name: file.file for file in files},
@@ -236,7 +236,7 @@ def _background(
     extra: Mapping[str, JSON],
     timeout_s: float,
 ) -> Callable[[], None]:
-    """What a rank does in the background; uses the storage alone, no collectives."""
+    """Give a rank's work in the background: it uses the storage alone, no collectives."""
     rank, world_size = ranks.rank, ranks.size
 
     def write() -> None:

@@ -214,7 +214,7 @@ def is_partial(name: str) -> bool:
 
 
 def taken(where: object) -> CheckpointError:
-    """What is raised where something has the name that a checkpoint should get."""
+    """The error where something has the name that a checkpoint should get."""
     return CheckpointError(
         f"{where} exists already, and a checkpoint is never overwritten: "
         "choose another name, or delete it first"
