@@ -22,10 +22,11 @@ from shoal.checkpoint.manifest import (
     MAX_BYTES,
     decoded_file,
     decoded_region,
+    dtype_name,
     encoded_file,
     encoded_region,
 )
-from shoal.checkpoint.ranks import Ranks
+from shoal.checkpoint.ranks import Ranks, failure_text
 from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError
 
@@ -47,11 +48,13 @@ class PendingSave(Generic[Place]):
         self.folder: Place = folder
         self.buffer = buffer
         self.ranks = ranks
-        self._work = work
         self._error: BaseException | None = None
         self._is_settled = False
-        self._thread = threading.Thread(target=self._run, name=f"save {folder.name}", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(work,), name=f"save {folder.name}", daemon=True
+        )
         self._thread.start()
+        _last[ranks.key] = self
 
     @property
     def done(self) -> bool:
@@ -77,21 +80,19 @@ class PendingSave(Generic[Place]):
             # one who waits needs the part of one whose turn has not come.
             self.ranks.exchange(None)
             self._thread.join()
-            failures = self.ranks.exchange(_text(self._error))
+            failures = self.ranks.exchange(failure_text(self._error))
             self._is_settled = True
             found = [text for text in failures if text is not None]
             if found:
                 raise CheckpointError(f"saving {self.folder}: {found[0]}") from self._error
         return self.folder
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            self._work()
+            work()
         except BaseException as error:
-            # Nobody is above a thread: whoever waits for the save, or saves next, raises it.
+            # Nobody is above a thread: `wait`, `check` or the next save raises it.
             self._error = error
-        finally:
-            self._work = _nothing
 
 
 def settle(ranks: Ranks) -> torch.Tensor | None:
@@ -104,13 +105,8 @@ def settle(ranks: Ranks) -> torch.Tensor | None:
     return pending.buffer
 
 
-def remember(ranks: Ranks, pending: PendingSave[Any]) -> None:
-    """Let the next save of this rank and group find this one."""
-    _last[ranks.key] = pending
-
-
 _last: dict[tuple[int, str], PendingSave[Any]] = {}
-"""By rank and group, because one process may be several ranks (`shoal.comm.local`)."""
+"""The newest by rank and group, because one process may be several ranks (`shoal.comm.local`)."""
 
 
 def leave_note(
@@ -121,17 +117,18 @@ def leave_note(
     if written is not None:
         note["name"] = written.name
         note["file"] = encoded_file(written.file)
-        note["regions"] = [[name, encoded_region(stored)] for name, stored in written.regions]
+        note["regions"] = [
+            [stored.name, dtype_name(stored.dtype), encoded_region(stored)]
+            for stored in written.regions
+        ]
     data = json.dumps(note).encode()
     partial.write(_note_name(rank), [data], len(data))
 
 
-def collect_notes(
-    partial: Checkpoint, world_size: int, timeout_s: float
-) -> list[WrittenFile | None]:
+def collect_notes(partial: Checkpoint, world_size: int, timeout_s: float) -> list[WrittenFile]:
     """Wait for the notes of all ranks, remove them, and say what is in the checkpoint."""
     deadline = time.monotonic() + timeout_s
-    found: list[WrittenFile | None] = []
+    found: list[WrittenFile] = []
     for rank in range(world_size):
         note = _awaited(
             lambda rank=rank: _read_note(partial, rank),
@@ -142,7 +139,10 @@ def collect_notes(
         partial.remove(_note_name(rank))
         if note["failure"] is not None:
             raise CheckpointError(f"rank {rank}: {note['failure']}")
-        found.append(_written(note))
+        if "file" in note:
+            file = decoded_file(note["file"])
+            regions = tuple(decoded_region(*fields) for fields in note["regions"])
+            found.append(WrittenFile(name=note["name"], file=file, regions=regions))
     return found
 
 
@@ -167,13 +167,6 @@ def _read_note(partial: Checkpoint, rank: int) -> dict[str, Any] | None:
         return None
 
 
-def _written(note: dict[str, Any]) -> WrittenFile | None:
-    if "file" not in note:
-        return None
-    regions = tuple((name, decoded_region(fields)) for name, fields in note["regions"])
-    return WrittenFile(name=note["name"], file=decoded_file(note["file"]), regions=regions)
-
-
 Found = TypeVar("Found")
 
 
@@ -187,13 +180,3 @@ def _awaited(ask: Callable[[], Found | None], deadline: float, message: str) -> 
 
 def _note_name(rank: int) -> str:
     return f"rank-{rank:05d}.note"
-
-
-def _nothing() -> None:
-    """Take the place of work that is done, so that its tensors can go."""
-
-
-def _text(error: BaseException | None) -> str | None:
-    if error is None:
-        return None
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""What finds damage in a region: CRC-32 of its bytes, folded first so that it costs little.
+"""The checksum of a region: CRC-32 of its bytes, folded first so that it costs little.
 
 CRC-32 of every byte takes longer than reading the bytes. So a chunk is laid out in rows, the rows
 are folded into one by exclusive or, and the CRC-32 goes on over these folds:

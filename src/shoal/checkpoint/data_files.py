@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Self
 
 import torch
 
@@ -23,13 +22,12 @@ from shoal.checkpoint.manifest import (
     Manifest,
     StoredFile,
     StoredRegion,
-    TensorEntry,
     file_name,
 )
-from shoal.checkpoint.shares import Part, Share
 from shoal.checkpoint.storage import Checkpoint, OpenFile
 from shoal.errors import CheckpointError
 from shoal.layout.region import Region, flat_span
+from shoal.layout.spec import round_up
 
 REGION_BYTES = 16 << 20
 """A region is cut along its outer dims into regions of at most this size.
@@ -40,18 +38,21 @@ reads in vain, and the memory it needs for that, small; large ones keep the mani
 
 _ALIGNMENT = 64
 
+Progress = Callable[[int], object]
+"""Told the number of bytes that were dealt with since it was last told."""
+
 Take = Callable[[int], torch.Tensor]
 """Gives that many bytes of host memory, aligned for any dtype."""
 
 
 def fresh(num_bytes: int) -> torch.Tensor:
-    """Give memory that nobody had before."""
+    """Give new host memory."""
     return torch.empty(num_bytes, dtype=torch.uint8)
 
 
 def aligned(num_bytes: int) -> int:
     """How many bytes are taken for that many, so that any dtype may follow."""
-    return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+    return round_up(num_bytes, _ALIGNMENT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +62,7 @@ class PlannedRegion:
     name: str
     region: Region
     dtype: torch.dtype
-    read: Callable[[], torch.Tensor]
+    source: Callable[[Region], torch.Tensor]
 
     @property
     def key(self) -> str:
@@ -73,37 +74,28 @@ class PlannedRegion:
         """How many bytes the region takes in the file."""
         return self.region.numel * self.dtype.itemsize
 
+    def read(self) -> torch.Tensor:
+        """Give the values."""
+        return self.source(self.region)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenFile:
-    """A file that is on the disk, and the regions in it, each with the name of its tensor."""
+    """A file that is on the disk, and the regions in it."""
 
     name: str
     file: StoredFile
-    regions: tuple[tuple[str, StoredRegion], ...]
+    regions: tuple[StoredRegion, ...]
 
 
-def planned_regions(name: str, share: Share) -> Iterator[PlannedRegion]:
-    """Cut what this rank writes of a tensor into regions, each with its values."""
-    for part in share.parts if share.writes else ():
-        yield from _planned_of_part(name, part)
-
-
-def _planned_of_part(name: str, part: Part) -> Iterator[PlannedRegion]:
-    dtype = part.local.dtype
-    for region in cut_region(name, part.region, dtype):
-        values = part.local[region.relative_to(part.region).slices]
-        yield PlannedRegion(
-            name=name, region=region, dtype=dtype, read=lambda values=values: values
-        )
-
-
-def cut_region(name: str, region: Region, dtype: torch.dtype) -> Iterator[Region]:
-    """Cut a region along its outer dims into regions of at most `REGION_BYTES`."""
+def plan_regions(
+    name: str, region: Region, dtype: torch.dtype, source: Callable[[Region], torch.Tensor]
+) -> Iterator[PlannedRegion]:
+    """Cut a region along its outer dims into regions of at most `REGION_BYTES`, to be written."""
     if dtype not in CODES:
         raise NotImplementedError(f"{name!r}: checkpoints of {dtype} are not supported")
-    if region.numel:
-        yield from _cut(region, dtype.itemsize, 0)
+    for part in _cut(region, dtype.itemsize, 0) if region.numel else ():
+        yield PlannedRegion(name=name, region=part, dtype=dtype, source=source)
 
 
 def _cut(region: Region, itemsize: int, dim: int) -> Iterator[Region]:
@@ -121,43 +113,71 @@ def _cut(region: Region, itemsize: int, dim: int) -> Iterator[Region]:
         yield from [part] if rows else _cut(part, itemsize, dim + 1)
 
 
+def by_width(planned: Iterable[PlannedRegion]) -> list[PlannedRegion]:
+    """Wide elements first, so that every region starts at a multiple of its element size."""
+    return sorted(planned, key=lambda item: -item.dtype.itemsize)
+
+
 def write_regions(
-    checkpoint: Checkpoint, rank: int, planned: Sequence[PlannedRegion]
+    checkpoint: Checkpoint,
+    rank: int,
+    planned: Sequence[PlannedRegion],
+    progress: Progress | None = None,
 ) -> WrittenFile | None:
     """Write a rank's file, unless there is nothing to write; say what is in it."""
     if not planned:
         return None
     name = file_name(rank)
-    # Wide elements first, so that every region starts at a multiple of its element size.
-    planned = sorted(planned, key=lambda item: -item.dtype.itemsize)
-    header = header_of({item.key: item for item in planned}, checkpoint.locate(name))
-    stored: list[tuple[str, StoredRegion]] = []
-    num_bytes = len(header) + sum(item.num_bytes for item in planned)
+    stored: list[StoredRegion] = []
+
+    def note(item: PlannedRegion, start: int, data: memoryview) -> None:
+        region = StoredRegion(
+            name=item.name,
+            dtype=item.dtype,
+            file=name,
+            start=start,
+            region=item.region,
+            crc32=Checksum.FOLDED.of(data),
+        )
+        stored.append(region)
+        if progress is not None:
+            progress(len(data))
+
+    file = write_file(checkpoint, name, {item.key: item for item in by_width(planned)}, note)
+    return WrittenFile(name=name, file=file, regions=tuple(stored))
+
+
+def write_file(
+    checkpoint: Checkpoint,
+    name: str,
+    planned: Mapping[str, PlannedRegion],
+    note: Callable[[PlannedRegion, int, memoryview], object],
+    about: Mapping[str, str] | None = None,
+) -> StoredFile:
+    """Write regions by their keys; `note` is told of each, at which byte it starts, and its bytes.
+
+    `about` is what the header says of the file as a whole.
+    """
+    header = _header(planned, checkpoint.locate(name), about)
+    num_bytes = len(header) + sum(item.num_bytes for item in planned.values())
 
     def chunks() -> Iterator[bytes | memoryview]:
         yield header
         start = len(header)
-        for item in planned:
+        for item in planned.values():
             data = raw_bytes(item.read())
-            found = StoredRegion(
-                file=name,
-                start=start,
-                region=item.region,
-                crc32=Checksum.FOLDED.of(data),
-            )
-            stored.append((item.name, found))
+            note(item, start, data)
             start += len(data)
             yield data
 
     checkpoint.write(name, chunks(), num_bytes)
-    file = StoredFile(
+    return StoredFile(
         num_bytes=num_bytes, header_bytes=len(header), header_crc32=zlib.crc32(header)
     )
-    return WrittenFile(name=name, file=file, regions=tuple(stored))
 
 
-def header_of(
-    planned: Mapping[str, PlannedRegion], where: str, about: Mapping[str, str] | None = None
+def _header(
+    planned: Mapping[str, PlannedRegion], where: str, about: Mapping[str, str] | None
 ) -> bytes:
     """The length of a JSON table, then the table, padded so that data starts aligned."""
     table: dict[str, object] = {"__metadata__": about} if about else {}
@@ -185,7 +205,7 @@ def raw_bytes(values: torch.Tensor) -> memoryview:
     return values.reshape(-1).view(torch.uint8).numpy().data
 
 
-class RegionReader:
+class RegionReader(ExitStack):
     """Reads regions of a checkpoint into host memory.
 
     A file is opened once, and must have the length and the header that the manifest says. What a
@@ -193,127 +213,98 @@ class RegionReader:
     """
 
     def __init__(self, checkpoint: Checkpoint, manifest: Manifest) -> None:
+        super().__init__()
         self._checkpoint = checkpoint
         self._manifest = manifest
         self._files: dict[str, OpenFile] = {}
         self._chunk = fresh(CHUNK_BYTES).numpy().data
         self._region = fresh(0)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        while self._files:
-            self._files.popitem()[1].close()
-
     def read(
-        self,
-        name: str,
-        entry: TensorEntry,
-        stored: StoredRegion,
-        parts: Sequence[Region],
-        take: Take = fresh,
+        self, stored: StoredRegion, parts: Sequence[Region], take: Take = fresh
     ) -> list[torch.Tensor]:
         """Give the values of parts of a region, which are those that were saved.
 
         All of the region is read, once, and compared with its checksum; the parts alone are kept.
         """
-        itemsize = entry.dtype.itemsize
+        dtype = stored.dtype
         if len(parts) == 1:
             start, stop = flat_span(stored.region.sizes, parts[0])
             if stop - start == parts[0].numel:
-                memory = take(parts[0].numel * itemsize)
-                self._stream(name, entry, stored, memory.numpy().data, start * itemsize)
-                return [memory.view(entry.dtype).view(parts[0].sizes)]
-        values = self._whole(name, entry, stored)
+                memory = take(parts[0].numel * dtype.itemsize)
+                self._stream(stored, memory.numpy().data, start * dtype.itemsize)
+                return [memory.view(dtype).view(parts[0].sizes)]
+        values = self._whole(stored)
         found: list[torch.Tensor] = []
         for part in parts:
-            memory = take(part.numel * itemsize).view(entry.dtype).view(part.sizes)
+            memory = take(part.numel * dtype.itemsize).view(dtype).view(part.sizes)
             found.append(memory.copy_(values[part.slices]))
         return found
 
-    def verify(self, name: str, entry: TensorEntry, stored: StoredRegion) -> None:
+    def verify(self, stored: StoredRegion) -> None:
         """Compare a region with its checksum, without keeping it in memory."""
-        self._stream(name, entry, stored, memoryview(b""), 0)
+        self._stream(stored, memoryview(b""), 0)
 
-    def _whole(self, name: str, entry: TensorEntry, stored: StoredRegion) -> torch.Tensor:
+    def open_file(self, name: str, tensor: str | None = None) -> OpenFile:
+        """Open a file: it is there, as long as it should be, with the header it should have."""
+        if name not in self._files:
+            with self._naming(name, tensor):
+                file = self.enter_context(closing(self._checkpoint.open(name)))
+                _check_header(file, self._manifest.files[name])
+            self._files[name] = file
+        return self._files[name]
+
+    def _whole(self, stored: StoredRegion) -> torch.Tensor:
         """All values of a region, until the next call: in memory that is used again."""
-        num_bytes = stored.region.numel * entry.dtype.itemsize
-        if self._region.numel() < num_bytes:
-            self._region = fresh(num_bytes)
-        memory = self._region[:num_bytes]
-        self._stream(name, entry, stored, memory.numpy().data, 0)
-        return memory.view(entry.dtype).view(stored.region.sizes)
+        if self._region.numel() < stored.num_bytes:
+            self._region = fresh(stored.num_bytes)
+        memory = self._region[: stored.num_bytes]
+        self._stream(stored, memory.numpy().data, 0)
+        return memory.view(stored.dtype).view(stored.region.sizes)
 
-    def _stream(
-        self, name: str, entry: TensorEntry, stored: StoredRegion, kept: memoryview, first: int
-    ) -> None:
+    def _stream(self, stored: StoredRegion, kept: memoryview, first: int) -> None:
         """Read a region, keep its bytes from `first` on as far as `kept` reaches, and compare.
 
         Chunk by chunk, so that the checksum finds in the processor's cache what was just read.
         """
+        file = self.open_file(stored.file, stored.name)
         found = 0
-        num_bytes = stored.region.numel * entry.dtype.itemsize
-        for start in range(0, num_bytes, CHUNK_BYTES):
-            stop = min(start + CHUNK_BYTES, num_bytes)
+        for start in range(0, stored.num_bytes, CHUNK_BYTES):
+            stop = min(start + CHUNK_BYTES, stored.num_bytes)
             begin, end = max(start, first), min(stop, first + len(kept))
             is_kept = (begin, end) == (start, stop)
             chunk = kept[start - first : stop - first] if is_kept else self._chunk[: stop - start]
-            self._fill(name, stored, chunk, stored.start + start)
+            with self._naming(stored.file, stored.name):
+                _fill(file, chunk, stored.start + start)
             found = self._manifest.checksum.extend(chunk, found)
             if begin < end and not is_kept:
                 kept[begin - first : end - first] = chunk[begin - start : end - start]
-        self._compare(name, stored, found)
-
-    def check_file(self, name: str, tensor: str | None = None) -> None:
-        """See that a file is there, as long as it should be, with the header it should have."""
-        if name in self._files:
-            return
-        try:
-            self._file(name)
-        except (OSError, CheckpointError) as error:
-            raise self._unreadable(name, tensor, error) from error
-
-    def _fill(self, name: str, stored: StoredRegion, data: memoryview, start: int) -> None:
-        try:
-            file = self._file(stored.file)
-            filled = 0
-            while filled < len(data):
-                count = file.read_into(start + filled, data[filled:])
-                if count == 0:
-                    raise CheckpointError(f"the file ends at byte {start + filled:,}")
-                filled += count
-        except (OSError, CheckpointError) as error:
-            raise self._unreadable(stored.file, name, error) from error
-
-    def _unreadable(self, file: str, tensor: str | None, error: Exception) -> CheckpointError:
-        reason = (error.strerror if isinstance(error, OSError) else None) or error
-        what = "" if tensor is None else f"tensor {tensor!r} cannot be read: "
-        return CheckpointError(f"{self._checkpoint.locate(file)}: {what}{reason}. {_MEND}")
-
-    def _compare(self, name: str, stored: StoredRegion, found: int) -> None:
         if found != stored.crc32:
-            where = self._checkpoint.locate(stored.file)
             raise CheckpointError(
-                f"{where}: tensor {name!r} at {stored.region.offsets} has "
-                f"checksum {found:08x}, the manifest says {stored.crc32:08x}. {_MEND}"
+                f"{self._checkpoint.locate(stored.file)}: tensor {stored.name!r} at "
+                f"{stored.region.offsets} has checksum {found:08x}, the manifest says "
+                f"{stored.crc32:08x}. {_MEND}"
             )
 
-    def _file(self, name: str) -> OpenFile:
-        if name not in self._files:
-            file = self._checkpoint.open(name)
-            try:
-                _check_header(file, self._manifest.files[name])
-            except BaseException:
-                file.close()
-                raise
-            self._files[name] = file
-        return self._files[name]
+    @contextmanager
+    def _naming(self, file: str, tensor: str | None) -> Iterator[None]:
+        """Let an error say which file, and which tensor in it, cannot be read."""
+        try:
+            yield
+        except (OSError, CheckpointError) as error:
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            what = "" if tensor is None else f"tensor {tensor!r} cannot be read: "
+            where = self._checkpoint.locate(file)
+            raise CheckpointError(f"{where}: {what}{reason}. {_MEND}") from error
+
+
+def _fill(file: OpenFile, memory: memoryview, start: int) -> None:
+    filled = 0
+    while filled < len(memory):
+        count = file.read_into(start + filled, memory[filled:])
+        if count == 0:
+            raise CheckpointError(f"the file ends at byte {start + filled:,}")
+        filled += count
 
 
 def _check_header(file: OpenFile, expected: StoredFile) -> None:

@@ -17,13 +17,13 @@ from typing import Any
 
 import torch
 
-from shoal.checkpoint.data_files import PlannedRegion
+from shoal.checkpoint.data_files import PlannedRegion, Progress
 from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.manifest import CODES, JSON, check_json
-from shoal.checkpoint.offline import Progress, outline, write_offline
+from shoal.checkpoint.offline import outline, write_offline
 from shoal.checkpoint.shares import Share
 from shoal.checkpoint.storage import Checkpoint, FileNames, OpenFile, storage_errors
-from shoal.checkpoint.untrusted import Class, Record, read_pickle
+from shoal.checkpoint.untrusted import PickledClass, PickledObject, read_pickle
 from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
 
@@ -35,16 +35,13 @@ _MAX_DIMS = 64
 _Key = tuple[str, tuple[int, ...] | None]
 
 _MODULE = "torch.distributed.checkpoint.metadata"
+_CLASSES = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+    *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
 _OF_METADATA = frozenset(
     {
-        (_MODULE, "BytesStorageMetadata"),
-        (_MODULE, "ChunkStorageMetadata"),
-        (_MODULE, "Metadata"),
-        (_MODULE, "MetadataIndex"),
-        (_MODULE, "StorageMeta"),
-        (_MODULE, "TensorProperties"),
-        (_MODULE, "TensorStorageMetadata"),
-        (_MODULE, "_MEM_FORMAT_ENCODING"),
+        *((_MODULE, name) for name in _CLASSES),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
         ("torch.serialization", "_get_layout"),
         ("pathlib", "PosixPath"),
@@ -65,7 +62,7 @@ _OF_ITEMS = frozenset(
 )
 
 _SLACK_BYTES = 1 << 16
-"""What the values of an item may take beyond its length in the file."""
+"""The entries of an item may take this much beyond its length in the file."""
 _MAX_ENTRIES = 1024
 """Of the archive that an item is; `torch.save` makes some seven for a tensor."""
 _MAX_DEPTH = 500
@@ -100,12 +97,12 @@ def import_dcp(
 class _Items(ExitStack):
     """Reads the items of a DCP checkpoint, each checked to lie in a file of it."""
 
-    def __init__(self, source: Checkpoint, metadata: Record) -> None:
+    def __init__(self, source: Checkpoint, metadata: PickledObject) -> None:
         super().__init__()
         self._source = source
         self._files: dict[str, OpenFile] = {}
         self._num_read: dict[str, int] = defaultdict(int)
-        self._where: dict[_Key, Record] = {}
+        self._where: dict[_Key, PickledObject] = {}
         for index, info in _mapping(metadata["storage_data"]).items():
             offset = index.get("offset")
             self._where[_text(index["fqn"]), None if offset is None else _ints(offset)] = info
@@ -150,7 +147,7 @@ class _Items(ExitStack):
 
 def _convert(
     items: _Items,
-    metadata: Record,
+    metadata: PickledObject,
     checkpoint: Checkpoint,
     rename: Callable[[str], str],
     progress: Progress | None,
@@ -160,7 +157,7 @@ def _convert(
     planned: list[PlannedRegion] = []
     for name, entry in _mapping(metadata["state_dict_metadata"]).items():
         _text(name)
-        if not is_record(entry, "TensorStorageMetadata"):
+        if not is_pickled(entry, "TensorStorageMetadata"):
             values[name] = items.read(name, None)
             check_json(values[name], f"the value {name!r}")
             continue
@@ -168,14 +165,25 @@ def _convert(
         if new_name in outlines:
             raise UsageError(f"`rename` gives two tensors the name {new_name!r}")
         outlines[new_name] = outline(_ints(entry["size"]), _dtype(name, entry), "from DCP")
-        planned += _planned(items, name, new_name, entry, progress)
-    write_offline(checkpoint, outlines, [planned], {"values": values} if values else {})
+        planned += _planned(items, name, new_name, entry)
+    write_offline(checkpoint, outlines, [planned], {"values": values} if values else {}, progress)
 
 
 def _planned(
-    items: _Items, name: str, new_name: str, entry: Record, progress: Progress | None
+    items: _Items, name: str, new_name: str, entry: PickledObject
 ) -> Iterator[PlannedRegion]:
     dtype = _dtype(name, entry)
+
+    def read(region: Region) -> torch.Tensor:
+        values = items.read(name, region.offsets)
+        is_tensor = isinstance(values, torch.Tensor)
+        found = (values.dtype, tuple(values.shape)) if is_tensor else type(values).__name__
+        if found != (dtype, region.sizes):
+            raise CheckpointError(
+                f"{name!r} at {region.offsets} should be {dtype} {region.sizes}, got {found}"
+            )
+        return values
+
     seen: set[tuple[int, ...]] = set()
     for chunk in entry["chunks"]:
         region = Region(offsets=_ints(chunk["offsets"]), sizes=_ints(chunk["sizes"]))
@@ -185,23 +193,10 @@ def _planned(
         if region.offsets in seen or (name, region.offsets) not in items:
             raise CheckpointError(f"{name!r} at {region.offsets} is listed twice, or in no file")
         seen.add(region.offsets)
-
-        def read(region: Region = region) -> torch.Tensor:
-            values = items.read(name, region.offsets)
-            is_tensor = isinstance(values, torch.Tensor)
-            found = (values.dtype, tuple(values.shape)) if is_tensor else type(values).__name__
-            if found != (dtype, region.sizes):
-                raise CheckpointError(
-                    f"{name!r} at {region.offsets} should be {dtype} {region.sizes}, got {found}"
-                )
-            if progress is not None:
-                progress(values.nbytes)
-            return values
-
-        yield PlannedRegion(name=new_name, region=region, dtype=dtype, read=read)
+        yield PlannedRegion(name=new_name, region=region, dtype=dtype, source=read)
 
 
-def _dtype(name: str, entry: Record) -> torch.dtype:
+def _dtype(name: str, entry: PickledObject) -> torch.dtype:
     """The dtype of a tensor, which comes first in the state of its properties."""
     state = entry["properties"].state
     dtype = state[0] if isinstance(state, tuple) and state else None
@@ -229,27 +224,27 @@ def _mapping(value: object) -> dict[Any, Any]:
     return value
 
 
-def unpickle_metadata(data: bytes) -> Record:
+def unpickle_metadata(data: bytes) -> PickledObject:
     """Read DCP's metadata; raises CheckpointError for anything that is not of its kind."""
     try:
         found = read_pickle(data, partial(_named, _OF_METADATA))
     except (ValueError, OverflowError) as error:
         raise CheckpointError(f"not readable as DCP metadata: {error!s:.200}") from error
-    if not is_record(found, "Metadata"):
+    if not is_pickled(found, "Metadata"):
         raise CheckpointError(f"expected DCP metadata, got a {type(found).__name__}")
     return found
 
 
-def is_record(value: object, kind: str) -> bool:
+def is_pickled(value: object, kind: str) -> bool:
     """Whether a value stands for an object of a class of torch's."""
-    return isinstance(value, Record) and value.kind == kind
+    return isinstance(value, PickledObject) and value.kind == kind
 
 
 def read_item(data: bytes) -> Any:
     """Give the tensor or the plain value that `torch.save` wrote."""
     try:
         value = read_pickle(_pickle_of(data), partial(_named, _OF_ITEMS))
-        if not isinstance(value, Record):
+        if not isinstance(value, PickledObject):
             _check_tree(value, len(data) + _SHARED_SIGNS)
             return value
         if value.kind not in _TENSORS:
@@ -311,13 +306,13 @@ def _pickle_of(data: bytes) -> bytes:
 
 
 def _named(allowed: Set[tuple[str, str]], module: str, name: str) -> Any:
-    """What stands for a name in a pickle."""
+    """Give the stand-in for a name in a pickle: a class, a dtype."""
     if (module, name) in allowed:
-        return Class(partial(Record, name))
+        return PickledClass(partial(PickledObject, name))
     if (module, name) == ("torch", "Size"):
-        return Class(_size)
+        return PickledClass(_size)
     if (module, name) == ("collections", "OrderedDict"):
-        return Class(_empty_table)
+        return PickledClass(_empty_table)
     if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
         return getattr(torch, name)
     raise CheckpointError(f"it names {module}.{name}, which is not allowed there")

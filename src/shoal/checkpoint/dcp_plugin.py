@@ -12,7 +12,8 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -40,7 +41,7 @@ from shoal.checkpoint.data_files import (
     PlannedRegion,
     RegionReader,
     WrittenFile,
-    cut_region,
+    plan_regions,
     write_regions,
 )
 from shoal.checkpoint.dcp_import import read_item
@@ -48,6 +49,7 @@ from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.manifest import Manifest, StoredRegion, TensorEntry, check_json, read_manifest
 from shoal.checkpoint.offline import outline
 from shoal.checkpoint.save import finish
+from shoal.checkpoint.shares import Part
 from shoal.checkpoint.storage import Checkpoint
 from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
@@ -56,18 +58,37 @@ _VALUES, _PATHS = "values", "paths"
 _MAX_STEPS = 100
 """Of the path to a value in a state dict."""
 
+_Outcome = tuple[dict[str, Any], WrittenFile | None]
+"""A rank's values by name, and the file that it wrote; the coordinator is given these."""
 
-class DcpWriter(StorageWriter):
-    """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty."""
+T = TypeVar("T")
+
+
+class _InFolder:
+    """Names a checkpoint by the path that it is given, or by DCP's `checkpoint_id`."""
 
     def __init__(self, path: Folder | Checkpoint | None = None) -> None:
         self._folder = path
-        self._num_ranks = 1
 
     def reset(self, checkpoint_id: Folder | Checkpoint | None = None) -> None:
-        """Begin another save, to another folder if one is named."""
+        """Begin another save or load, in another folder if one is named."""
         if checkpoint_id is not None:
             self._folder = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Any local path is one."""
+        return "://" not in str(checkpoint_id)
+
+    @property
+    def _checkpoint(self) -> Checkpoint:
+        if self._folder is None:
+            raise UsageError("name the folder, here or as DCP's checkpoint_id")
+        return checkpoint_at(self._folder)
+
+
+class DcpWriter(_InFolder, StorageWriter):
+    """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty."""
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing depends on the role: the coordinator alone is asked to plan globally."""
@@ -78,7 +99,6 @@ class DcpWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the partial checkpoint, and tell each rank its number and where to write."""
-        self._num_ranks = len(plans)
         self._partial = self._checkpoint.create().name
         return [
             dataclasses.replace(plan, storage_data=(self._partial, rank))
@@ -86,73 +106,57 @@ class DcpWriter(StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's file; each result says what became of an item."""
+        """Write this rank's file; the only result says what it wrote, or why it could not.
+
+        DCP would raise an error at once, without a call to `finish`, and the partial checkpoint
+        would stay.
+        """
+        try:
+            outcome = self._write(plan, planner)
+        except BaseException as error:
+            outcome = error
+        return _done([WriteResult(MetadataIndex(""), size_in_bytes=0, storage_data=outcome)])
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> _Outcome:
         name, rank = plan.storage_data
-        values: dict[MetadataIndex, Any] = {}
+        values: dict[str, Any] = {}
         planned: list[PlannedRegion] = []
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
-                values[item.index] = _value(item, planner)
+                values[item.index.fqn] = _value(item, planner)
             else:
                 planned += _planned(item, planner)
-        written = write_regions(Checkpoint(self._checkpoint.storage, name), rank, planned)
-        # The file as a whole goes with the first tensor.
-        files = [written] if written is not None else []
-        results = []
-        for item in plan.items:
-            is_value = item.index in values
-            data = values[item.index] if is_value else files.pop() if files else None
-            size = item.tensor_storage_size() or 0
-            results.append(WriteResult(index=item.index, size_in_bytes=size, storage_data=data))
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return values, write_regions(Checkpoint(self._checkpoint.storage, name), rank, planned)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the manifest, and publish; DCP calls this on the coordinator."""
-        everything = [result for of_rank in results for result in of_rank]
-        files = [r.storage_data for r in everything if isinstance(r.storage_data, WrittenFile)]
-        values = {
-            result.index.fqn: result.storage_data
-            for result in everything
-            if isinstance(metadata.state_dict_metadata.get(result.index.fqn), BytesStorageMetadata)
-        }
-        paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
-        outlines = {
-            name: outline(entry.size, entry.properties.dtype, "by DCP")
-            for name, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
-        partial = Checkpoint(self._checkpoint.storage, self._partial)
-        extra = {_VALUES: values, _PATHS: paths}
-        finish(partial, self._checkpoint, self._num_ranks, outlines, files, extra)
+        """Write the manifest, and publish; DCP calls this on the coordinator.
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any local path is one."""
-        return "://" not in str(checkpoint_id)
-
-    @property
-    def _checkpoint(self) -> Checkpoint:
-        return _named(self._folder)
+        Raises the error of the first rank that failed. No rank writes any more by now.
+        """
+        outcomes = [result.storage_data for [result] in results]
+        with Checkpoint(self._checkpoint.storage, self._partial).discarded_on_error() as partial:
+            for rank, outcome in enumerate(outcomes):
+                if isinstance(outcome, BaseException):
+                    outcome.add_note(f"on rank {rank}")
+                    raise outcome
+            values = {name: value for own, _ in outcomes for name, value in own.items()}
+            paths = {name: list(path) for name, path in (metadata.planner_data or {}).items()}
+            outlines = {
+                name: outline(entry.size, entry.properties.dtype, "by DCP")
+                for name, entry in metadata.state_dict_metadata.items()
+                if isinstance(entry, TensorStorageMetadata)
+            }
+            files = [file for _, file in outcomes]
+            extra = {_VALUES: values, _PATHS: paths}
+            finish(partial, self._checkpoint, len(outcomes), outlines, files, extra)
 
 
-class DcpReader(StorageReader):
+class DcpReader(_InFolder, StorageReader):
     """Reads a checkpoint of ours for a DCP planner; no region is written before it is checked."""
-
-    def __init__(self, path: Folder | Checkpoint | None = None) -> None:
-        self._folder = path
-        self._manifest: Manifest | None = None
-
-    def reset(self, checkpoint_id: Folder | Checkpoint | None = None) -> None:
-        """Begin another load, from another folder if one is named."""
-        self._manifest = None
-        if checkpoint_id is not None:
-            self._folder = checkpoint_id
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Say what the manifest says, as DCP says it."""
-        manifest = read_manifest(_named(self._folder))
+        manifest = read_manifest(self._checkpoint)
         values, paths = _values(manifest), _paths(manifest)
         entries: dict[str, Any] = {name: _entry(e) for name, e in manifest.tensors.items()}
         entries |= {name: BytesStorageMetadata() for name in values}
@@ -162,7 +166,7 @@ class DcpReader(StorageReader):
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         """Read the manifest on this rank too: DCP passes its own metadata only."""
-        self._manifest = read_manifest(_named(self._folder))
+        self._manifest = read_manifest(self._checkpoint)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Keep DCP's plan."""
@@ -174,15 +178,14 @@ class DcpReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read, check and copy each region that the plan asks for."""
-        checkpoint = _named(self._folder)
-        manifest = self._manifest or read_manifest(checkpoint)
+        manifest = self._manifest
         values = _values(manifest)
         stored = {
-            (name, region.region.offsets): region
-            for name, entry in manifest.tensors.items()
+            (region.name, region.region.offsets): region
+            for entry in manifest.tensors.values()
             for region in entry.regions
         }
-        with RegionReader(checkpoint, manifest) as reader, torch.no_grad():
+        with RegionReader(self._checkpoint, manifest) as reader, torch.no_grad():
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     data = io.BytesIO()
@@ -190,28 +193,19 @@ class DcpReader(StorageReader):
                     data.seek(0)
                     planner.load_bytes(item, data)
                 else:
-                    _fill(reader, manifest, stored, item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Any local path is one."""
-        return "://" not in str(checkpoint_id)
+                    _fill(reader, stored, item, planner)
+        return _done(None)
 
 
-def _named(folder: Folder | Checkpoint | None) -> Checkpoint:
-    if folder is None:
-        raise UsageError("name the folder, here or as DCP's checkpoint_id")
-    return checkpoint_at(folder)
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(value)
+    return future
 
 
 def _values(manifest: Manifest) -> dict[str, Any]:
     """The values beside the tensors; a checkpoint from elsewhere may hold anything there."""
-    values = manifest.extra.get(_VALUES, {})
-    if not isinstance(values, dict):
-        raise CheckpointError(f"expected a table of values, got {values!r:.100}")
+    values = _table(manifest, _VALUES)
     both = sorted(values.keys() & manifest.tensors.keys())
     if both:
         raise CheckpointError(f"{both[0]!r:.200} is both a value and a tensor in the checkpoint")
@@ -219,10 +213,8 @@ def _values(manifest: Manifest) -> dict[str, Any]:
 
 
 def _paths(manifest: Manifest) -> dict[str, tuple[str | int, ...]]:
-    """Where each value was in the state dict, whose lists may not be longer than they can be."""
-    paths = manifest.extra.get(_PATHS, {})
-    if not isinstance(paths, dict):
-        raise CheckpointError(f"expected a table of paths, got {paths!r:.100}")
+    """The path of each value in the state dict; raises if its lists would be too long."""
+    paths = _table(manifest, _PATHS)
     lengths: dict[tuple[str | int, ...], int] = {}
     found: dict[str, tuple[str | int, ...]] = {}
     for name, path in paths.items():
@@ -235,6 +227,13 @@ def _paths(manifest: Manifest) -> dict[str, tuple[str | int, ...]]:
     if sum(lengths.values()) > 16 * len(paths) + 1024:
         raise CheckpointError("its paths lead through lists that are longer than all they hold")
     return found
+
+
+def _table(manifest: Manifest, key: str) -> dict[str, Any]:
+    table = manifest.extra.get(key, {})
+    if not isinstance(table, dict):
+        raise CheckpointError(f"expected a table of {key}, got {table!r:.100}")
+    return table
 
 
 def _path(name: str, path: object) -> tuple[str | int, ...]:
@@ -252,21 +251,12 @@ def _value(item: WriteItem, planner: SavePlanner) -> Any:
     return value
 
 
-def _planned(item: WriteItem, planner: SavePlanner) -> list[PlannedRegion]:
+def _planned(item: WriteItem, planner: SavePlanner) -> Iterator[PlannedRegion]:
     values: Any = planner.resolve_data(item)
     chunk = item.tensor_data.chunk if item.tensor_data is not None else None
     offsets = tuple(chunk.offsets) if chunk is not None else (0,) * values.dim()
-    whole = Region(offsets=offsets, sizes=tuple(values.shape))
-    name = item.index.fqn
-    return [
-        PlannedRegion(
-            name=name,
-            region=region,
-            dtype=values.dtype,
-            read=lambda region=region: values[region.relative_to(whole).slices],
-        )
-        for region in cut_region(name, whole, values.dtype)
-    ]
+    part = Part(region=Region(offsets=offsets, sizes=tuple(values.shape)), local=values)
+    return plan_regions(item.index.fqn, part.region, values.dtype, part.view)
 
 
 def _entry(entry: TensorEntry) -> TensorStorageMetadata:
@@ -280,15 +270,13 @@ def _entry(entry: TensorEntry) -> TensorStorageMetadata:
 
 def _fill(
     reader: RegionReader,
-    manifest: Manifest,
     stored: dict[tuple[str, tuple[int, ...]], StoredRegion],
     item: ReadItem,
     planner: LoadPlanner,
 ) -> None:
-    name = item.storage_index.fqn
-    region = stored[name, tuple(item.storage_index.offset or ())]
+    region = stored[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
     part = Region(offsets=tuple(item.storage_offsets), sizes=tuple(item.lengths))
-    [values] = reader.read(name, manifest.tensors[name], region, [part])
+    [values] = reader.read(region, [part])
     target = planner.resolve_tensor(item).detach()
     target.copy_(values)
     planner.commit_tensor(item, target)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,15 @@ import torch
 from shoal.checkpoint.data_files import (
     CODES,
     PlannedRegion,
+    Progress,
     RegionReader,
-    cut_region,
-    header_of,
-    raw_bytes,
+    by_width,
+    plan_regions,
+    write_file,
 )
 from shoal.checkpoint.disk import Folder, checkpoint_at, disk_errors
-from shoal.checkpoint.manifest import Manifest, read_manifest
-from shoal.checkpoint.offline import Progress, outline, read_region, write_offline
+from shoal.checkpoint.manifest import Manifest, TensorEntry, read_manifest
+from shoal.checkpoint.offline import outline, read_region, write_offline
 from shoal.checkpoint.storage import Checkpoint, FileNames
 from shoal.checkpoint.training import MODEL
 from shoal.checkpoint.untrusted import strict_json
@@ -56,15 +58,11 @@ def export_weights(
     """
     source, checkpoint = checkpoint_at(source), checkpoint_at(folder)
     manifest = read_manifest(source)
-    partial = checkpoint.create()
-    try:
+    with checkpoint.create().discarded_on_error() as unfinished:
         with RegionReader(source, manifest) as reader:
             planned = list(_whole_tensors(source, reader, manifest, dtype))
-            _write_files(partial, planned, max_file_bytes, progress)
-        partial.publish(checkpoint)
-    except BaseException:
-        partial.discard()
-        raise
+            _write_files(unfinished, planned, max_file_bytes, progress)
+        unfinished.publish(checkpoint)
 
 
 def import_weights(
@@ -88,9 +86,14 @@ def import_weights(
             planned = [
                 item
                 for key, values in slices.items()
-                for item in _planned_slices(key, values, outlines[MODEL + key].dtype, progress)
+                for item in plan_regions(
+                    MODEL + key,
+                    Region.whole(values.get_shape()),
+                    outlines[MODEL + key].dtype,
+                    partial(_slice, values),
+                )
             ]
-            write_offline(checkpoint_at(folder), outlines, [planned], {})
+            write_offline(checkpoint_at(folder), outlines, [planned], {}, progress)
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{source} cannot be read as safetensors: {error}") from error
 
@@ -103,55 +106,53 @@ def _whole_tensors(
         raise CheckpointError(f"{source} holds no tensor under {MODEL!r}: nothing to export")
     for name in names:
         entry = manifest.tensors[name]
-        whole = Region.whole(entry.shape)
         becomes = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
+        yield PlannedRegion(
+            name=name.removeprefix(MODEL),
+            region=Region.whole(entry.shape),
+            dtype=becomes,
+            source=partial(_converted, reader, name, entry, becomes),
+        )
 
-        def read(name=name, entry=entry, whole=whole, becomes=becomes) -> torch.Tensor:
-            return read_region(reader, name, entry, whole).to(becomes)
 
-        yield PlannedRegion(name=name.removeprefix(MODEL), region=whole, dtype=becomes, read=read)
+def _converted(
+    reader: RegionReader, name: str, entry: TensorEntry, dtype: torch.dtype, region: Region
+) -> torch.Tensor:
+    return read_region(reader, name, entry, region).to(dtype)
 
 
 def _write_files(
-    partial: Checkpoint,
+    unfinished: Checkpoint,
     planned: Sequence[PlannedRegion],
     max_file_bytes: int,
     progress: Progress | None,
 ) -> None:
+    def note(item: PlannedRegion, start: int, data: memoryview) -> None:
+        if progress is not None:
+            progress(len(data))
+
     files = list(_packed(planned, max_file_bytes))
     index: dict[str, str] = {}
     for number, packed in enumerate(files, start=1):
         name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
         index |= {item.name: name for item in packed}
-        header = header_of({b.name: b for b in packed}, partial.locate(name), {"format": "pt"})
-        total = len(header) + sum(item.num_bytes for item in packed)
-        partial.write(name, _chunks(header, packed, progress), total)
+        write_file(unfinished, name, {b.name: b for b in packed}, note, {"format": "pt"})
     if len(files) > 1:
         size = sum(item.num_bytes for item in planned)
         content = {"metadata": {"total_size": size}, "weight_map": index}
         text = json.dumps(content, indent=2).encode()
-        partial.write(INDEX, [text], len(text))
+        unfinished.write(INDEX, [text], len(text))
 
 
 def _packed(planned: Sequence[PlannedRegion], max_file_bytes: int) -> Iterator[list[PlannedRegion]]:
-    """Fill files one after another, wide elements first, so that data stays aligned."""
+    """Fill files one after another."""
     packed: list[PlannedRegion] = []
-    for item in sorted(planned, key=lambda item: -item.dtype.itemsize):
+    for item in by_width(planned):
         if packed and sum(b.num_bytes for b in packed) + item.num_bytes > max_file_bytes:
             yield packed
             packed = []
         packed.append(item)
     yield packed
-
-
-def _chunks(
-    header: bytes, planned: Sequence[PlannedRegion], progress: Progress | None
-) -> Iterator[bytes | memoryview]:
-    yield header
-    for item in planned:
-        yield raw_bytes(item.read())
-        if progress is not None:
-            progress(item.num_bytes)
 
 
 def _slices(source: Path, stack: ExitStack) -> dict[str, Any]:
@@ -183,7 +184,7 @@ def _check_held(weights: Mapping[str, str], held: Mapping[str, Set[str]]) -> Non
 
 
 def _weight_map(source: Path) -> dict[str, str] | None:
-    """Which file holds which tensor, as the index says; None where there is a single file."""
+    """The file of each tensor, as the index says; None where there is a single file."""
     path = source / INDEX
     present = [name for name in (INDEX, SINGLE) if os.path.lexists(source / name)]
     if INDEX not in present:
@@ -233,14 +234,5 @@ def _dtype(key: str, code: str) -> torch.dtype:
     return _DTYPES[code]
 
 
-def _planned_slices(
-    key: str, values: Any, dtype: torch.dtype, progress: Progress | None
-) -> Iterator[PlannedRegion]:
-    for region in cut_region(key, Region.whole(values.get_shape()), dtype):
-
-        def read(region: Region = region) -> torch.Tensor:
-            if progress is not None:
-                progress(region.numel * dtype.itemsize)
-            return values[region.slices] if region.sizes else values[...]
-
-        yield PlannedRegion(name=MODEL + key, region=region, dtype=dtype, read=read)
+def _slice(values: Any, region: Region) -> torch.Tensor:
+    return values[region.slices] if region.sizes else values[...]

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 
 import torch
 import torch.distributed as dist
 
 from shoal.checkpoint.data_files import RegionReader, Take, aligned, fresh
 from shoal.checkpoint.disk import Folder, checkpoint_at
-from shoal.checkpoint.load_plan import Copy, LoadPlan, Move, Selection, plan_load
+from shoal.checkpoint.load_plan import Copy, Move, Selection, plan_load
 from shoal.checkpoint.manifest import JSON, Manifest, fingerprint, read_manifest
 from shoal.checkpoint.ranks import Agreement, Ranks
 from shoal.checkpoint.shares import Share
@@ -70,21 +70,33 @@ def fill(
 ) -> None:
     """Fill tensors from a checkpoint whose manifest this rank has read. Collective; see `load`."""
     plan = ranks.together(lambda: plan_load(checkpoint, manifest, tensors, choice, cast))
-    if len(set(ranks.exchange(fingerprint(plan.manifest)))) > 1:
+    if len(set(ranks.exchange(fingerprint(manifest)))) > 1:
         raise CheckpointError(
             f"the ranks read different checkpoints at {checkpoint}: every rank must see the same "
             "folder, on a shared file system or as the same copy on each host"
         )
-    batches = [*_batched(plan, agreed_batches(ranks, plan.sizes))]
-    with RegionReader(checkpoint, plan.manifest) as reader, torch.no_grad():
-        ranks.together(lambda: plan.check(reader, verify_first))
-        _stream(ranks, reader, batches, before_write)
+    sizes = ranks.gather([sum(move.num_bytes for move in moves) for moves in plan.values()])
+    batches = ranks.first(lambda: batches_of(sizes))
+    each = iter(plan.values())
+    batched = [(batch, [*chain(*islice(each, batch.num_tensors))]) for batch in batches]
+    with RegionReader(checkpoint, manifest) as reader, torch.no_grad():
+        ranks.together(lambda: _check(reader, chain(*plan.values()), verify_first))
+        _stream(ranks, reader, batched, before_write)
+
+
+def _check(reader: RegionReader, moves: Iterable[Move], verify: bool) -> None:
+    """Open every file that this rank will read; with `verify`, compare all checksums, too."""
+    for move in moves:
+        if verify:
+            reader.verify(move.stored)
+        else:
+            reader.open_file(move.stored.file, move.stored.name)
 
 
 def _stream(
     ranks: Ranks,
     reader: RegionReader,
-    batches: Sequence[tuple[Batch, Sequence[Move]]],
+    batches: Sequence[tuple[LoadBatch, Sequence[Move]]],
     before_write: Callable[[], object] | None,
 ) -> None:
     """Write each batch when all ranks have verified it; read the next while they agree."""
@@ -118,8 +130,8 @@ def _turn(
     return [move.read(reader, take) for move in moves]
 
 
-def _staged_bytes(batches: Sequence[tuple[Batch, Sequence[Move]]]) -> int:
-    """What this rank needs for a batch, or for two where they overlap."""
+def _staged_bytes(batches: Sequence[tuple[LoadBatch, Sequence[Move]]]) -> int:
+    """The bytes that this rank needs for a batch, or for two where they overlap."""
     most = before = 0
     for batch, moves in batches:
         own = sum(move.num_bytes for move in moves)
@@ -129,7 +141,7 @@ def _staged_bytes(batches: Sequence[tuple[Batch, Sequence[Move]]]) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class LoadBatch:
     """Tensors that are read and agreed on together, the next ones in order.
 
     `overlaps` says that no rank lacks the memory to read them while the ranks still agree on the
@@ -140,14 +152,11 @@ class Batch:
     overlaps: bool
 
 
-def agreed_batches(ranks: Ranks, sizes: Sequence[int]) -> list[Batch]:
-    """Cut the tensors, from how many bytes each takes here. Collective."""
-    everywhere = ranks.gather(list(sizes))
-    return ranks.first(lambda: batches_of(everywhere))
+def batches_of(everywhere: Sequence[Sequence[int]]) -> list[LoadBatch]:
+    """Fill batches in order to half of the limit, so that two of them fit.
 
-
-def batches_of(everywhere: Sequence[Sequence[int]]) -> list[Batch]:
-    """Fill batches in order to half of the limit, so that two of them fit."""
+    `everywhere` says for each rank how many bytes of a `Staging` each tensor takes there.
+    """
     if len({len(sizes) for sizes in everywhere}) > 1:
         numbers = ", ".join(str(len(sizes)) for sizes in everywhere)
         raise CheckpointError(
@@ -155,13 +164,13 @@ def batches_of(everywhere: Sequence[Sequence[int]]) -> list[Batch]:
             "include= and exclude="
         )
     limit = max([STAGED_BYTES, *(size for sizes in everywhere for size in sizes)])
-    batches: list[Batch] = []
+    batches: list[LoadBatch] = []
     before = used = [0] * len(everywhere)
     count = 0
 
     def close() -> None:
         fits = all(a + b <= limit for a, b in zip(before, used, strict=True))
-        batches.append(Batch(num_tensors=count, overlaps=fits))
+        batches.append(LoadBatch(num_tensors=count, overlaps=fits))
 
     for added in zip(*everywhere, strict=True):
         together = [a + b for a, b in zip(used, added, strict=True)]
@@ -175,13 +184,6 @@ def batches_of(everywhere: Sequence[Sequence[int]]) -> list[Batch]:
     return batches
 
 
-def _batched(plan: LoadPlan, batches: Sequence[Batch]) -> Iterator[tuple[Batch, list[Move]]]:
-    """What is to be moved in each batch."""
-    each = iter(plan.moves.values())
-    for batch in batches:
-        yield batch, [move for moves in islice(each, batch.num_tensors) for move in moves]
-
-
 class Staging:
     """One piece of memory with two ends, where two batches meet: each grows from its own.
 
@@ -190,9 +192,9 @@ class Staging:
     """
 
     def __init__(self, num_bytes: int) -> None:
-        self._memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self._memory = fresh(num_bytes)
 
-    def end(self, number: int) -> Callable[[int], torch.Tensor]:
+    def end(self, number: int) -> Take:
         """Free all at the first end, or the second where the number is odd; give what takes it."""
         taken_bytes = 0
 

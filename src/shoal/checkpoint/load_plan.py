@@ -1,4 +1,4 @@
-"""What a load will do, before any data is touched: which tensors fit, and which bytes go where.
+"""The plan of a load, before any data is touched: which tensors fit, and which bytes go where.
 
 In: a manifest, the tensors to fill, and patterns that choose among them. Out: for each tensor the
 stored regions that overlap this rank's parts of it.
@@ -65,48 +65,24 @@ class Selection:
 class Move:
     """A stored region, the parts of it that this rank needs, and where each goes."""
 
-    name: str
-    entry: TensorEntry
     stored: StoredRegion
-    parts: tuple[Region, ...]
-    targets: tuple[torch.Tensor, ...]
+    pieces: tuple[tuple[Region, torch.Tensor], ...]
 
     @property
     def num_bytes(self) -> int:
         """How much of a `Staging` its values take."""
-        return sum(aligned(part.numel * self.entry.dtype.itemsize) for part in self.parts)
+        return sum(aligned(part.numel * self.stored.dtype.itemsize) for part, _ in self.pieces)
 
     def read(self, reader: RegionReader, take: Take = fresh) -> Copy:
         """Fetch the checked values now, and return what writes them."""
-        values = reader.read(self.name, self.entry, self.stored, self.parts, take)
+        parts = [part for part, _ in self.pieces]
+        values = reader.read(self.stored, parts, take)
 
         def write() -> None:
-            for target, value in zip(self.targets, values, strict=True):
+            for (_, target), value in zip(self.pieces, values, strict=True):
                 target.copy_(value)
 
         return write
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadPlan:
-    """What a load will do on this rank, tensor by tensor, in the same order on all ranks."""
-
-    manifest: Manifest
-    moves: Mapping[str, Sequence[Move]]
-
-    @property
-    def sizes(self) -> list[int]:
-        """How much of a `Staging` each tensor takes."""
-        return [sum(move.num_bytes for move in moves) for moves in self.moves.values()]
-
-    def check(self, reader: RegionReader, verify: bool) -> None:
-        """Open every file that this rank will read; with `verify`, compare all checksums, too."""
-        for moves in self.moves.values():
-            for move in moves:
-                if verify:
-                    reader.verify(move.name, move.entry, move.stored)
-                else:
-                    reader.check_file(move.stored.file, move.name)
 
 
 def plan_load(
@@ -115,17 +91,16 @@ def plan_load(
     tensors: Mapping[str, torch.Tensor | Share],
     choice: Selection,
     cast: bool,
-) -> LoadPlan:
-    """Find out what goes where, before any data is touched."""
+) -> dict[str, list[Move]]:
+    """Find out what goes where, before any data is touched; in the same order on all ranks."""
     choice.check_used({*manifest.tensors, *tensors})
     shares = {name: share_of(name, tensors[name], is_first=True) for name in choice.of(tensors)}
     names = choice.of(manifest.tensors)
     check_match(checkpoint, manifest, names, shares, cast=cast, is_partial=True)
-    moves = {
+    return {
         name: moves_into(name, manifest.tensors[name], share.parts)
         for name, share in shares.items()
     }
-    return LoadPlan(manifest=manifest, moves=moves)
 
 
 def check_match(
@@ -178,20 +153,10 @@ def moves_into(name: str, entry: TensorEntry, held: Sequence[Part]) -> list[Move
         for stored in entry.regions:
             overlap = stored.region.overlap(part.region)
             if overlap is not None:
-                target = part.local[overlap.relative_to(part.region).slices]
-                found[stored].append((overlap.relative_to(stored.region), target))
+                found[stored].append((overlap.relative_to(stored.region), part.view(overlap)))
                 overlaps.append(overlap)
         _check_filled(name, part.region, overlaps)
-    return [
-        Move(
-            name=name,
-            entry=entry,
-            stored=stored,
-            parts=tuple(part for part, _ in pieces),
-            targets=tuple(target for _, target in pieces),
-        )
-        for stored, pieces in found.items()
-    ]
+    return [Move(stored=stored, pieces=tuple(pieces)) for stored, pieces in found.items()]
 
 
 def _check_filled(name: str, region: Region, overlaps: list[Region]) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its tensors: values that cannot be inconsistent, and their text.
+"""The manifest of a checkpoint's tensors: values that cannot be inconsistent, and their text.
 
     Manifest
     ├── StoredFile         one file: its length, and the checksum of its header
@@ -29,7 +29,7 @@ from shoal.errors import CheckpointError, UsageError
 from shoal.layout.region import Region
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
-"""What `extra` may hold, at any depth; numbers are finite."""
+"""The values that `extra` may hold, at any depth; numbers are finite."""
 
 CODES = {
     torch.float64: "F64",
@@ -76,9 +76,16 @@ _KEYS = (
 )
 """Of the objects that a manifest has many of."""
 
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in CODES}
-
 T = TypeVar("T")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name a dtype as a manifest does."""
+    return str(dtype).removeprefix("torch.")
+
+
+_DTYPES = {dtype_name(dtype): dtype for dtype in CODES}
+_CHECKSUMS = {kind.value: kind for kind in Checksum}
 
 
 def file_name(rank: int) -> str:
@@ -106,6 +113,9 @@ class StoredFile:
 class StoredRegion:
     """A rectangle of a tensor's elements in a file, from byte `start` on."""
 
+    name: str
+    """Of the tensor."""
+    dtype: torch.dtype
     file: str
     start: int
     region: Region
@@ -116,6 +126,11 @@ class StoredRegion:
         _check_crc32(self.crc32)
         if self.region.numel == 0:
             raise CheckpointError(f"a stored region has elements, got {self.region}")
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the region takes in the file."""
+        return self.region.numel * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,10 +183,10 @@ class Manifest:
         for name in self.files:
             DATA_FILES.check(name)
         held = dict.fromkeys(self.files, 0)
-        for name, entry in self.tensors.items():
+        for entry in self.tensors.values():
             for stored in entry.regions:
-                self._check_inside(name, entry, stored)
-                held[stored.file] += stored.region.numel * entry.dtype.itemsize
+                self._check_inside(stored)
+                held[stored.file] += stored.num_bytes
         # Else a small file could be shown again and again, as tensors of any size.
         for name, file in self.files.items():
             if held[name] > file.num_bytes - file.header_bytes:
@@ -185,13 +200,13 @@ class Manifest:
         """How many bytes all tensors have together."""
         return sum(entry.num_bytes for entry in self.tensors.values())
 
-    def _check_inside(self, name: str, entry: TensorEntry, stored: StoredRegion) -> None:
+    def _check_inside(self, stored: StoredRegion) -> None:
         file = self.files.get(stored.file)
-        stop = stored.start + stored.region.numel * entry.dtype.itemsize
+        stop = stored.start + stored.num_bytes
         if file is None or not file.header_bytes <= stored.start < stop <= file.num_bytes:
             raise CheckpointError(
-                f"tensor {name!r}: bytes [{stored.start}, {stop}) of {stored.file!r} are not data "
-                f"of any file in the list"
+                f"tensor {stored.name!r}: bytes [{stored.start}, {stop}) of {stored.file!r} are "
+                "not data of any file in the list"
             )
 
 
@@ -291,7 +306,7 @@ def encoded(manifest: Manifest) -> dict[str, object]:
         "tensors": {
             name: {
                 "shape": list(entry.shape),
-                "dtype": str(entry.dtype).removeprefix("torch."),
+                "dtype": dtype_name(entry.dtype),
                 "layout": entry.layout,
                 "regions": [encoded_region(stored) for stored in entry.regions],
             }
@@ -354,7 +369,7 @@ def _decode(content: dict[str, object]) -> Manifest:
     tensors: dict[str, TensorEntry] = {}
     for name, fields in _take(content, "tensors", dict).items():
         try:
-            tensors[name] = _entry(fields)
+            tensors[name] = _entry(name, fields)
         except (CheckpointError, UsageError) as error:
             raise CheckpointError(f"tensor {name!r}: {error}") from error
     return Manifest(
@@ -364,27 +379,18 @@ def _decode(content: dict[str, object]) -> Manifest:
         },
         tensors=tensors,
         extra=_take(content, "extra", dict),
-        checksum=_checksum(content),
+        checksum=Checksum.PLAIN
+        if content["version"] == _PLAIN_VERSION
+        else _known("checksums", _take(content, "checksums", str), _CHECKSUMS),
     )
 
 
-def _checksum(content: dict[str, object]) -> Checksum:
-    if content["version"] == _PLAIN_VERSION:
-        return Checksum.PLAIN
-    name = _take(content, "checksums", str)
-    try:
-        return Checksum(name)
-    except ValueError as error:
-        known = ", ".join(kind.value for kind in Checksum)
-        raise CheckpointError(f"unknown checksums {name!r}; known are {known}") from error
-
-
-def _entry(fields: object) -> TensorEntry:
+def _entry(name: str, fields: object) -> TensorEntry:
     dtype = _take(fields, "dtype", str)
     return TensorEntry(
         shape=_sizes(fields, "shape"),
-        dtype=_dtype(dtype),
-        regions=tuple(decoded_region(item) for item in _take(fields, "regions", list)),
+        dtype=_known("dtype", dtype, _DTYPES),
+        regions=tuple(decoded_region(name, dtype, f) for f in _take(fields, "regions", list)),
         layout=_take(fields, "layout", str),
     )
 
@@ -398,9 +404,11 @@ def decoded_file(fields: object) -> StoredFile:
     )
 
 
-def decoded_region(fields: object) -> StoredRegion:
-    """Read what `encoded_region` gave."""
+def decoded_region(name: str, dtype: str, fields: object) -> StoredRegion:
+    """Read what `encoded_region` gave of a tensor with that `dtype_name`."""
     return StoredRegion(
+        name=name,
+        dtype=_known("dtype", dtype, _DTYPES),
         file=_take(fields, "file", str),
         start=_take(fields, "start", int),
         region=Region(offsets=_sizes(fields, "offsets"), sizes=_sizes(fields, "sizes")),
@@ -408,10 +416,10 @@ def decoded_region(fields: object) -> StoredRegion:
     )
 
 
-def _dtype(name: str) -> torch.dtype:
-    if name not in _DTYPES:
-        raise CheckpointError(f"unknown dtype {name!r}; known are {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+def _known(what: str, name: str, table: Mapping[str, T]) -> T:
+    if name not in table:
+        raise CheckpointError(f"unknown {what} {name!r}; known are {', '.join(table)}")
+    return table[name]
 
 
 def _sizes(fields: object, key: str) -> tuple[int, ...]:

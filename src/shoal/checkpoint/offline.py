@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import torch
 
-from shoal.checkpoint.data_files import PlannedRegion, RegionReader, cut_region, write_regions
+from shoal.checkpoint.data_files import (
+    PlannedRegion,
+    Progress,
+    RegionReader,
+    plan_regions,
+    write_regions,
+)
 from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.load_plan import moves_into
 from shoal.checkpoint.manifest import JSON, Manifest, TensorEntry, read_manifest
@@ -17,9 +24,6 @@ from shoal.errors import UsageError
 from shoal.layout.chunk import chunk_region
 from shoal.layout.region import Region
 
-Progress = Callable[[int], object]
-"""Told the number of bytes that were dealt with since it was last told."""
-
 
 def verify(folder: Folder | Checkpoint, progress: Progress | None = None) -> Manifest:
     """Compare every byte of a checkpoint with its checksums; raises CheckpointError."""
@@ -27,12 +31,12 @@ def verify(folder: Folder | Checkpoint, progress: Progress | None = None) -> Man
     manifest = read_manifest(checkpoint)
     with RegionReader(checkpoint, manifest) as reader:
         for name in manifest.files:
-            reader.check_file(name)
-        for name, entry in manifest.tensors.items():
+            reader.open_file(name)
+        for entry in manifest.tensors.values():
             for stored in entry.regions:
-                reader.verify(name, entry, stored)
+                reader.verify(stored)
                 if progress is not None:
-                    progress(stored.region.numel * entry.dtype.itemsize)
+                    progress(stored.num_bytes)
     return manifest
 
 
@@ -55,7 +59,7 @@ def reshard(
             [
                 item
                 for name, entry in manifest.tensors.items()
-                for item in _planned(reader, name, entry, _chunk(entry, num_files, rank), progress)
+                for item in _planned(reader, name, entry, num_files, rank)
             ]
             for rank in range(num_files)
         ]
@@ -63,7 +67,7 @@ def reshard(
             name: outline(entry.shape, entry.dtype, f"cut for {num_files} ranks")
             for name, entry in manifest.tensors.items()
         }
-        write_offline(checkpoint_at(folder), outlines, files, manifest.extra)
+        write_offline(checkpoint_at(folder), outlines, files, manifest.extra, progress)
 
 
 def outline(shape: Sequence[int], dtype: torch.dtype, layout: str) -> Share:
@@ -76,15 +80,14 @@ def write_offline(
     outlines: Mapping[str, Share],
     files: Sequence[Sequence[PlannedRegion]],
     extra: Mapping[str, JSON],
+    progress: Progress | None,
 ) -> None:
     """Write, verify and publish a checkpoint of which each region is fetched when it is written."""
-    partial = checkpoint.create()
-    try:
-        written = [write_regions(partial, rank, planned) for rank, planned in enumerate(files)]
-        finish(partial, checkpoint, len(files), outlines, written, extra)
-    except BaseException:
-        partial.discard()
-        raise
+    with checkpoint.create().discarded_on_error() as unfinished:
+        written = [
+            write_regions(unfinished, rank, planned, progress) for rank, planned in enumerate(files)
+        ]
+        finish(unfinished, checkpoint, len(files), outlines, written, extra)
 
 
 def read_region(
@@ -97,26 +100,13 @@ def read_region(
     return values
 
 
-def _chunk(entry: TensorEntry, num_files: int, rank: int) -> Region | None:
-    whole = Region.whole(entry.shape)
-    if entry.shape:
-        return chunk_region(whole, num_files, rank, 0)
-    # A single element cannot be cut: the first file has it.
-    return whole if rank == 0 else None
-
-
 def _planned(
-    reader: RegionReader,
-    name: str,
-    entry: TensorEntry,
-    chunk: Region | None,
-    progress: Progress | None,
-) -> Iterator[PlannedRegion]:
-    for region in () if chunk is None else cut_region(name, chunk, entry.dtype):
-
-        def read(region: Region = region) -> torch.Tensor:
-            if progress is not None:
-                progress(region.numel * entry.dtype.itemsize)
-            return read_region(reader, name, entry, region)
-
-        yield PlannedRegion(name=name, region=region, dtype=entry.dtype, read=read)
+    reader: RegionReader, name: str, entry: TensorEntry, num_files: int, rank: int
+) -> Iterable[PlannedRegion]:
+    """Cut a tensor along its first dim; a single element cannot be cut: the first file has it."""
+    region = Region.whole(entry.shape)
+    if entry.shape:
+        region = chunk_region(region, num_files, rank, 0)
+    elif rank > 0:
+        return ()
+    return plan_regions(name, region, entry.dtype, partial(read_region, reader, name, entry))

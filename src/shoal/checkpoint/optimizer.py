@@ -26,7 +26,7 @@ from shoal.sharding_wrapper import parameter_names, wrappers_below
 from shoal.tensor.sharded import ShardedTensor
 
 PREFIX = "optimizer/"
-"""What the names of an optimizer's state begin with."""
+"""The names of an optimizer's state begin with this."""
 
 _MEND = "build the optimizer as it was when the checkpoint was saved, or load another one"
 
@@ -107,17 +107,37 @@ def check_hyper_parameters(model: nn.Module, optimizer: Optimizer, saved: object
     check_saved_groups(model, optimizer, saved)
     assert isinstance(saved, Mapping)
     known = {name for group in saved["groups"] for name in group["params"]}
-    values = {} if wrappers_below(model) else _plain_values(model, optimizer)
-    _check_values(saved["values"], values, known, _tensor_names(model, optimizer))
+    state = dict(_state_by_name(model, optimizer))
+    tensors = {name for name, value in state.items() if isinstance(value, torch.Tensor)}
+    # Plain numbers of a wrapped model come with the rest of its state.
+    values = {} if wrappers_below(model) else {n: state[n] for n in state.keys() - tensors}
+    _check_values(saved["values"], values, known, tensors)
 
 
 def check_saved_groups(model: nn.Module, optimizer: Optimizer, saved: object) -> None:
-    """Raise CheckpointError unless the optimizer can take over the saved groups."""
-    _check_groups(saved, groups_of(model, optimizer), optimizer.defaults.keys() - _HOW)
-    assert isinstance(saved, Mapping)
-    for index, (group, fields) in enumerate(
-        zip(optimizer.param_groups, saved["groups"], strict=True)
-    ):
+    """Raise CheckpointError unless the saved groups can take the place of the present ones."""
+    here = groups_of(model, optimizer)
+    groups = _taken(saved, "groups", list)
+    _taken(saved, "values", dict)
+    for index, group in enumerate(groups):
+        for name in _taken(group, "params", list):
+            if not isinstance(name, str):
+                raise CheckpointError(
+                    f"parameter group {index} of the optimizer should list names, got {name!r:.100}"
+                )
+    _check_parameters([group["params"] for group in groups], [group["params"] for group in here])
+    required = optimizer.defaults.keys() - _HOW
+    for index, (group, present) in enumerate(zip(groups, here, strict=True)):
+        for key in group.keys() - {"params"}:
+            _check_field(f"{key!r} of parameter group {index}", group[key], present, key)
+        for key in sorted(required & present.keys() - group.keys()):
+            # A switch may be newer than the checkpoint: it stays as this run chose it.
+            if not isinstance(present[key], bool | None):
+                raise CheckpointError(
+                    f"parameter group {index} of the optimizer has no {key!r} in the checkpoint, "
+                    f"and {present[key]!r} here: {_MEND}"
+                )
+    for index, (group, fields) in enumerate(zip(optimizer.param_groups, groups, strict=True)):
         for key, value in fields.items():
             if isinstance(group.get(key), torch.Tensor):
                 _check_holds(f"{key!r} of parameter group {index}", group[key], value)
@@ -136,15 +156,9 @@ def _check_holds(what: str, present: torch.Tensor, value: float) -> None:
 
 def check_states(model: nn.Module, optimizer: Optimizer, names: Set[str]) -> None:
     """Raise CheckpointError if a checkpoint lacks state that the optimizer makes."""
-    owners = parameter_names(model)
-    for parameter, state in optimizer.state.items():
-        for name in owners[parameter]:
-            missing = [kind for kind in state if f"{PREFIX}{name}/{kind}" not in names]
-            if missing:
-                raise CheckpointError(
-                    f"the checkpoint lacks {PREFIX}{name}/{missing[0]}: build the optimizer as it "
-                    "was when the checkpoint was saved, or load another one"
-                )
+    for name, _ in _state_by_name(model, optimizer):
+        if name not in names:
+            raise CheckpointError(f"the checkpoint lacks {name}: {_MEND}")
 
 
 def parsed(key: str) -> tuple[str, str]:
@@ -153,36 +167,25 @@ def parsed(key: str) -> tuple[str, str]:
     return name, kind
 
 
-def _plain_values(model: nn.Module, optimizer: Optimizer) -> dict[str, object]:
-    return {
-        f"{PREFIX}{name}/{state}": value
-        for name, parameter in _named(model, optimizer)
-        for state, value in optimizer.state.get(parameter, {}).items()
-        if not isinstance(value, torch.Tensor)
-    }
-
-
-def _tensor_names(model: nn.Module, optimizer: Optimizer) -> set[str]:
-    """What the state that is tensors is called in a checkpoint."""
+def _state_by_name(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """All state that there is, by its names in a checkpoint."""
     owners = parameter_names(model)
-    return {
-        f"{PREFIX}{name}/{kind}"
-        for parameter, state in optimizer.state.items()
-        for name in owners.get(parameter, ())
-        for kind, value in state.items()
-        if isinstance(value, torch.Tensor)
-    }
+    for parameter, state in optimizer.state.items():
+        for name in owners.get(parameter, ()):
+            for kind, value in state.items():
+                yield f"{PREFIX}{name}/{kind}", value
 
 
 def _named(model: nn.Module, optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
-    names = parameter_names(model)
-    _check_known(names, optimizer)
+    names = _known_names(model, optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield names[parameter][0], parameter
 
 
-def _check_known(names: Mapping[torch.Tensor, tuple[str, ...]], optimizer: Optimizer) -> None:
+def _known_names(model: nn.Module, optimizer: Optimizer) -> dict[torch.Tensor, tuple[str, ...]]:
+    """The names of the model's parameters; raises unless all of the optimizer's are among them."""
+    names = parameter_names(model)
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if parameter not in names:
@@ -191,12 +194,12 @@ def _check_known(names: Mapping[torch.Tensor, tuple[str, ...]], optimizer: Optim
                     f"{tuple(parameter.shape)} that is not one of the model: build the optimizer "
                     "from the parameters of this model, after sharding it"
                 )
+    return names
 
 
 def groups_of(model: nn.Module, optimizer: Optimizer) -> list[dict[str, Any]]:
     """Each group's hyper-parameters as JSON, with names in the place of parameters."""
-    names = parameter_names(model)
-    _check_known(names, optimizer)
+    names = _known_names(model, optimizer)
     groups: list[dict[str, Any]] = []
     for index, group in enumerate(optimizer.param_groups):
         fields: dict[str, Any] = {"params": [n for p in group["params"] for n in names[p]]}
@@ -238,30 +241,6 @@ def _first_step(optimizer: Optimizer, missing: Set[torch.Tensor]) -> None:
                 group["lr"] = rate
 
 
-def _check_groups(
-    saved: object, here: Sequence[Mapping[str, Any]], required: Iterable[str]
-) -> None:
-    """Raise CheckpointError unless the saved groups can take the place of the present ones.
-
-    `required` are the names of what this optimizer computes with.
-    """
-    groups = _taken(saved, "groups", list)
-    _taken(saved, "values", dict)
-    for index, group in enumerate(groups):
-        _check_names(index, _taken(group, "params", list))
-    _check_parameters([group["params"] for group in groups], [group["params"] for group in here])
-    for index, (group, present) in enumerate(zip(groups, here, strict=True)):
-        for key in group.keys() - {"params"}:
-            _check_field(f"{key!r} of parameter group {index}", group[key], present, key)
-        for key in sorted({*required} & present.keys() - group.keys()):
-            # A switch may be newer than the checkpoint: it stays as this run chose it.
-            if not isinstance(present[key], bool | None):
-                raise CheckpointError(
-                    f"parameter group {index} of the optimizer has no {key!r} in the checkpoint, "
-                    f"and {present[key]!r} here: {_MEND}"
-                )
-
-
 def _check_values(
     saved: Mapping[str, Any], here: Mapping[str, Any], known: Set[str], tensors: Set[str]
 ) -> None:
@@ -271,7 +250,7 @@ def _check_values(
     `tensors` are the names of its other state, whose place no number may take.
     """
     for key, value in saved.items():
-        parameter, _, state = key.removeprefix(PREFIX).rpartition("/")
+        parameter, state = parsed(key)
         if not key.startswith(PREFIX) or parameter not in known or not state:
             raise CheckpointError(f"{key!r:.200} is not state of a parameter of this optimizer")
         if key in tensors:
@@ -296,14 +275,6 @@ def _taken(fields: object, key: str, kind: type) -> Any:
             f"got {value!r:.100}"
         )
     return value
-
-
-def _check_names(index: int, names: Sequence[object]) -> None:
-    for name in names:
-        if not isinstance(name, str):
-            raise CheckpointError(
-                f"parameter group {index} of the optimizer should list names, got {name!r:.100}"
-            )
 
 
 def _check_parameters(there: Sequence[Sequence[str]], here: Sequence[Sequence[str]]) -> None:

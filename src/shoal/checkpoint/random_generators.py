@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from shoal.checkpoint.data_files import RegionReader
-from shoal.checkpoint.manifest import Manifest, TensorEntry
+from shoal.checkpoint.manifest import Manifest
 from shoal.checkpoint.offline import read_region
 from shoal.checkpoint.shares import Part, Share
 from shoal.checkpoint.storage import Checkpoint
@@ -34,7 +34,8 @@ _TORCH_WORDS = 624
 def generator_shares(rank: int, world_size: int) -> dict[str, Share]:
     """This rank's states, as its rows of tensors that all ranks have together."""
     return {
-        f"{PREFIX}{name}": _row(kind.read(), rank, world_size) for name, kind in _kinds().items()
+        PREFIX + name: _row(generator.read(), rank, world_size)
+        for name, generator in _generators().items()
     }
 
 
@@ -46,47 +47,32 @@ def read_generators(
     with RegionReader(checkpoint, manifest) as reader:
         for name, share in generator_shares(rank, world_size).items():
             entry = manifest.tensors.get(name)
-            if entry is None:
-                _check_unsaved(name, manifest.world_size == world_size)
-            elif entry.shape[:1] == (world_size,):
-                _check_alike(name, entry, share)
+            # Those of CUDA are saved by runs that use it.
+            if entry is None and manifest.world_size == world_size and name != f"{PREFIX}cuda":
+                raise CheckpointError(
+                    f"the checkpoint lacks {name!r}: it is damaged, or was made otherwise"
+                )
+            if entry is not None and entry.shape[:1] == (world_size,):
+                if (entry.shape, entry.dtype) != (share.shape, share.dtype):
+                    raise CheckpointError(
+                        f"{name!r} is {entry.dtype} of shape {entry.shape} there, {share.dtype} "
+                        f"of shape {share.shape} here"
+                    )
                 states[name] = read_region(reader, name, entry, share.parts[0].region)[0]
     for name, state in states.items():
-        _try(name, state)
+        try:
+            _generators()[name.removeprefix(PREFIX)].attempt(state)
+        except Exception as error:
+            # Each library raises what it likes.
+            raise CheckpointError(f"{name!r} is not a generator's state: {error}") from error
     return states
 
 
 def restore_generators(states: Mapping[str, torch.Tensor]) -> None:
     """Set this rank's generators to states that `read_generators` gave."""
-    for name, kind in _kinds().items():
-        state = states.get(f"{PREFIX}{name}")
-        if state is not None:
-            kind.write(state)
-
-
-def _check_unsaved(name: str, is_same_world: bool) -> None:
-    # Those of CUDA are saved by runs that use it.
-    if is_same_world and name != f"{PREFIX}cuda":
-        raise CheckpointError(
-            f"the checkpoint lacks {name!r}: it is damaged, or was made otherwise"
-        )
-
-
-def _check_alike(name: str, entry: TensorEntry, share: Share) -> None:
-    if (entry.shape, entry.dtype) != (share.shape, share.dtype):
-        raise CheckpointError(
-            f"{name!r} is {entry.dtype} of shape {entry.shape} there, {share.dtype} of shape "
-            f"{share.shape} here"
-        )
-
-
-def _try(name: str, state: torch.Tensor) -> None:
-    """Set a generator that nobody uses, which refuses what is no state."""
-    try:
-        _kinds()[name.removeprefix(PREFIX)].attempt(state)
-    except Exception as error:
-        # Each library raises what it likes.
-        raise CheckpointError(f"{name!r} is not a generator's state: {error}") from error
+    for name, generator in _generators().items():
+        if PREFIX + name in states:
+            generator.write(states[PREFIX + name])
 
 
 def _row(state: torch.Tensor, rank: int, world_size: int) -> Share:
@@ -101,27 +87,27 @@ def _row(state: torch.Tensor, rank: int, world_size: int) -> Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Kind:
-    """How a generator's state is read and written, and tried on a generator of its own."""
+class _Generator:
+    """How its state is read and written, and tried on a generator that nobody uses."""
 
     read: Callable[[], torch.Tensor]
     write: Callable[[torch.Tensor], object]
     attempt: Callable[[torch.Tensor], object]
 
 
-def _kinds() -> dict[str, _Kind]:
-    kinds = {
-        "torch": _Kind(
+def _generators() -> dict[str, _Generator]:
+    generators = {
+        "torch": _Generator(
             read=torch.get_rng_state,
             write=torch.set_rng_state,
             attempt=_attempt_torch,
         ),
-        "python": _Kind(
+        "python": _Generator(
             read=_read_python,
             write=lambda state: random.setstate(_python_state(state)),
             attempt=lambda state: random.Random().setstate(_python_state(state)),
         ),
-        "numpy": _Kind(
+        "numpy": _Generator(
             read=_read_numpy,
             write=lambda state: np.random.set_state(_numpy_state(state)),
             attempt=lambda state: np.random.RandomState().set_state(_numpy_state(state)),
@@ -129,12 +115,12 @@ def _kinds() -> dict[str, _Kind]:
     }
     # A process that has not used CUDA must not begin to because of a checkpoint.
     if torch.cuda.is_initialized():
-        kinds["cuda"] = _Kind(
+        generators["cuda"] = _Generator(
             read=torch.cuda.get_rng_state,
             write=torch.cuda.set_rng_state,
             attempt=lambda state: torch.Generator("cuda").set_state(state),
         )
-    return kinds
+    return generators
 
 
 def _attempt_torch(state: torch.Tensor) -> None:

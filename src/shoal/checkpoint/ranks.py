@@ -78,11 +78,10 @@ class Ranks:
 
     def first(self, action: Callable[[], T]) -> T:
         """Do something on the first rank, and give its result, or its failure, to all."""
-        attempt = _Attempt(action) if self.is_first else None
-        told = (attempt.failure, attempt.result) if attempt else (None, None)
-        failure, result = self.exchange(told)[0]
+        attempt = _Attempt(action if self.is_first else lambda: None)
+        failure, result = self.exchange((attempt.failure, attempt.result))[0]
         if failure is not None:
-            self.fail({0: failure}, attempt.error if attempt else None)
+            self.fail({0: failure}, attempt.error)
         return result  # pyright: ignore[reportReturnType]
 
     def any(self, flag: bool) -> Callable[[], bool]:
@@ -117,16 +116,16 @@ class Agreement(Generic[T]):
         self._failed = ranks.any(attempt.failure is not None)
 
     def result(self) -> T:
-        """What the action returned; raises if it raised on any rank. Collective."""
+        """Return the action's result; raise if it raised on any rank. Collective."""
         if self._failed():
             texts = self._ranks.exchange(self._attempt.failure)
             failures = {rank: text for rank, text in enumerate(texts) if text is not None}
             self._ranks.fail(failures, self._attempt.error)
-        return self._attempt.value
+        return self._attempt.result  # pyright: ignore[reportReturnType]
 
 
 class _Attempt(Generic[T]):
-    """What an action returned, or the exception that it raised."""
+    """The result of an action, or the exception that it raised."""
 
     def __init__(self, action: Callable[[], T]) -> None:
         self.result: T | None = None
@@ -136,16 +135,11 @@ class _Attempt(Generic[T]):
         except BaseException as error:
             # An interrupt too: the other ranks are waiting to hear of it.
             self.error = error
+        self.failure = failure_text(self.error)
 
-    @property
-    def failure(self) -> str | None:
-        """The failure as text for other ranks; None when there was none."""
-        if self.error is None:
-            return None
-        prefix = "" if isinstance(self.error, CheckpointError) else f"{type(self.error).__name__}: "
-        return f"{prefix}{self.error}"
 
-    @property
-    def value(self) -> T:
-        """What the action returned; asked for only when it did."""
-        return self.result  # pyright: ignore[reportReturnType]
+def failure_text(error: BaseException | None) -> str | None:
+    """An error as text for other ranks; None where there was none."""
+    if error is None:
+        return None
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

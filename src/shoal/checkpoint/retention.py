@@ -88,7 +88,7 @@ def point_latest(checkpoints: Folder) -> Path | None:
 
 
 def drop_unfinished(checkpoints: Folder | Storage) -> None:
-    """Remove what saves that died have left among checkpoints; nobody may be saving."""
+    """Remove the partial checkpoints of saves that died; no save may be running."""
     storage = storage_at(checkpoints)
     for name in _names(storage):
         if is_partial(name):

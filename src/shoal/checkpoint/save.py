@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, overload
 
@@ -16,14 +18,13 @@ from shoal.checkpoint.background import (
     await_outcome,
     collect_notes,
     leave_note,
-    remember,
     settle,
 )
 from shoal.checkpoint.data_files import (
     PlannedRegion,
     WrittenFile,
     aligned,
-    planned_regions,
+    plan_regions,
     write_regions,
 )
 from shoal.checkpoint.disk import Folder, checkpoint_at
@@ -119,16 +120,13 @@ def async_save(
 
     def copy() -> tuple[dict[str, Share], list[PlannedRegion], torch.Tensor]:
         shares, planned = _plan(tensors, extra, ranks.is_first)
-        copies, memory = _copied(planned, buffer)
-        return shares, copies, memory
+        return shares, *_copied(planned, buffer)
 
     shares, planned, memory = ranks.together(copy)
     partial = _begin(ranks, checkpoint, shares, parents=parents)
     work = _background(partial, checkpoint, ranks, shares, planned, dict(extra), timeout_s)
     place = folder if isinstance(folder, Checkpoint) else Path(folder)
-    pending = PendingSave(place, ranks, work, memory)
-    remember(ranks, pending)
-    return pending
+    return PendingSave(place, ranks, work, memory)
 
 
 def finish(
@@ -143,8 +141,8 @@ def finish(
     regions: dict[str, list[StoredRegion]] = {name: [] for name in shares}
     files = [file for file in written if file is not None]
     for file in files:
-        for name, region in file.regions:
-            regions[name].append(region)
+        for region in file.regions:
+            regions[region.name].append(region)
     manifest = Manifest(
         world_size=world_size,
         files={file.name: file.file for file in files},
@@ -162,7 +160,13 @@ def _plan(
     """Say what this rank holds and writes, before any byte moves."""
     check_json(extra)
     shares = {name: share_of(name, tensors[name], is_first=is_first) for name in sorted(tensors)}
-    return shares, [item for name, share in shares.items() for item in planned_regions(name, share)]
+    return shares, [
+        item
+        for name, share in shares.items()
+        for part in share.parts
+        if share.writes
+        for item in plan_regions(name, part.region, part.local.dtype, part.view)
+    ]
 
 
 def _begin(
@@ -232,7 +236,7 @@ def _background(
     extra: Mapping[str, JSON],
     timeout_s: float,
 ) -> Callable[[], None]:
-    """What a rank does in the background; uses the storage alone, no collectives."""
+    """Give a rank's work in the background: it uses the storage alone, no collectives."""
     rank, world_size = ranks.rank, ranks.size
 
     def write() -> None:
@@ -249,13 +253,10 @@ def _background(
         leave_note(partial, rank, written, None)
 
     def lead() -> None:
-        try:
+        with partial.discarded_on_error():
             write()
             written = collect_notes(partial, world_size, timeout_s)
             finish(partial, checkpoint, world_size, shares, written, extra)
-        except BaseException:
-            partial.discard()
-            raise
 
     def follow() -> None:
         write()
@@ -268,11 +269,7 @@ def _copied(
     planned: Sequence[PlannedRegion], buffer: torch.Tensor | None
 ) -> tuple[list[PlannedRegion], torch.Tensor]:
     """Copy planned regions into one piece of host memory, an old one if it is large enough."""
-    starts: list[int] = []
-    end = 0
-    for item in planned:
-        starts.append(end)
-        end += aligned(item.num_bytes)
+    *starts, end = accumulate((aligned(item.num_bytes) for item in planned), initial=0)
     sources = [item.read() for item in planned]
     devices = {source.device for source in sources if source.is_cuda}
     if buffer is None or buffer.numel() < end:
@@ -283,11 +280,7 @@ def _copied(
             raw = buffer[start : start + item.num_bytes].view(item.dtype)
             values = raw.view(item.region.sizes)
             values.copy_(source, non_blocking=True)
-            copies.append(_planned_of(item, values))
+            copies.append(replace(item, source=lambda _, values=values: values))
     for device in devices:
         torch.cuda.synchronize(device)
     return copies, buffer
-
-
-def _planned_of(item: PlannedRegion, values: torch.Tensor) -> PlannedRegion:
-    return PlannedRegion(name=item.name, region=item.region, dtype=item.dtype, read=lambda: values)

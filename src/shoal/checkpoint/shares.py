@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor, from the tensor's own placement; no communication."""
+"""The parts of a tensor that this rank holds, from its own placement; no communication."""
 
 from __future__ import annotations
 
@@ -27,10 +27,14 @@ class Part:
                 f"says {self.region.sizes}: it is not sharded as torch.chunk cuts"
             )
 
+    def view(self, region: Region) -> torch.Tensor:
+        """This rank's memory for a region inside of this one."""
+        return self.local[region.relative_to(self.region).slices]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Share:
-    """What this rank holds of a whole tensor: no part where it holds nothing.
+    """The parts of a whole tensor that this rank holds; none where it holds nothing.
 
     `writes` is true on one of the ranks that hold the same parts, so that each element is saved
     once.

@@ -185,6 +185,15 @@ class Checkpoint:
         """Remove this partial checkpoint as far as possible."""
         self.storage.discard(self.name)
 
+    @contextmanager
+    def discarded_on_error(self) -> Iterator[Checkpoint]:
+        """Discard this partial checkpoint if the block raises."""
+        try:
+            yield self
+        except BaseException:
+            self.discard()
+            raise
+
     def delete(self) -> None:
         """Remove this complete checkpoint."""
         with storage_errors("remove", self):
@@ -205,7 +214,7 @@ def is_partial(name: str) -> bool:
 
 
 def taken(where: object) -> CheckpointError:
-    """What is raised where something has the name that a checkpoint should get."""
+    """The error where something has the name that a checkpoint should get."""
     return CheckpointError(
         f"{where} exists already, and a checkpoint is never overwritten: "
         "choose another name, or delete it first"

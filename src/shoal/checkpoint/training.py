@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -46,7 +47,7 @@ from shoal.errors import CheckpointError
 from shoal.sharding_wrapper import wrappers_below
 
 MODEL = "model/"
-"""What the names of a model's tensors begin with."""
+"""The names of a model's tensors begin with this."""
 
 _MARK = "_shoal_unusable"
 
@@ -74,7 +75,7 @@ def training_state(
     *,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[dict[str, torch.Tensor | Share], dict[str, JSON]]:
-    """What `save_training` saves, for `save` or `async_save`: tensors, and values beside them."""
+    """Give `save` or `async_save` the tensors and values that `save_training` saves."""
     model = bare(model)
     ranks = Ranks(group)
     tensors, hyper = ranks.together(lambda: _state(model, optimizer))
@@ -138,10 +139,10 @@ def load_model(
         exclude=[MODEL + pattern for pattern in exclude],
         cast=cast,
         verify_first=verify_first,
-        before_write=None if is_wrapped else lambda: _mark_unusable(model, _mixture(checkpoint)),
+        before_write=None if is_wrapped else lambda: _mark_unusable(model, checkpoint),
     )
     if is_wrapped:
-        _mark_unusable(model, _mixture(checkpoint))
+        _mark_unusable(model, checkpoint)
         take_weights(model, weights)
     _clear_mark(model)
 
@@ -173,12 +174,6 @@ def _state(
     model: nn.Module, optimizer: Optimizer
 ) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
     _check_usable(model)
-    return _tensors(model, optimizer)
-
-
-def _tensors(
-    model: nn.Module, optimizer: Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
     tensors = _named(weights_of(model))
     states = wrapped_state if wrappers_below(model) else optimizer_tensors
     moments, hyper = states(model, optimizer)
@@ -196,18 +191,23 @@ class _SavedTraining:
 
     @property
     def extra(self) -> Mapping[str, Any]:
-        """What was saved beside the tensors."""
+        """The values that were saved beside the tensors."""
         return self.manifest.extra
 
     @property
     def hyper(self) -> Mapping[str, Any]:
-        """What was saved of the optimizer beside its tensors."""
+        """The optimizer's groups and plain numbers."""
         return self.extra["optimizer"]
 
     @property
     def states(self) -> set[str]:
         """The names of all the optimizer's state, tensors or not."""
         return {*self.manifest.tensors, *self.hyper["values"]}
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Make the state that was saved; raises unless the optimizer can take it over."""
+        prepare_optimizer(model, optimizer, self.states)
+        check_hyper_parameters(model, optimizer, self.hyper)
 
     def fill(
         self,
@@ -232,22 +232,16 @@ def _load_bare(
     weights: Mapping[str, torch.Tensor],
 ) -> None:
     """Load into the tensors themselves, which make an unusable mixture until all are there."""
-    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
 
     def state() -> dict[str, torch.Tensor]:
-        prepare_optimizer(model, optimizer, saved.states)
-        check_hyper_parameters(model, optimizer, saved.hyper)
+        saved.prepare(model, optimizer)
         return optimizer_tensors(model, optimizer)[0]
 
-    try:
-        moments = saved.ranks.together(state)
-        tensors = _named(weights) | moments
-        saved.fill(tensors, lambda: _mark_unusable(model, _mixture(saved.checkpoint)))
-    except BaseException:
-        # A checkpoint that is refused leaves the optimizer as it was, like everything else.
-        optimizer.state.clear()
-        optimizer.state.update(before)
-        raise
+    # A checkpoint that is refused leaves the optimizer as it was, like everything else.
+    with _restored_state(optimizer) as keep:
+        tensors = _named(weights) | saved.ranks.together(state)
+        saved.fill(tensors, lambda: _mark_unusable(model, saved.checkpoint))
+        keep()
 
 
 def _load_wrapped(
@@ -261,32 +255,29 @@ def _load_wrapped(
     ranks.together(lambda: _try_state(saved, model, optimizer))
     states = ranks.together(lambda: empty_states(model, saved.manifest))
     saved.fill({**_named(weights), **states})
-    _mark_unusable(model, _mixture(saved.checkpoint))
+    _mark_unusable(model, saved.checkpoint)
     take_over(model, optimizer, weights, states, saved.hyper)
 
 
 def _try_state(saved: _SavedTraining, model: nn.Module, optimizer: Optimizer) -> None:
     """See that all state is there that the optimizer makes, and leave it as it was."""
-    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
-    try:
-        prepare_optimizer(model, optimizer, saved.states)
-        check_hyper_parameters(model, optimizer, saved.hyper)
+    with _restored_state(optimizer):
+        saved.prepare(model, optimizer)
         check_states(model, optimizer, saved.states)
-    finally:
-        optimizer.state.clear()
-        optimizer.state.update(before)
+
+
+@contextmanager
+def _restored_state(optimizer: Optimizer) -> Iterator[Callable[[], object]]:
+    """Give the optimizer its state back when the block ends, unless it calls what it is given."""
+    before = {parameter: dict(state) for parameter, state in optimizer.state.items()}
+    with ExitStack() as stack:
+        stack.callback(optimizer.state.update, before)
+        stack.callback(optimizer.state.clear)
+        yield stack.pop_all
 
 
 def _named(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {f"{MODEL}{name}": value for name, value in weights.items()}
-
-
-def _mixture(checkpoint: Checkpoint) -> str:
-    return (
-        f"loading {checkpoint} failed when some tensors were written, so the model is a mixture of "
-        "two states: load a good checkpoint into it, or build it anew. With verify_first=True a "
-        "load that fails writes nothing"
-    )
 
 
 def _training_manifest(checkpoint: Checkpoint) -> Manifest:
@@ -312,9 +303,14 @@ def _check_fits(
     check_saved_groups(model, optimizer, manifest.extra["optimizer"])
 
 
-def _mark_unusable(model: nn.Module, reason: str) -> None:
+def _mark_unusable(model: nn.Module, checkpoint: Checkpoint) -> None:
     """Let every use of the model raise until a load succeeds."""
     _clear_mark(model)
+    reason = (
+        f"loading {checkpoint} failed when some tensors were written, so the model is a mixture of "
+        "two states: load a good checkpoint into it, or build it anew. With verify_first=True a "
+        "load that fails writes nothing"
+    )
 
     def refuse(*_: object) -> NoReturn:
         raise CheckpointError(reason)

@@ -19,12 +19,13 @@ import pickle
 import struct
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.errors import CheckpointError
 
 _OBJECT_BYTES, _LIST_BYTES, _KEY_BYTES, _STRING_BYTES, _ITEM_BYTES = 300, 80, 220, 72, 40
-"""What one of them takes at most while it is parsed, as measured; a key, if no other has its name.
+"""The most that each takes while it is parsed, as measured; a key, if no other has its name.
 A key that comes again takes the room of a pointer."""
 
 _JSON_RATIO = 9
@@ -47,17 +48,9 @@ def strict_json(data: bytes, keys: Iterable[str] = ()) -> Any:
 
 def check_size(data: bytes, keys: Iterable[str] = ()) -> None:
     """Raise ValueError if a text can take more memory than real ones of its length do."""
-    expected = _most_bytes(data, keys)
-    if expected > _JSON_RATIO * len(data) + _JSON_SLACK_BYTES:
-        raise ValueError(
-            f"its {len(data):,} bytes can take {expected:,} in memory: too many small values"
-        )
-
-
-def _most_bytes(data: bytes, keys: Iterable[str]) -> int:
-    """What the objects of a text can take; signs within strings are counted, too."""
     again = sum(data.count(f'"{key}":'.encode()) for key in keys)
-    return (
+    # Signs within strings are counted, too.
+    expected = (
         _OBJECT_BYTES * data.count(b"{")
         + _LIST_BYTES * data.count(b"[")
         + _KEY_BYTES * (data.count(b":") - again)
@@ -65,6 +58,10 @@ def _most_bytes(data: bytes, keys: Iterable[str]) -> int:
         + _ITEM_BYTES * data.count(b",")
         + 8 * again
     )
+    if expected > _JSON_RATIO * len(data) + _JSON_SLACK_BYTES:
+        raise ValueError(
+            f"its {len(data):,} bytes can take {expected:,} in memory: too many small values"
+        )
 
 
 def _no_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -89,13 +86,13 @@ Names = Callable[[str, str], Any]
 """Gives what stands for a name of a module; raises CheckpointError unless it is allowed."""
 
 _PICKLE_RATIO = 20
-"""What each byte of a pickle may be charged; those of DCP's metadata are charged 14."""
+"""A pickle may be charged this much for each byte; DCP's metadata is charged 14."""
 _PICKLE_SLACK_BYTES = 1 << 20
 _MAX_ARGUMENTS = 16
 
 
-class Record:
-    """What stands in the place of an object: its class's name, its arguments, and its state."""
+class PickledObject:
+    """Stands for an object: its class's name, its arguments, and its state."""
 
     __slots__ = ("arguments", "kind", "state")
 
@@ -115,13 +112,11 @@ class Record:
         return self[key] if isinstance(self.state, dict) and key in self.state else None
 
 
-class Class:
-    """What stands in the place of a class, or of a function that makes objects."""
+@dataclass(frozen=True, slots=True)
+class PickledClass:
+    """Stands for a class, or for a function that makes objects."""
 
-    __slots__ = ("make",)
-
-    def __init__(self, make: Callable[[tuple[object, ...]], object]) -> None:
-        self.make = make
+    make: Callable[[tuple[object, ...]], object]
 
 
 def read_pickle(data: bytes, names: Names) -> Any:
@@ -143,9 +138,9 @@ class _Interpreter:
     def run(self) -> Any:
         """Follow the instructions to the end."""
         while True:
-            code = self._bytes(1)[0]
+            code = self.take(1)[0]
             if code == _STOP:
-                return self._pop()
+                return self.pop()
             found = _INSTRUCTIONS.get(code)
             if found is None:
                 raise CheckpointError(f"instruction {code:#04x} is not allowed there")
@@ -160,32 +155,47 @@ class _Interpreter:
                 f"its {len(self._data):,} bytes would take more memory than real ones"
             )
 
-    def _bytes(self, count: int) -> memoryview:
+    def take(self, count: int) -> memoryview:
         found = self._data[self._at : self._at + count]
         if len(found) < count:
             raise CheckpointError(f"it ends at byte {len(self._data):,}, within an instruction")
         self._at += count
         return found
 
-    def _number(self, form: str) -> Any:
-        return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
+    def number(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
 
-    def _line(self) -> str:
+    def long(self) -> int:
+        return int.from_bytes(self.take(self.take(1)[0]), "little", signed=True)
+
+    def text(self, form: str) -> str:
+        value = str(self.take(self.number(form)), "utf-8", "surrogatepass")
+        self.charge(sys.getsizeof(value))
+        return value
+
+    def line(self) -> str:
         stop = bytes(self._data[self._at : self._at + 200]).find(b"\n")
         if stop < 0:
             raise CheckpointError("it holds a name of more than 200 letters")
-        return str(self._bytes(stop + 1)[:-1], "utf-8")
+        return str(self.take(stop + 1)[:-1], "utf-8")
 
-    def _push(self, value: object) -> None:
+    def push(self, value: object) -> None:
         self._stack.append(value)
 
-    def _pop(self) -> Any:
+    def pop(self) -> Any:
         # Never below a mark: what is there belongs to a container that is not made yet.
         if len(self._stack) <= (self._marks[-1] if self._marks else 0):
             raise CheckpointError("it takes a value that is not there")
         return self._stack.pop()
 
-    def _since_mark(self) -> list[Any]:
+    def pop_many(self, count: int) -> list[Any]:
+        """The last values, in the order in which they were pushed."""
+        return [self.pop() for _ in range(count)][::-1]
+
+    def mark(self) -> None:
+        self._marks.append(len(self._stack))
+
+    def pop_since_mark(self) -> list[Any]:
         if not self._marks:
             raise CheckpointError("it takes values since a mark that is not there")
         start = self._marks.pop()
@@ -200,163 +210,102 @@ class _Interpreter:
         return value
 
     def protocol(self) -> None:
-        if self._bytes(1)[0] > 5:
+        if self.take(1)[0] > 5:
             raise CheckpointError("it is of a protocol that is not known")
 
-    def frame(self) -> None:
-        self._number("<Q")
-
-    def constant(self, value: object) -> None:
-        self._push(value)
-
-    def number(self, form: str) -> None:
-        self._push(self._number(form))
-
-    def long(self) -> None:
-        self._push(int.from_bytes(self._bytes(self._bytes(1)[0]), "little", signed=True))
-
-    def text(self, form: str) -> None:
-        value = str(self._bytes(self._number(form)), "utf-8", "surrogatepass")
-        self.charge(sys.getsizeof(value))
-        self._push(value)
-
-    def mark(self) -> None:
-        self._marks.append(len(self._stack))
-
-    def tuple_of(self, count: int) -> None:
-        self._push(tuple([self._pop() for _ in range(count)][::-1]))
-
-    def tuple_since_mark(self) -> None:
-        self._push(tuple(self._since_mark()))
-
-    def empty_list(self) -> None:
-        self._push([])
-
-    def append(self) -> None:
-        value = self._pop()
-        self._top(list).append(value)
-
-    def appends(self) -> None:
-        values = self._since_mark()
+    def extend(self, values: list[Any]) -> None:
         self._top(list).extend(values)
 
-    def empty_table(self) -> None:
-        self._push({})
-
-    def set_item(self) -> None:
-        value, key = self._pop(), self._pop()
-        self._set([key, value])
-
-    def set_items(self) -> None:
-        self._set(self._since_mark())
-
-    def _set(self, values: list[Any]) -> None:
+    def set_items(self, values: list[Any]) -> None:
         table = self._top(dict)
         if len(values) % 2:
             raise CheckpointError("it has a key without a value")
         for key, value in zip(values[::2], values[1::2], strict=True):
             # Tuples within tuples without end would overflow the stack when they are hashed.
-            if not isinstance(key, str | int | Record):
+            if not isinstance(key, str | int | PickledObject):
                 raise CheckpointError(f"it has a {type(key).__name__} as a key")
             table[key] = value
         self.charge(len(values) * (_ENTRY_BYTES if len(table) <= 5 else _GROWN_ENTRY_BYTES) // 2)
 
-    def memoize(self) -> None:
-        self._remember(len(self._memo))
-
-    def put(self, form: str) -> None:
-        self._remember(self._number(form))
-
-    def _remember(self, place: int) -> None:
-        value = self._pop()
-        self._push(value)
+    def memoize(self, place: int | None = None) -> None:
+        value = self.pop()
+        self.push(value)
+        place = len(self._memo) if place is None else place
         # Picklers count; a place that is far away would be room for all before it.
         if place > len(self._memo):
             raise CheckpointError(f"it remembers value {place:,} after {len(self._memo):,}")
         self._memo[place : place + 1] = [value]
 
-    def recall(self, form: str) -> None:
-        place = self._number(form)
+    def recall(self, place: int) -> None:
         if place >= len(self._memo):
             raise CheckpointError("it recalls a value that is not there")
-        self._push(self._memo[place])
+        self.push(self._memo[place])
 
-    def name(self) -> None:
-        module = self._line()
-        self._push(self._class(module, self._line()))
-
-    def name_of_texts(self) -> None:
-        name, module = self._pop(), self._pop()
+    def name(self, module: object, name: object) -> None:
+        """Push what stands for a name, the same at each mention."""
         if not isinstance(name, str) or not isinstance(module, str):
             raise CheckpointError("it names something by what is no text")
-        self._push(self._class(module, name))
-
-    def _class(self, module: str, name: str) -> Any:
-        """What stands for a name, the same at each mention."""
         if (module, name) not in self._classes:
             self._classes[module, name] = self._names(module, name)
-        return self._classes[module, name]
+        self.push(self._classes[module, name])
 
     def reduce(self) -> None:
-        arguments, function = self._pop(), self._pop()
-        if not isinstance(function, Class) or type(arguments) is not tuple:
+        function, arguments = self.pop_many(2)
+        if not isinstance(function, PickledClass) or type(arguments) is not tuple:
             raise CheckpointError(f"it calls a {type(function).__name__}")
         if len(arguments) > _MAX_ARGUMENTS:
             raise CheckpointError(f"it calls something with {len(arguments):,} arguments")
         made = function.make(arguments)
-        self.charge(sys.getsizeof(made) if isinstance(made, Record | dict) else 0)
-        self._push(made)
+        self.charge(sys.getsizeof(made) if isinstance(made, PickledObject | dict) else 0)
+        self.push(made)
 
     def build(self) -> None:
-        state = self._pop()
-        self._top(Record).state = state
-
-    def persistent(self) -> None:
-        self._push(Record("storage", (self._pop(),)))
+        state = self.pop()
+        self._top(PickledObject).state = state
 
 
 _STOP = pickle.STOP[0]
 _ENTRY_BYTES, _GROWN_ENTRY_BYTES = 24, 100
 
-_INSTRUCTIONS: dict[int, tuple[int, Callable[[_Interpreter], None]]] = {
+_INSTRUCTIONS: dict[int, tuple[int, Callable[[_Interpreter], object]]] = {
     code[0]: (cost, follow)
     for code, cost, follow in (
         (pickle.PROTO, 0, _Interpreter.protocol),
-        (pickle.FRAME, 0, _Interpreter.frame),
-        (pickle.NONE, 8, lambda i: i.constant(None)),
-        (pickle.NEWTRUE, 8, lambda i: i.constant(True)),
-        (pickle.NEWFALSE, 8, lambda i: i.constant(False)),
-        (pickle.BININT, 40, lambda i: i.number("<i")),
-        (pickle.BININT1, 8, lambda i: i.number("<B")),
-        (pickle.BININT2, 40, lambda i: i.number("<H")),
-        (pickle.LONG1, 320, _Interpreter.long),
-        (pickle.BINFLOAT, 32, lambda i: i.number(">d")),
-        (pickle.SHORT_BINUNICODE, 8, lambda i: i.text("<B")),
-        (pickle.BINUNICODE, 8, lambda i: i.text("<I")),
-        (pickle.BINUNICODE8, 8, lambda i: i.text("<Q")),
+        (pickle.FRAME, 0, lambda i: i.number("<Q")),
+        (pickle.NONE, 8, lambda i: i.push(None)),
+        (pickle.NEWTRUE, 8, lambda i: i.push(True)),
+        (pickle.NEWFALSE, 8, lambda i: i.push(False)),
+        (pickle.BININT, 40, lambda i: i.push(i.number("<i"))),
+        (pickle.BININT1, 8, lambda i: i.push(i.number("<B"))),
+        (pickle.BININT2, 40, lambda i: i.push(i.number("<H"))),
+        (pickle.LONG1, 320, lambda i: i.push(i.long())),
+        (pickle.BINFLOAT, 32, lambda i: i.push(i.number(">d"))),
+        (pickle.SHORT_BINUNICODE, 8, lambda i: i.push(i.text("<B"))),
+        (pickle.BINUNICODE, 8, lambda i: i.push(i.text("<I"))),
+        (pickle.BINUNICODE8, 8, lambda i: i.push(i.text("<Q"))),
         (pickle.MARK, 8, _Interpreter.mark),
-        (pickle.EMPTY_TUPLE, 8, lambda i: i.constant(())),
-        (pickle.TUPLE1, 56, lambda i: i.tuple_of(1)),
-        (pickle.TUPLE2, 56, lambda i: i.tuple_of(2)),
-        (pickle.TUPLE3, 56, lambda i: i.tuple_of(3)),
-        (pickle.TUPLE, 56, _Interpreter.tuple_since_mark),
-        (pickle.EMPTY_LIST, 80, _Interpreter.empty_list),
-        (pickle.APPEND, 32, _Interpreter.append),
-        (pickle.APPENDS, 32, _Interpreter.appends),
-        (pickle.EMPTY_DICT, 72, _Interpreter.empty_table),
-        (pickle.SETITEM, 100, _Interpreter.set_item),
-        (pickle.SETITEMS, 100, _Interpreter.set_items),
+        (pickle.EMPTY_TUPLE, 8, lambda i: i.push(())),
+        (pickle.TUPLE1, 56, lambda i: i.push(tuple(i.pop_many(1)))),
+        (pickle.TUPLE2, 56, lambda i: i.push(tuple(i.pop_many(2)))),
+        (pickle.TUPLE3, 56, lambda i: i.push(tuple(i.pop_many(3)))),
+        (pickle.TUPLE, 56, lambda i: i.push(tuple(i.pop_since_mark()))),
+        (pickle.EMPTY_LIST, 80, lambda i: i.push([])),
+        (pickle.APPEND, 32, lambda i: i.extend(i.pop_many(1))),
+        (pickle.APPENDS, 32, lambda i: i.extend(i.pop_since_mark())),
+        (pickle.EMPTY_DICT, 72, lambda i: i.push({})),
+        (pickle.SETITEM, 100, lambda i: i.set_items(i.pop_many(2))),
+        (pickle.SETITEMS, 100, lambda i: i.set_items(i.pop_since_mark())),
         (pickle.MEMOIZE, 8, _Interpreter.memoize),
-        (pickle.BINPUT, 8, lambda i: i.put("<B")),
-        (pickle.LONG_BINPUT, 8, lambda i: i.put("<I")),
-        (pickle.BINGET, 8, lambda i: i.recall("<B")),
-        (pickle.LONG_BINGET, 8, lambda i: i.recall("<I")),
-        (pickle.GLOBAL, 8, _Interpreter.name),
-        (pickle.STACK_GLOBAL, 8, _Interpreter.name_of_texts),
+        (pickle.BINPUT, 8, lambda i: i.memoize(i.number("<B"))),
+        (pickle.LONG_BINPUT, 8, lambda i: i.memoize(i.number("<I"))),
+        (pickle.BINGET, 8, lambda i: i.recall(i.number("<B"))),
+        (pickle.LONG_BINGET, 8, lambda i: i.recall(i.number("<I"))),
+        (pickle.GLOBAL, 8, lambda i: i.name(i.line(), i.line())),
+        (pickle.STACK_GLOBAL, 8, lambda i: i.name(*i.pop_many(2))),
         (pickle.REDUCE, 8, _Interpreter.reduce),
         (pickle.NEWOBJ, 8, _Interpreter.reduce),
         (pickle.BUILD, 0, _Interpreter.build),
-        (pickle.BINPERSID, 128, _Interpreter.persistent),
+        (pickle.BINPERSID, 128, lambda i: i.push(PickledObject("storage", (i.pop(),)))),
     )
 }
 """Each instruction that is followed, with the memory that it can take."""

@@ -50,18 +50,17 @@ def wrapped_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def empty_states(model: nn.Module, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """What the optimizer's tensors of a checkpoint can be loaded into."""
+    """Tensors into which a checkpoint's state of the optimizer can be loaded."""
     wrapper = _wrapper(model)
     members = {name: one for one in wrapper._wrapped_parameters(model) for name in one.names}
     sizes = {clean(name): value.numel() for name, value in model.named_parameters()}
     sizes |= {name: math.prod(member.shape) for name, member in members.items()}
-    for key, entry in manifest.tensors.items():
-        if key.startswith(PREFIX):
-            _check_size(key, entry, sizes)
+    entries = {key: e for key, e in manifest.tensors.items() if key.startswith(PREFIX)}
+    for key, entry in entries.items():
+        _check_size(key, entry, sizes)
     return {
         key: _empty(key, entry, members.get(parsed(key)[0]), wrapper.compute_device)
-        for key, entry in manifest.tensors.items()
-        if key.startswith(PREFIX)
+        for key, entry in entries.items()
     }
 
 

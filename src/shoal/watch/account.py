@@ -1,4 +1,4 @@
-"""What one rank can say when ranks do not meet: what it did, and where it is."""
+"""One rank's account when ranks do not meet: the collectives it launched, and where it is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import threading
 import traceback
 from dataclasses import asdict, dataclass, field
 
-from shoal.watch.log import Entry
+from shoal.watch.log import LoggedCollective
 
 _NUM_FRAMES = 4
 _NOT_TELLING = ("/shoal/comm/", "/torch/", "/threading.py")
-"""Where code waits for others: every rank that waits is there, so it tells nothing."""
+"""Files of code that waits: every rank that waits is there, so they tell nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class Account:
     """One rank's account."""
 
     rank: int
-    entries: tuple[Entry, ...] = ()
+    entries: tuple[LoggedCollective, ...] = ()
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The ranks of each group that it used."""
     counts: dict[str, int] = field(default_factory=dict)
@@ -40,14 +40,14 @@ class Account:
     def from_json(cls, text: str) -> Account:
         """The account that another rank sent."""
         fields = json.loads(text)
-        fields["entries"] = tuple(Entry(**entry) for entry in fields["entries"])
+        fields["entries"] = tuple(LoggedCollective(**entry) for entry in fields["entries"])
         fields["groups"] = {name: tuple(ranks) for name, ranks in fields["groups"].items()}
         fields["stack"] = tuple(fields["stack"])
         return cls(**fields)
 
 
 def stack_of_main_thread() -> tuple[str, ...]:
-    """Where the main thread is: the innermost frames of code that does more than wait."""
+    """The main thread's innermost frames of code that does more than wait."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return ()

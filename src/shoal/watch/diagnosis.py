@@ -15,12 +15,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from shoal.watch.account import Account
-from shoal.watch.log import Entry, log_path, logged_ranks, read_log
+from shoal.watch.log import LoggedCollective, log_path, logged_ranks, read_log
 
 _MOST = 8
 """As many ranks are told of; thousands may miss the one that is gone."""
+
+Numbered: TypeAlias = Mapping[int, LoggedCollective]
+"""The collectives of one group that a rank launched, by their numbers."""
 
 
 def diagnose(accounts: Sequence[Account]) -> str:
@@ -45,7 +49,7 @@ def diagnose(accounts: Sequence[Account]) -> str:
     return "\n".join(found[:_MOST] + more)
 
 
-def differences(logs: Mapping[int, Sequence[Entry]]) -> str:
+def differences(logs: Mapping[int, Sequence[LoggedCollective]]) -> str:
     """Say in which collectives ranks differ that cannot be asked any more, given their logs."""
     groups = dict.fromkeys(entry.group for entries in logs.values() for entry in entries)
     found = []
@@ -92,11 +96,11 @@ def _behind(name: str, accounts: Mapping[int, Account]) -> list[str]:
     ]
 
 
-def _of(group: str, entries: Sequence[Entry]) -> dict[int, Entry]:
+def _of(group: str, entries: Sequence[LoggedCollective]) -> Numbered:
     return {entry.number: entry for entry in entries if entry.group == group}
 
 
-def _first_difference(entries: Mapping[int, Mapping[int, Entry]]) -> list[str]:
+def _first_difference(entries: Mapping[int, Numbered]) -> list[str]:
     """Find the first number at which ranks launched different things, and name who did."""
     # What the logs of all still hold; a rank that launched nothing at all has not come to 1.
     first = max((min(numbers) for numbers in entries.values() if numbers), default=1)
@@ -109,7 +113,7 @@ def _first_difference(entries: Mapping[int, Mapping[int, Entry]]) -> list[str]:
 
 
 def _difference(
-    number: int, there: Mapping[int, Entry], entries: Mapping[int, Mapping[int, Entry]]
+    number: int, there: Mapping[int, LoggedCollective], entries: Mapping[int, Numbered]
 ) -> list[str]:
     """Name the ranks that are alone with what they launched."""
     counts = Counter((entry.what, entry.size) for entry in there.values())
@@ -128,29 +132,24 @@ def _difference(
 
 
 def _manner(
-    entry: Entry, usual: Entry, own: Mapping[int, Entry], theirs: Mapping[int, Entry]
+    entry: LoggedCollective, usual: LoggedCollective, own: Numbered, theirs: Numbered
 ) -> str:
     """In which way a rank left the others."""
     if entry.what == usual.what:
         return f"launched {entry.what} with another size"
-    launched_later = any(
-        later.what == usual.what for number, later in own.items() if number > entry.number
-    )
-    if launched_later:
+    if usual.what in _after(entry.number, own):
         return f"launched {usual.what} out of order"
-    awaited = any(
-        later.what == entry.what for number, later in theirs.items() if number > entry.number
-    )
-    if awaited:
+    if entry.what in _after(entry.number, theirs):
         return f"skipped {usual.what}"
     return f"launched {entry.what} instead of {usual.what}"
 
 
+def _after(number: int, entries: Numbered) -> set[str]:
+    return {entry.what for later, entry in entries.items() if later > number}
+
+
 def _absence(
-    rank: int,
-    entries: Mapping[int, Mapping[int, Entry]],
-    last: int,
-    accounts: Mapping[int, Account],
+    rank: int, entries: Mapping[int, Numbered], last: int, accounts: Mapping[int, Account]
 ) -> str:
     """Say of a rank that has stopped before the others what it does."""
     number = max(entries[rank], default=0) + 1
@@ -167,7 +166,7 @@ def _absence(
 
 
 def _meanwhile(account: Account) -> str:
-    """What a rank does that did not come."""
+    """Say what a rank that did not come does instead."""
     if account.is_silent:
         return "; it does not answer"
     if account.waits_for:

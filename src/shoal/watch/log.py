@@ -32,7 +32,7 @@ InStream: TypeAlias = "tuple[Line, torch.cuda.Event]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entry:
+class LoggedCollective:
     """One collective, as one rank launched it."""
 
     group: str
@@ -91,10 +91,8 @@ class CollectiveLog:
         self._write_state(line, IN_STREAM)
         with self._lock:
             self._in_stream.append((line, event))
-            while self._in_stream[0][1].query():
+            while self._in_stream and self._in_stream[0][1].query():
                 self._note_end(self._in_stream.popleft())
-                if not self._in_stream:
-                    break
 
     def _note_ended(self) -> None:
         """Look which collectives have ended; those of two streams may do so in any order."""
@@ -127,25 +125,24 @@ class CollectiveLog:
         digest, self._digest = self._digest, 0
         return digest
 
-    def entries(self) -> list[Entry]:
-        """What it remembers, oldest first."""
+    def entries(self) -> list[LoggedCollective]:
+        """The collectives that the log still holds, oldest first."""
         self._note_ended()
         return _parsed(bytes(self._memory))
 
 
 def log_path(folder: Path, rank: int) -> Path:
-    """Where the log of a rank lies in the folder that the ranks share."""
+    """The path of a rank's log in the folder that the ranks share."""
     return folder / f"rank-{rank}.collectives"
 
 
 def logged_ranks(folder: Path) -> list[int]:
     """List the ranks that have left a log in a folder."""
-    names = [path.name.removeprefix("rank-") for path in folder.glob("rank-*.collectives")]
-    numbers = [name.removesuffix(".collectives") for name in names]
+    numbers = [path.stem.removeprefix("rank-") for path in folder.glob("rank-*.collectives")]
     return sorted(int(number) for number in numbers if number.isdecimal())
 
 
-def read_log(path: Path) -> list[Entry]:
+def read_log(path: Path) -> list[LoggedCollective]:
     """Read the log of another rank, be it alive or not; nothing if there is none."""
     try:
         return _parsed(read_regular(path, _LINE_BYTES * _NUM_LINES))
@@ -153,14 +150,14 @@ def read_log(path: Path) -> list[Entry]:
         return []
 
 
-def _parsed(memory: bytes) -> list[Entry]:
-    found: dict[int, Entry] = {}
+def _parsed(memory: bytes) -> list[LoggedCollective]:
+    found: dict[int, LoggedCollective] = {}
     for start in range(0, len(memory), _LINE_BYTES):
         line, end, _ = memory[start : start + _LINE_BYTES].partition(b"\n")
         with suppress(ValueError):  # a line that was being written, or one too long for its place
             count, group, number, what, size, *state = line.decode().split("\t")
             if end:
-                found[int(count)] = Entry(
+                found[int(count)] = LoggedCollective(
                     group=group, number=int(number), what=what, size=size, state="".join(state)
                 )
     return [found[count] for count in sorted(found)]

@@ -79,7 +79,7 @@ def _compare(group: ProcessGroup, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _who_differs(sums: list[list[int]], ranks: list[int]) -> str:
-    """Name the ranks that most others disagree with; with two ranks nobody can tell."""
+    """Name the ranks in the minority; of two ranks, neither is."""
     values = [tuple(row) for row in sums]
     usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
     odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]

@@ -6,7 +6,7 @@ with, over a connection of its own:
     a rank waits longer than the limit,    ->  it announces trouble
     fails in a collective, or raises
     every rank sees that within a moment   ->  and leaves its account: what it launched, where it is
-    whoever announced it compares them     ->  and leaves the verdict, which ends all ranks alike
+    the rank that announced compares them  ->  and leaves the verdict, which ends all ranks alike
 
 A second thread only looks at the clock: if the store cannot be reached (the network is cut, the
 first host is gone), it ends this rank with what this rank knows.
@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import torch.distributed as dist
@@ -102,12 +101,7 @@ class Watchdog:
             threading.Thread(target=task, name=f"watchdog {task.__name__}", daemon=True).start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if isinstance(error, Exception) and not isinstance(error, self._alike):
             self.announce_failure(error)
             self._add_differences(error)
@@ -189,13 +183,11 @@ class Watchdog:
         while not self._stopping.wait(self._until_overdue()):
             self._heard_at = time.monotonic()
             overdue = self._overdue()
-            if self._asked or overdue:
-                if self._claim(self._asked or overdue):
-                    self._lead()
-                    return
-                self._follow()
+            asked = self._asked or overdue
+            if asked and self._claim(asked):
+                self._lead()
                 return
-            if self._store.check([trouble]):
+            if asked or self._store.check([trouble]):
                 self._follow()
                 return
 
@@ -229,7 +221,7 @@ class Watchdog:
         )
 
     def _claim(self, text: str) -> bool:
-        """Announce trouble; whether nobody else did before."""
+        """Announce trouble; return whether this rank was the first."""
         mine = json.dumps({"rank": self._rank, "text": text})
         first = self._store.compare_set(f"{self._prefix}/trouble", "", mine)
         return first.decode() == mine
@@ -247,7 +239,10 @@ class Watchdog:
                     accounts[rank] = Account.from_json(self._store.get(key).decode())
                     missing.remove(rank)
             time.sleep(_FASTEST_S / 5)
-        accounts |= {rank: self._account_of_silent(rank) for rank in missing}
+        for rank in missing:
+            path = self._log_of(rank)
+            entries = () if path is None else tuple(read_log(path))
+            accounts[rank] = Account(rank=rank, entries=entries, is_silent=True)
         verdict = diagnose([accounts[rank] for rank in sorted(accounts)])
         if not self._is_heard:
             verdict = f"{self._asked or self._overdue()}\n{verdict}"
@@ -301,7 +296,7 @@ class Watchdog:
         return "" if self._folder is None else post_mortem(self._folder, range(self._size))
 
     def _on_sigterm(self) -> str:
-        """What to print when SIGTERM ends this rank: because another has died, most often."""
+        """The text to print when SIGTERM ends this rank, most often because another has died."""
         found = "" if self._concluded.is_set() else self._differences()
         return f"shoal: rank {self._rank} was ended by SIGTERM. {found}" if found else ""
 
@@ -313,7 +308,7 @@ class Watchdog:
 
     @property
     def _advice(self) -> str:
-        """What a person can do if the ranks could not find out why a collective failed."""
+        """Advice for the user where the ranks could not find out why a collective failed."""
         if self._folder is None:
             return "Give the Watchdog a folder that all ranks share, to learn which rank differs."
         return (
@@ -321,17 +316,12 @@ class Watchdog:
             f"whether one launched another collective than the others."
         )
 
-    def _account_of_silent(self, rank: int) -> Account:
-        path = self._log_of(rank)
-        entries = read_log(path) if path is not None else []
-        return Account(rank=rank, entries=tuple(entries), is_silent=True)
-
     def _log_of(self, rank: int) -> Path | None:
         return None if self._folder is None else log_path(self._folder, rank)
 
 
 def digest_of_collectives() -> int:
-    """What the watchdog of this process has to compare with the others'; 0 without one."""
+    """The digest that this process's watchdog compares with other ranks'; 0 without one."""
     watchdog = observer.current
     return watchdog.take_digest() if isinstance(watchdog, Watchdog) else 0
 

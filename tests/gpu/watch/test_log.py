@@ -17,7 +17,7 @@ from shoal.errors import RankError
 from shoal.layout import Even, Flat, Layout
 from shoal.runtime.fully_shard import fully_shard
 from shoal.watch import Watchdog, digest_of_collectives
-from shoal.watch.log import ENDED, IN_STREAM, Entry, log_path, read_log
+from shoal.watch.log import ENDED, IN_STREAM, LoggedCollective, log_path, read_log
 
 DIM = 64
 
@@ -47,7 +47,7 @@ def batch() -> torch.Tensor:
     return torch.randn(4, DIM, device="cuda")
 
 
-def of_lanes(entries: list[Entry]) -> list[tuple[str, str]]:
+def of_lanes(entries: list[LoggedCollective]) -> list[tuple[str, str]]:
     return [(entry.what, entry.state) for entry in entries if entry.state]
 
 

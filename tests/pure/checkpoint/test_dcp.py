@@ -1,5 +1,6 @@
 """torch's DCP: its planners on our files, and its files made into ours."""
 
+import importlib
 import io
 import os
 import pickle
@@ -14,7 +15,17 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from shoal.checkpoint import DcpReader, DcpWriter, import_dcp, load, read_manifest, save, verify
+from shoal.checkpoint import (
+    Checkpoint,
+    DcpReader,
+    DcpWriter,
+    import_dcp,
+    load,
+    read_manifest,
+    save,
+    verify,
+)
+from shoal.checkpoint.disk import DiskStorage
 from shoal.comm.local import run_local
 from shoal.errors import CheckpointError
 
@@ -72,6 +83,60 @@ def test_a_folder_that_is_there_is_taken_if_it_is_empty(tmp_path: Path) -> None:
     assert verify(tmp_path / "c").world_size == 2
     with pytest.raises(CheckpointException, match="exists already"):
         run_local(2, body)
+
+
+def fails_on_a_rank(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a save that rank 1 cannot write its part of."""
+    module = importlib.import_module("shoal.checkpoint.dcp_plugin")
+    write = module.write_regions
+
+    def full(partial: Checkpoint, rank: int, planned: Any) -> Any:
+        if rank == 1:
+            raise CheckpointError("no space left")
+        return write(partial, rank, planned)
+
+    monkeypatch.setattr(module, "write_regions", full)
+    with pytest.raises(CheckpointException) as raised:
+        run_local(3, lambda: dcp.save(state(1.0), storage_writer=DcpWriter(path)))
+    return str(raised.value)
+
+
+def fails_to_publish(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a save whose name another one took meanwhile."""
+    publish = DiskStorage.publish
+
+    def late(self: DiskStorage, partial: str, name: str) -> None:
+        (path / "x").mkdir(parents=True)
+        publish(self, partial, name)
+
+    monkeypatch.setattr(DiskStorage, "publish", late)
+    with pytest.raises(CheckpointException) as raised:
+        run_local(2, lambda: dcp.save(state(1.0), storage_writer=DcpWriter(path)))
+    return str(raised.value)
+
+
+def fails_on_a_value(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a save of what JSON cannot hold."""
+    with pytest.raises(CheckpointException) as raised:
+        dcp.save({"a": {1, 2}}, storage_writer=DcpWriter(path), no_dist=True)
+    return str(raised.value)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize(
+    ("fails", "texts", "left"),
+    [
+        (fails_on_a_rank, ("no space left", "on rank 1"), []),
+        (fails_to_publish, ("exists already",), ["c"]),
+        (fails_on_a_value, ("not readable as a saved tensor",), []),
+    ],
+)
+def test_a_save_that_fails_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: Any, texts: list[str], left: list[str]
+) -> None:
+    error = fails(tmp_path / "c", monkeypatch)
+    assert all(text in error for text in texts), error
+    assert [path.name for path in tmp_path.iterdir()] == left
 
 
 def test_damage_is_found_when_dcp_loads(tmp_path: Path) -> None:

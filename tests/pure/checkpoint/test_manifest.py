@@ -27,9 +27,15 @@ from shoal.layout.region import Region
 FILE = "rank-00000.safetensors"
 
 
-def stored(offsets: tuple[int, ...], sizes: tuple[int, ...], crc32: int = 7) -> StoredRegion:
+def stored(
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    crc32: int = 7,
+    name: str = "w",
+    dtype: torch.dtype = torch.bfloat16,
+) -> StoredRegion:
     region = Region(offsets=offsets, sizes=sizes)
-    return StoredRegion(file=FILE, start=16, region=region, crc32=crc32)
+    return StoredRegion(name=name, dtype=dtype, file=FILE, start=16, region=region, crc32=crc32)
 
 
 def manifest() -> Manifest:
@@ -42,7 +48,11 @@ def manifest() -> Manifest:
                 dtype=torch.bfloat16,
                 regions=(stored((0, 0), (3, 3)), stored((3, 0), (1, 3))),
             ),
-            "s": TensorEntry(shape=(), dtype=torch.int64, regions=(stored((), ()),)),
+            "s": TensorEntry(
+                shape=(),
+                dtype=torch.int64,
+                regions=(stored((), (), name="s", dtype=torch.int64),),
+            ),
             "e": TensorEntry(shape=(0, 5), dtype=torch.float32, regions=()),
         },
         extra={"step": 3, "ratio": 0.1, "name": "å/…", "nested": {"a": [1, None, True, {}]}},

@@ -2,12 +2,12 @@
 
 from shoal.watch.account import Account
 from shoal.watch.diagnosis import diagnose, differences
-from shoal.watch.log import Entry
+from shoal.watch.log import LoggedCollective
 
 
 def launched(*whats: str, group: str = "0", first: int = 1, size: str = "4 of float32") -> tuple:
     return tuple(
-        Entry(group=group, number=number, what=what, size=size)
+        LoggedCollective(group=group, number=number, what=what, size=size)
         for number, what in enumerate(whats, start=first)
     )
 

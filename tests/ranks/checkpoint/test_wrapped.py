@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import ShardingStrategy
 
+import two_level_model
 from harness import on_ranks
 from shoal.checkpoint import load_training, save_training
 from shoal.errors import CheckpointError
@@ -30,35 +31,20 @@ ENGINES: dict[str, dict[str, Any] | None] = {
 
 
 def build(engine: str, seed: int, width: int = 5) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model: Any = nn.Sequential(nn.Linear(3, width), nn.LayerNorm(width), nn.Linear(width, 1))
     options = ENGINES[engine]
     if options is None:
-        fully_shard(model[0])
-        fully_shard(model)
-    else:
-        options = {"device_id": torch.device("cpu"), **options}
-        if engine == "hybrid":
-            sizes = (2, dist.get_world_size() // 2)
-            options["device_mesh"] = init_device_mesh(
-                "cpu", sizes, mesh_dim_names=("replicate", "shard")
-            )
-        model[0] = FullyShardedDataParallel(model[0], **options)
-        model = FullyShardedDataParallel(model, **options)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.9))
+        return two_level_model.build(fully_shard, seed, width, 1)
+    options = {"device_id": torch.device("cpu"), **options}
+    if engine == "hybrid":
+        sizes = (2, dist.get_world_size() // 2)
+        options["device_mesh"] = init_device_mesh(
+            "cpu", sizes, mesh_dim_names=("replicate", "shard")
+        )
+    return two_level_model.build(FullyShardedDataParallel, seed, width, 1, **options)
 
 
 def losses_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """The same batch on every rank, so that any number of them computes the same."""
-    generator = torch.Generator().manual_seed(0)
-    losses = []
-    for _ in range(3):
-        loss = model(torch.randn(4, 3, generator=generator)).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return two_level_model.train(model, optimizer, num_steps=3)
 
 
 def trained(engine: str, folder: Path) -> list[float]:
@@ -73,7 +59,7 @@ def resumed(engine: str, folder: Path) -> tuple[list[float], Any]:
     for group in optimizer.param_groups:
         group["betas"] = (0.1, 0.1)
     extra = load_training(folder, model, optimizer)
-    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert optimizer.param_groups[0]["betas"] == two_level_model.BETAS
     return losses_of(model, optimizer), extra
 
 

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel as TorchWrapper
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+import two_level_model
 from harness import on_ranks
 from shoal.doors.fsdp1.state_dict_values import whole_of
 from shoal.fsdp import FullyShardedDataParallel, fully_shard
@@ -33,34 +34,20 @@ KINDS = ("flat", "original", "mesh")
 
 
 def build(engine: str, kind: str, seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    # At least one row for each rank: torch's wrapper cannot load without.
-    model: Any = nn.Sequential(nn.Linear(3, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    options: dict[str, Any] = {}
     if "wrapper" in engine:
-        wrapper: Any = TorchWrapper if "torch" in engine else FullyShardedDataParallel
-        options: dict[str, Any] = {"device_id": CPU, "use_orig_params": kind != "flat"}
+        shard: Any = TorchWrapper if "torch" in engine else FullyShardedDataParallel
+        options = {"device_id": CPU, "use_orig_params": kind != "flat"}
         if kind == "mesh":
             options["device_mesh"] = init_device_mesh("cpu", (dist.get_world_size(),))
-        model[0] = wrapper(model[0], **options)
-        model = wrapper(model, **options)
     else:
-        shard: Any = torch_fully_shard if "torch" in engine else fully_shard
-        shard(model[0])
-        shard(model)
-    return model, torch.optim.AdamW(model.parameters(), lr=1e-2, betas=(0.8, 0.95))
+        shard = torch_fully_shard if "torch" in engine else fully_shard
+    # At least one row for each rank: torch's wrapper cannot load without.
+    return two_level_model.build(shard, seed, width=8, num_outputs=4, **options)
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    """The same batches on all ranks, so that any number of them computes the same."""
-    generator = torch.Generator().manual_seed(0)
-    losses = []
-    for _ in range(2):
-        loss = model(torch.randn(4, 3, generator=generator)).pow(2).mean()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    return two_level_model.train(model, optimizer, num_steps=2)
 
 
 def wholes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
