@@ -70,7 +70,8 @@ def shoal(
             lowered = lower_cached(compiler, chosen, module, function, args, fixed)
         else:
             lowered = compiler.lower(function, args, fixed)
-        schedule_collectives(lowered, chosen, prefetch_depth_of(args))
+        units = [unit for arg in args if (unit := graph_unit_at(arg)) is not None]
+        schedule_collectives(lowered, chosen, prefetch_depth_of(units))
         check_ranks_agree(lowered)
         compiled = compiler.build(lowered)
         compiled = where_shared_alike(compiled, function, lowered, args, fixed)

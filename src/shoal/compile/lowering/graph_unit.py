@@ -259,9 +259,8 @@ def graph_unit_at(leaf: object) -> GraphUnit | None:
     return None if found is None else found()
 
 
-def prefetch_depth_of(args: Iterable[object]) -> int:
-    """How many units a graph with these inputs gathers ahead, as the machine's settings say."""
-    units = [unit for arg in args if (unit := graph_unit_at(arg)) is not None]
+def prefetch_depth_of(units: Iterable[GraphUnit]) -> int:
+    """How many units a graph of these gathers ahead, as the machine's settings say."""
     return max((unit.prefetch_depth for unit in units), default=Settings().prefetch_depth)
 
 

@@ -254,7 +254,7 @@ class CompiledStep:
             except MissingStateError:
                 self.why_not_captured = "the optimizer has to make state for some parameters"
                 return None
-            schedule_collectives(lowered, self._options, prefetch_depth_of(parts.tensors))
+            schedule_collectives(lowered, self._options, prefetch_depth_of(parts.graph_units))
             check_ranks_agree(lowered)
             return _Captured(compiler.build(lowered), parts, read)
 
