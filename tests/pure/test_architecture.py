@@ -79,3 +79,13 @@ def test_every_name_of_torch_has_a_row(file: str) -> None:
 
 def test_all_five_of_torchs_files_are_there() -> None:
     assert len(TORCH.findall(PAGE)) == 5
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    files: dict[str, list[str]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                files.setdefault(node.name, []).append(str(file.relative_to(PACKAGE)))
+    twice = {name: where for name, where in files.items() if len(where) > 1}
+    assert not twice

@@ -15,9 +15,14 @@ from shoal._torch import composable, subclasses
 from shoal.errors import ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout, ParamSpec
 from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo, own_mesh_info
-from shoal.runtime.form import Form, ShardedForm, bytes_of, dtensor_form
 from shoal.runtime.gather_hooks import has_hooks_before_sharding, refusal
 from shoal.runtime.module_state import state_of
+from shoal.runtime.parameter_wrapping import (
+    ParameterWrapping,
+    ShardedWrapping,
+    bytes_of,
+    dtensor_wrapping,
+)
 from shoal.runtime.policy import ShardPlacementResult
 from shoal.runtime.shards import Home, ParameterSource
 from shoal.runtime.updates import owners_known, replaced_home
@@ -172,7 +177,7 @@ def group(
     info: DataParallelMeshInfo,
     place: Callable[[nn.Parameter], Any] | None,
 ) -> list[Group]:
-    """Parameters by the mesh they are sharded over, with the forms they take there."""
+    """Parameters by the mesh they are sharded over, with the wrappings they take there."""
     if place is None:
         return [_group(found, [0] * len(found), layout or Even(), info)] if found else []
     if layout is not None and not isinstance(layout, Even):
@@ -248,14 +253,15 @@ def _group(
         dims = [_dim(f, Shard(dim), info) for f, dim in zip(found, wanted, strict=True)]
     if isinstance(layout, Even):
         _check_complex(found, info)
-        forms: list[Form] = [
-            dtensor_form(f.name, f.parameter, dim, info) for f, dim in zip(found, dims, strict=True)
+        wrappings: list[ParameterWrapping] = [
+            dtensor_wrapping(f.name, f.parameter, dim, info)
+            for f, dim in zip(found, dims, strict=True)
         ]
     else:
-        forms = _sharded_forms(found, specs, layout, info)
+        wrappings = _sharded_wrappings(found, specs, layout, info)
     sources = tuple(
-        ParameterSource(spec=spec, parameter=f.parameter, homes=f.homes, form=form)
-        for spec, f, form in zip(specs, found, forms, strict=True)
+        ParameterSource(spec=spec, parameter=f.parameter, homes=f.homes, wrapping=wrapping)
+        for spec, f, wrapping in zip(specs, found, wrappings, strict=True)
     )
     return Group(mesh_info=info, layout=layout, sources=sources)
 
@@ -273,9 +279,9 @@ def _check_complex(found: Sequence[Found], info: DataParallelMeshInfo) -> None:
             )
 
 
-def _sharded_forms(
+def _sharded_wrappings(
     found: Sequence[Found], specs: Sequence[ParamSpec], layout: Layout, info: DataParallelMeshInfo
-) -> list[Form]:
+) -> list[ParameterWrapping]:
     if not isinstance(info, FSDPMeshInfo):
         raise UsageError(f"{layout} needs a mesh with an axis that shards, got one that replicates")
     for item in found:
@@ -289,7 +295,7 @@ def _sharded_forms(
     packing = layout.pack(specs, info.shard_mesh_size)
     replica = info.replicate_mesh_rank if isinstance(info, HSDPMeshInfo) else 0
     return [
-        ShardedForm(
+        ShardedWrapping(
             placement=Packed(
                 packing=packing,
                 index=index,

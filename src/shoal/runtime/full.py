@@ -27,7 +27,7 @@ from shoal.layout import Packing
 from shoal.layout.even import EvenPacking
 from shoal.layout.spec import ALIGN_NUMEL, round_up
 from shoal.runtime.arena import Arena, Buffer
-from shoal.runtime.form import Form
+from shoal.runtime.parameter_wrapping import ParameterWrapping
 
 if TYPE_CHECKING:
     from shoal.runtime.gather_hooks import Extension
@@ -156,7 +156,12 @@ class FullParameters:
     """The gathered bytes of one unit, as parameters."""
 
     def __init__(
-        self, unit: str, packing: Packing, forms: Sequence[Form], arena: Arena, dtype: torch.dtype
+        self,
+        unit: str,
+        packing: Packing,
+        wrappings: Sequence[ParameterWrapping],
+        arena: Arena,
+        dtype: torch.dtype,
     ) -> None:
         self._gathered = Buffer(packing.gathered_bytes, arena)
         self._laid_out: Buffer | None = None
@@ -176,8 +181,8 @@ class FullParameters:
         # the buffer does not look like an in-place change of what autograd saved.
         self._datas = datas
         self.parameters = tuple(
-            nn.Parameter(form.full(data.data), requires_grad=False)
-            for form, data in zip(forms, datas, strict=True)
+            nn.Parameter(wrapping.full(data.data), requires_grad=False)
+            for wrapping, data in zip(wrappings, datas, strict=True)
         )
         self._freeable = [p for p in self.parameters if type(p) is nn.Parameter]
         self._kind: type[nn.Parameter] = nn.Parameter

@@ -117,7 +117,8 @@ def _write_back(unit: Unit) -> None:
         name = unit.shards.members[min(unit.shards.extended)].spec.name
         raise refusal(name, "full_parameters(writeback=True)")
     full = [
-        member.form.grad_data(_registered(unit, member).detach()) for member in unit.shards.members
+        member.wrapping.grad_data(_registered(unit, member).detach())
+        for member in unit.shards.members
     ]
     packing = unit.compute_packing
     changed = shard_views(packing, unit.rank, shard_of(packing, unit.rank, full))

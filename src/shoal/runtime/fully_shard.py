@@ -33,7 +33,6 @@ from shoal.runtime.collect import (
     move_to,
     without_shared,
 )
-from shoal.runtime.form import DTensorForm
 from shoal.runtime.fsdp_module import FSDPModule, torch_state
 from shoal.runtime.gather import PostForward
 from shoal.runtime.gather_hooks import refusal
@@ -48,6 +47,7 @@ from shoal.runtime.mistakes import (
 )
 from shoal.runtime.module_call import swap_class
 from shoal.runtime.module_state import ModuleState, state_of
+from shoal.runtime.parameter_wrapping import DTensorWrapping
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.unit import Unit
 from shoal.tensor.sharded import ShardedTensor
@@ -220,7 +220,7 @@ def _keep_within(info: FSDPMeshInfo, unit: Unit) -> PostForward:
             f"shoal: reshard_after_forward as a number needs the layout Even, got {unit.layout}"
         )
     for member in unit.shards.members:
-        if isinstance(member.form, DTensorForm) and member.form.before is not None:
+        if isinstance(member.wrapping, DTensorWrapping) and member.wrapping.before is not None:
             raise NotImplementedError(
                 f"shoal: reshard_after_forward as a number is not supported for DTensor "
                 f"parameters, such as {member.spec.name!r}"

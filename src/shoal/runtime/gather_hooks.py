@@ -338,8 +338,8 @@ class Extended:
         tensor, inner = hook(self._outputs, metadata, dtype)
         self._own(inner)
         data = torch.as_strided(tensor, spec.shape, _stride(spec.shape), 0)
-        form, is_trained = self._member.form, self._member.sharded.requires_grad
-        self._parameter = nn.Parameter(form.full(data), requires_grad=is_trained)
+        wrapping, is_trained = self._member.wrapping, self._member.sharded.requires_grad
+        self._parameter = nn.Parameter(wrapping.full(data), requires_grad=is_trained)
         unit.put_full(self._index, self._parameter)
 
     def _own(self, inner: Sequence[torch.Tensor]) -> None:

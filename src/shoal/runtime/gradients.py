@@ -69,7 +69,7 @@ class Gradients:
                 )
             drop_own_grad(parameter)
             if members[index].sharded.requires_grad:  # frozen since forward, autograd gives none
-                grads[index] = members[index].form.grad_data(grad)
+                grads[index] = members[index].wrapping.grad_data(grad)
         return grads
 
     def keep(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -183,14 +183,14 @@ class Gradients:
         sharded = member.sharded
         held = sharded.grad
         if held is None:
-            sharded.grad = member.form.grad(sharded, grad)
+            sharded.grad = member.wrapping.grad(sharded, grad)
         else:
             self._accumulate(member, held, grad)
         if autograd.grad_hooks(sharded):
             autograd.run_grad_hooks(sharded)
 
     def _accumulate(self, member: Member, held: torch.Tensor, grad: torch.Tensor) -> None:
-        local = member.form.local_of(held)
+        local = member.wrapping.local_of(held)
         if local is None:
             raise InvariantError(
                 f"the gradient of {member.spec.name!r} of unit {self.unit.name!r} was replaced by "
@@ -232,7 +232,7 @@ class Gradients:
             member = self.unit.shards.members[index]
             sharded, stands_for_none = member.sharded, member.sharded.grad is None
             if stands_for_none:
-                sharded.grad = member.form.grad(sharded, torch.zeros_like(member.local))
+                sharded.grad = member.wrapping.grad(sharded, torch.zeros_like(member.local))
             if sharded.grad is not None:  # a rank that holds nothing of it may have none
                 count = self._num_operations(member, sharded.grad)
                 self._marks[index] = GradMark(sharded.grad, count, stands_for_none)
@@ -254,7 +254,7 @@ class Gradients:
         return frozenset(zeroed)
 
     def _num_operations(self, member: Member, grad: torch.Tensor) -> int:
-        local = member.form.local_of(grad)
+        local = member.wrapping.local_of(grad)
         return grad._version + (0 if local is None else local._version)
 
     def _drop_waiting(self, indices: Collection[int]) -> None:

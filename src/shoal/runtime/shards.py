@@ -19,8 +19,8 @@ from shoal.errors import InvariantError, UsageError
 from shoal.layout import Packing, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
 from shoal.layout.even import EvenPacking
-from shoal.runtime.form import Form, bytes_of
 from shoal.runtime.gather_hooks import cut, has_hooks, without
+from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
 from shoal.runtime.updates import mark_replaced, note_change
 from shoal.tensor.sharded import ShardedTensor
@@ -43,25 +43,25 @@ class ParameterSource:
     spec: ParamSpec
     parameter: nn.Parameter
     homes: tuple[Home, ...]
-    form: Form
+    wrapping: ParameterWrapping
 
 
 class Member:
     """One sharded parameter of a unit."""
 
-    __slots__ = ("dtype", "form", "homes", "local", "places", "sharded", "spec")
+    __slots__ = ("dtype", "homes", "local", "places", "sharded", "spec", "wrapping")
 
     def __init__(self, source: ParameterSource, sharded: nn.Parameter) -> None:
         self.spec = source.spec
         self.homes = source.homes
-        self.form = source.form
+        self.wrapping = source.wrapping
         # Straight into the dictionaries: `setattr` on a module costs ten times as much.
         self.places = [(home.module._parameters, home.name) for home in source.homes]
         self.take(sharded)
 
     def take(self, sharded: nn.Parameter) -> None:
         """Hold a sharded parameter, and the very object that is its local tensor."""
-        local = self.form.local_of(sharded)
+        local = self.wrapping.local_of(sharded)
         assert local is not None
         self.sharded, self.local, self.dtype = sharded, local, local.dtype
 
@@ -136,8 +136,8 @@ class Shards:
             for member in self.members
             for parameters, name in member.places
         ]
-        form = type(self.members[0].form)
-        self._identity, self._is_same = form.identity, form.is_same
+        wrapping = type(self.members[0].wrapping)
+        self._identity, self._is_same = wrapping.identity, wrapping.is_same
         self._identities = list(map(self._identity, self.sharded))
 
     def _leave_out(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -165,7 +165,7 @@ class Shards:
         self, source: ParameterSource, local: torch.Tensor, is_extended: bool
     ) -> nn.Parameter:
         original = source.parameter
-        sharded = source.form.adopt(original, local)
+        sharded = source.wrapping.adopt(original, local)
         if sharded is original:
             return sharded
         if not is_extended:  # there the attributes are the tensor itself
@@ -239,7 +239,7 @@ class Shards:
             self._remember()
 
     def _replace(self, member: Member, found: nn.Parameter | None) -> None:
-        local = None if found is None else member.form.local_of(found)
+        local = None if found is None else member.wrapping.local_of(found)
         if found is None or local is None or local.shape != member.local.shape:
             what = "taken away" if found is None else f"replaced by a {type(found).__name__}"
             raise InvariantError(
@@ -257,7 +257,7 @@ class Shards:
     @torch.no_grad()
     def _rehome(self) -> None:
         """Copy every local tensor into a buffer again, in the dtypes and on the device of now."""
-        present = [member.form.local_of(member.sharded) for member in self.members]
+        present = [member.wrapping.local_of(member.sharded) for member in self.members]
         locals_ = [local for local in present if local is not None]
         devices = {local.device for local in locals_}
         if len(devices) != 1:
@@ -280,9 +280,9 @@ class Shards:
             if index not in self.extended:
                 if not view.is_meta:
                     view.copy_(local.reshape(view.shape))
-                member.form.rehome(member.sharded, view)
+                member.wrapping.rehome(member.sharded, view)
             elif type(local) is torch.Tensor:  # it lies in the buffer that is given up
                 local.data = self._place(local.clone())
-            member.form = member.form.follow(member.sharded)
+            member.wrapping = member.wrapping.follow(member.sharded)
             member.take(member.sharded)
             member.spec = self.whole.params[index]

@@ -136,8 +136,8 @@ class Unit:
         compute = [self.policy.compute_dtype(dtype) for dtype in stored]
         self.compute_packing = packing if stored == compute else packing.with_dtypes(compute)
         gather_dtype = compute[0] if len(set(compute)) == 1 else torch.uint8
-        forms = [member.form for member in self.shards.members]
-        self.full = FullParameters(self.name, self.compute_packing, forms, arena, gather_dtype)
+        wrappings = [member.wrapping for member in self.shards.members]
+        self.full = FullParameters(self.name, self.compute_packing, wrappings, arena, gather_dtype)
         self.gather = Gather(
             self.name,
             self.shards,

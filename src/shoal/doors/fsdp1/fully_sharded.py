@@ -19,7 +19,7 @@ from shoal.doors.fsdp1.comm_hook import CommHooks
 from shoal.doors.fsdp1.gradients import Clipping
 from shoal.doors.fsdp1.optim_state_dict import OptimStates
 from shoal.doors.fsdp1.parameter_names import NamedMember, entries_of, named_members
-from shoal.doors.fsdp1.parameters import PlainForm, UserParameter, flatten
+from shoal.doors.fsdp1.parameters import PlainWrapping, UserParameter, flatten
 from shoal.doors.fsdp1.precision import FULL_PRECISION_IN_EVAL, Buffers, keep_low_grads, policy_of
 from shoal.doors.fsdp1.preparation import (
     check_unreplicated,
@@ -37,8 +37,8 @@ from shoal.doors.fsdp1.wrapper import wrappers_below
 from shoal.errors import UsageError
 from shoal.layout import Flat, ParamSpec
 from shoal.runtime.collect import Found
-from shoal.runtime.form import bytes_of
 from shoal.runtime.module_state import ModuleState, state_of
+from shoal.runtime.parameter_wrapping import bytes_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, UnitOptions
 from shoal.runtime.shards import ParameterSource
 from shoal.sharding_wrapper import WRAPPED
@@ -178,7 +178,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 spec=ParamSpec.of(item.name, bytes_of(item.parameter)),
                 parameter=item.parameter,
                 homes=item.homes,
-                form=PlainForm(
+                wrapping=PlainWrapping(
                     shape=bytes_of(item.parameter).shape if is_whole else None,
                     before=spec_of(item.parameter),
                     is_flat=not self._use_orig_params,

@@ -16,7 +16,7 @@ from shoal.doors.fsdp1.root import ready
 from shoal.doors.fsdp1.tensor_parallel import groups_of, spec_of
 from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
-from shoal.runtime.form import bytes_of
+from shoal.runtime.parameter_wrapping import bytes_of
 
 _Groups = tuple[dist.ProcessGroup, ...]
 _Piece = tuple[_Groups, torch.Tensor | None]

@@ -21,8 +21,8 @@ from torch import nn
 from shoal._torch import wrapping
 from shoal.doors.fsdp1.tensor_parallel import Spec, spec_of, view, whole
 from shoal.runtime.collect import Found
-from shoal.runtime.form import Form, bytes_of, local_grad
 from shoal.runtime.full import FreedParameter
+from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of, local_grad
 from shoal.runtime.shards import Home
 
 FLAT_PARAM = "_flat_param"
@@ -34,7 +34,7 @@ def _identity(tensor: torch.Tensor) -> object:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlainForm(Form):
+class PlainWrapping(ParameterWrapping):
     """A parameter that is one rank's elements in one dim, or all of them in its own shape."""
 
     identity: ClassVar[Callable[[torch.Tensor], object]] = _identity
@@ -49,38 +49,38 @@ class PlainForm(Form):
     state, even if without elements."""
 
     def adopt(self, original: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
-        """See `Form.adopt`: the object stays, so that optimizers that hold it hold the shard."""
+        """See `ParameterWrapping.adopt`: optimizers that hold the object hold the shard."""
         if self.before is not None:  # a DTensor stays one
             return nn.Parameter(self.shard(local), requires_grad=original.requires_grad)
         original.data = self.shard(local)
         return original
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
-        """See `Form.full`."""
+        """See `ParameterWrapping.full`."""
         return whole(data, self.before)
 
     def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
-        """See `Form.grad_data`."""
+        """See `ParameterWrapping.grad_data`."""
         return grad if self.before is None else local_grad(grad, self.before)
 
     def shard(self, local: torch.Tensor) -> torch.Tensor:
-        """See `Form.shard`."""
+        """See `ParameterWrapping.shard`."""
         return local if self.shape is None else local.view(self.shape)
 
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
-        """See `Form.grad`; a rank without elements has none, unless the parameter is flat."""
+        """See `ParameterWrapping.grad`; without elements there is none, unless it is flat."""
         return self.shard(local) if self.is_flat or local.numel() > 0 else None
 
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `Form.local_of`."""
+        """See `ParameterWrapping.local_of`."""
         return tensor
 
     def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """See `Form.rehome`."""
+        """See `ParameterWrapping.rehome`."""
         tensor.data = self.shard(local)
 
-    def follow(self, tensor: torch.Tensor) -> Form:
-        """See `Form.follow`."""
+    def follow(self, tensor: torch.Tensor) -> ParameterWrapping:
+        """See `ParameterWrapping.follow`."""
         return self
 
 

@@ -13,7 +13,7 @@ from shoal.doors.fsdp1.tensor_parallel import rows_on_all_axes
 from shoal.doors.sharded_tensor.from_local_shards import init_from_local_shards
 from shoal.layout import Even, Packing, ParamSpec
 from shoal.mesh import HSDPMeshInfo
-from shoal.runtime.form import dtensor_form
+from shoal.runtime.parameter_wrapping import dtensor_wrapping
 from shoal.runtime.unit import Unit
 from shoal.tensor.listed import Listed
 from shoal.tensor.packed import Packed
@@ -33,7 +33,7 @@ def cut_rows(unit: Unit, name: str, whole: torch.Tensor, *, use_dtensor: bool) -
     piece = packing.piece(0, unit.rank)
     local = whole[piece.regions[0].slices] if piece.regions else whole.new_empty(piece.shape)
     if use_dtensor:
-        return dtensor_form(name, whole, 0, unit.mesh_info).shard(local.clone())
+        return dtensor_wrapping(name, whole, 0, unit.mesh_info).shard(local.clone())
     return as_sharded(unit, packing, local.clone())
 
 

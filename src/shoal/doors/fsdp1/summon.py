@@ -15,9 +15,9 @@ from shoal._torch import wrapping
 from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
-from shoal.runtime.form import bytes_of
 from shoal.runtime.fsdp_module import UnshardHandle
 from shoal.runtime.module_state import state_of
+from shoal.runtime.parameter_wrapping import bytes_of
 from shoal.sharding_wrapper import PREFIX
 from shoal.step.phase import COMPUTING
 
@@ -220,7 +220,7 @@ def _whole(
     local_grads = [parameter.grad for parameter in parameters]
     for member, parameter, tensor in zip(unit.shards.members, parameters, whole, strict=True):
         parameter.data = data = tensor if device is None else tensor.to(device)
-        full = member.form.full(data)
+        full = member.wrapping.full(data)
         if full is not data:  # tensor parallelism has distributed it
             member.register(nn.Parameter(full, parameter.requires_grad))
     if grads is not None:
@@ -285,7 +285,7 @@ def _sharded_grads(unit: WrappedUnit, whole: _Grads) -> _Grads:
     return [
         None
         if grad is None
-        else member.form.grad(member.sharded, piece.to(member.sharded.device, copy=True))
+        else member.wrapping.grad(member.sharded, piece.to(member.sharded.device, copy=True))
         for grad, member, piece in zip(
             whole, unit.shards.members, _pieces(unit, filled), strict=True
         )

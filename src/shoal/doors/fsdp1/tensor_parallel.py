@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from shoal._torch import distributed_tensor, meshes
 from shoal.mesh import DataParallelMeshInfo
-from shoal.runtime.form import bytes_of
+from shoal.runtime.parameter_wrapping import bytes_of
 
 Spec = distributed_tensor.DTensorSpec | None
 """How a parameter is distributed, if it is."""

@@ -1,4 +1,4 @@
-"""How one parameter looks while it is sharded, and while it is full.
+"""The tensor class around the bytes of one parameter, while it is sharded and while it is full.
 
 A sharded parameter is a `DTensor` for the `Even` layout and a `ShardedTensor` for all others. A
 full one is a plain tensor, or a DTensor where tensor parallelism had distributed it before.
@@ -25,13 +25,13 @@ from shoal.tensor import sharded
 from shoal.tensor.sharded import ShardedTensor
 
 
-class Form(ABC):
+class ParameterWrapping(ABC):
     """The wrapping around the bytes of one parameter."""
 
     __slots__ = ()
 
     identity: ClassVar[Callable[[torch.Tensor], object]]
-    """What a tensor that is known to be of this form keeps for as long as its bytes stay."""
+    """What a tensor that is known to be in this wrapping keeps for as long as its bytes stay."""
     is_same: ClassVar[Callable[[object, object], bool]] = is_
     """Compares two identities."""
 
@@ -49,15 +49,15 @@ class Form(ABC):
 
     @abstractmethod
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The bytes in a sharded tensor; None if it is not of this form."""
+        """The bytes in a sharded tensor; None if it is in another wrapping."""
 
     @abstractmethod
     def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Let a sharded tensor have its bytes elsewhere."""
 
     @abstractmethod
-    def follow(self, tensor: torch.Tensor) -> Form:
-        """The same form for what a sharded tensor has become, such as one of another dtype."""
+    def follow(self, tensor: torch.Tensor) -> ParameterWrapping:
+        """The same wrapping for what a sharded tensor has become, such as one of another dtype."""
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """The full parameter over gathered bytes."""
@@ -69,7 +69,7 @@ class Form(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedForm(Form):
+class ShardedWrapping(ParameterWrapping):
     """A piece of any layout."""
 
     identity: ClassVar[Callable[[torch.Tensor], object]] = attrgetter("local")
@@ -77,31 +77,31 @@ class ShardedForm(Form):
     placement: sharded.Placement
 
     def shard(self, local: torch.Tensor) -> torch.Tensor:
-        """See `Form.shard`."""
+        """See `ParameterWrapping.shard`."""
         return ShardedTensor.of(local, self.placement)
 
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
-        """See `Form.grad`; checks nothing, since it is made anew in every step."""
+        """See `ParameterWrapping.grad`; checks nothing, since it is made anew in every step."""
         assert isinstance(parameter, ShardedTensor)
         return sharded.like(parameter, local)
 
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `Form.local_of`."""
+        """See `ParameterWrapping.local_of`."""
         return tensor.local if isinstance(tensor, ShardedTensor) else None
 
     def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """See `Form.rehome`."""
+        """See `ParameterWrapping.rehome`."""
         assert isinstance(tensor, ShardedTensor)
         tensor.local = local
 
-    def follow(self, tensor: torch.Tensor) -> Form:
-        """See `Form.follow`."""
+    def follow(self, tensor: torch.Tensor) -> ParameterWrapping:
+        """See `ParameterWrapping.follow`."""
         assert isinstance(tensor, ShardedTensor)
         return replace(self, placement=tensor.placement)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DTensorForm(Form):
+class DTensorWrapping(ParameterWrapping):
     """A chunk of a dim, on the data-parallel axes and the axes of whoever came before."""
 
     identity: ClassVar[Callable[[torch.Tensor], object]] = distributed_tensor.local_tensor
@@ -113,29 +113,29 @@ class DTensorForm(Form):
     """Which axes of `before` are data-parallel: there gradients are summed by the engine."""
 
     def shard(self, local: torch.Tensor) -> torch.Tensor:
-        """See `Form.shard`."""
+        """See `ParameterWrapping.shard`."""
         return distributed_tensor.dtensor(local, self.spec)
 
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `Form.local_of`."""
+        """See `ParameterWrapping.local_of`."""
         return distributed_tensor.local_tensor(tensor) if isinstance(tensor, DTensor) else None
 
     def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
-        """See `Form.rehome`."""
+        """See `ParameterWrapping.rehome`."""
         assert isinstance(tensor, DTensor)
         distributed_tensor.set_local_tensor(tensor, local)
 
-    def follow(self, tensor: torch.Tensor) -> Form:
-        """See `Form.follow`."""
+    def follow(self, tensor: torch.Tensor) -> ParameterWrapping:
+        """See `ParameterWrapping.follow`."""
         assert isinstance(tensor, DTensor)
         return replace(self, spec=distributed_tensor.spec_of(tensor))
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
-        """See `Form.full`."""
+        """See `ParameterWrapping.full`."""
         return data if self.before is None else distributed_tensor.dtensor(data, self.before)
 
     def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
-        """See `Form.grad_data`."""
+        """See `ParameterWrapping.grad_data`."""
         return grad if self.before is None else local_grad(grad, self.before, self.data_axes)
 
 
@@ -162,9 +162,9 @@ def bytes_of(parameter: torch.Tensor) -> torch.Tensor:
     )
 
 
-def dtensor_form(
+def dtensor_wrapping(
     name: str, parameter: torch.Tensor, dim: int, info: DataParallelMeshInfo
-) -> DTensorForm:
+) -> DTensorWrapping:
     """Shard a parameter along a dim over the data-parallel axes of a mesh."""
     if info.mesh.device_type == "cpu":
         distributed_tensor.draw_as_unsharded_on_cpu()
@@ -184,7 +184,7 @@ def dtensor_form(
         parameter.stride(),
         parameter.dtype,
     )
-    return DTensorForm(spec=spec)
+    return DTensorWrapping(spec=spec)
 
 
 def _data_placements(info: DataParallelMeshInfo, shard: Placement) -> tuple[Placement, ...]:
@@ -195,7 +195,7 @@ def _data_placements(info: DataParallelMeshInfo, shard: Placement) -> tuple[Plac
 
 def _beside_other_axes(
     name: str, parameter: DTensor, dim: int, info: DataParallelMeshInfo
-) -> DTensorForm:
+) -> DTensorWrapping:
     """The parameter is distributed over axes of its own, such as tensor parallelism's."""
     before = distributed_tensor.spec_of(parameter)
     if len(before.placements) > 2:
@@ -207,12 +207,12 @@ def _beside_other_axes(
     shard = distributed_tensor.strided_shard(dim, factor) if factor > 1 else Shard(dim)
     mesh = torch_meshes.concatenate_meshes([info.mesh, before.mesh])
     placements = (*_data_placements(info, shard), *before.placements)
-    return DTensorForm(spec=distributed_tensor.respec(before, mesh, placements), before=before)
+    return DTensorWrapping(spec=distributed_tensor.respec(before, mesh, placements), before=before)
 
 
 def _on_named_axes(
     name: str, parameter: DTensor, dim: int, info: DataParallelMeshInfo
-) -> DTensorForm:
+) -> DTensorWrapping:
     """The parameter is distributed over the whole mesh, of which some axes are data-parallel."""
     before, dims = distributed_tensor.spec_of(parameter), info.dp_mesh_dims
     assert dims is not None
@@ -242,7 +242,7 @@ def _on_named_axes(
     mesh = before.mesh
     if len(shard_axes) > 1:
         mesh, placements = _with_one_shard_axis(before.mesh, placements, info, names)
-    return DTensorForm(
+    return DTensorWrapping(
         spec=distributed_tensor.respec(before, mesh, placements),
         before=before,
         data_axes=frozenset(data_axes),
