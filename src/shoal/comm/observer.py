@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from shoal.comm.comparison import LIMIT_S, Comparison, is_wanted
+from shoal.comm.launch_comparison import LIMIT_S, LaunchComparison, is_wanted
 from shoal.errors import RankError, ShoalError
 
 
@@ -49,7 +49,7 @@ class Observer(Protocol):
 
 current: Observer | None = None
 """Read by every collective, so it is a plain name and not a call."""
-comparison: Comparison | None = Comparison() if is_wanted() else None
+comparison: LaunchComparison | None = LaunchComparison() if is_wanted() else None
 """What compares collectives between ranks, if they are compared."""
 
 
@@ -82,7 +82,7 @@ def begin_step() -> None:
 
 def comparing(limit_s: float = LIMIT_S) -> AbstractContextManager[None]:
     """Let the ranks compare every collective inside of this; all of them enter it."""
-    return _comparing_by(Comparison(limit_s))
+    return _comparing_by(LaunchComparison(limit_s))
 
 
 def uncompared() -> AbstractContextManager[None]:
@@ -91,7 +91,7 @@ def uncompared() -> AbstractContextManager[None]:
 
 
 @contextmanager
-def _comparing_by(other: Comparison | None) -> Iterator[None]:
+def _comparing_by(other: LaunchComparison | None) -> Iterator[None]:
     global comparison
     before, comparison = comparison, other
     try:

@@ -17,7 +17,7 @@ from shoal._torch import collectives, operators
 from shoal.compile.aot.lowered import Lowered
 from shoal.compile.passes.collectives import collective, sent_nodes
 from shoal.errors import RankError
-from shoal.runtime.guard import check_collectives_agree, tell_failure
+from shoal.runtime.rank_guard import check_collectives_agree, tell_failure
 
 
 def check_ranks_agree(lowered: Lowered) -> None:

@@ -19,9 +19,9 @@ from shoal.ddp.bucket import Named
 from shoal.ddp.reducer import Reducer, ReducerOptions
 from shoal.ddp.replicated import Replica, ReplicatedModule
 from shoal.errors import MeshError, ShardedTwiceError, UsageError
-from shoal.runtime.guard import check_tensors_agree
 from shoal.runtime.module_call import swap_class
 from shoal.runtime.module_state import map_tensors, state_of
+from shoal.runtime.rank_guard import check_tensors_agree
 from shoal.sharding_wrapper import wrappers_below
 
 Module = TypeVar("Module", bound=nn.Module)

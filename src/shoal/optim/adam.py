@@ -8,67 +8,21 @@ alike in one step needs no second look in the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from itertools import compress, repeat
 from operator import attrgetter, is_, is_not, itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 from torch.optim import Optimizer
 
-from shoal._torch import distributed_tensor, kernels
-from shoal.tensor.sharded import ShardedTensor
+from shoal._torch import kernels
+from shoal.optim.local_tensors import TENSOR_TYPES, TensorType
 
 _GRAD = attrgetter("grad")
 _KEYS = ("exp_avg", "exp_avg_sq", "step")
 _GETTERS = tuple(map(itemgetter, _KEYS))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _TensorType:
-    """How tensors of one type lie on ranks."""
-
-    local: Callable[[Any], Tensor] | None
-    """What gives this rank's part; None where a tensor is all there is."""
-    place: Callable[[Any], object]
-    """What must be equal in tensors that are added element by element."""
-    spec: Callable[[Any], object]
-    """What says the place, and is often the same object in every step."""
-    holds: type
-    """The type of gradients and moments."""
-
-    def locals_of(self, tensors: list[Any]) -> list[Tensor]:
-        """This rank's parts."""
-        return tensors if self.local is None else [*map(self.local, tensors)]
-
-    def are_alike(self, some: list[Any], others: list[Any]) -> bool:
-        """Whether two lists of tensors lie alike, one by one."""
-        return [*map(self.place, some)] == [*map(self.place, others)]
-
-
-_KINDS: dict[type, _TensorType] = {
-    DTensor: _TensorType(
-        local=distributed_tensor.local_tensor,
-        place=distributed_tensor.place_getter,
-        spec=distributed_tensor.spec_of,
-        holds=DTensor,
-    ),
-    ShardedTensor: _TensorType(
-        local=attrgetter("local"),
-        place=attrgetter("placement"),
-        spec=attrgetter("placement"),
-        holds=ShardedTensor,
-    ),
-    nn.Parameter: _TensorType(
-        local=None,
-        place=attrgetter("layout", "shape"),
-        spec=attrgetter("layout"),  # shapes are the parameters': autograd takes no others
-        holds=Tensor,
-    ),
-}
 
 
 class _OnLocalTensors(Optimizer):
@@ -137,7 +91,7 @@ def _is_usual(group: Mapping[str, Any]) -> bool:
 class _AdamLists:
     """The lists of a group's step: parameters and moments that lie alike, and their gradients."""
 
-    def __init__(self, kind: _TensorType, params: list[Any], held: list[list[Any]]) -> None:
+    def __init__(self, kind: TensorType, params: list[Any], held: list[list[Any]]) -> None:
         self._kind = kind
         self._params = params
         self._held = held
@@ -158,7 +112,7 @@ class _AdamLists:
     def of(cls, params: list[Any], states: list[Any]) -> _AdamLists | None:
         """Look at all of them; None if they are not all of one kind and alike."""
         types = {*map(type, params)}
-        kind = _KINDS.get(next(iter(types))) if len(types) == 1 else None
+        kind = TENSOR_TYPES.get(next(iter(types))) if len(types) == 1 else None
         if kind is None or not all(key in state for state in states for key in _KEYS):
             return None
         held = _held(states)

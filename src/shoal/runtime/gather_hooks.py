@@ -37,7 +37,7 @@ from shoal.layout.spec import ParamSpec
 from shoal.mesh import DataParallelMeshInfo
 from shoal.runtime.arena import Arena, Buffer
 from shoal.runtime.gather import Gather
-from shoal.runtime.guard import check_inputs_agree
+from shoal.runtime.rank_guard import check_inputs_agree
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit

@@ -23,8 +23,8 @@ from torch.nn.utils.rnn import PackedSequence
 from shoal._torch import autograd, dynamo
 from shoal.errors import InvariantError, UsageError
 from shoal.runtime.context import Context
-from shoal.runtime.guard import check_ranks_agree
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.runtime.rank_guard import check_ranks_agree
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import Unit
 from shoal.step.phase import Phase

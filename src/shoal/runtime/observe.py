@@ -15,9 +15,9 @@ from shoal.runtime.collect import check, collect
 from shoal.runtime.events import Recorder
 from shoal.runtime.fsdp_module import own_state
 from shoal.runtime.fully_shard import modules_of
-from shoal.runtime.guard import describe, plan_unit
 from shoal.runtime.module_state import context_of, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.runtime.rank_guard import describe, plan_unit
 from shoal.runtime.unit import Unit
 from shoal.step.plan import Plan, UnitPlan
 from shoal.step.settings import Settings

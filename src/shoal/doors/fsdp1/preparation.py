@@ -16,9 +16,9 @@ from shoal.ddp.broadcast import broadcast
 from shoal.doors.fsdp1.wrapper import wrappers_below
 from shoal.errors import ShardedTwiceError
 from shoal.runtime.collect import Found, collect
-from shoal.runtime.guard import check_tensors_agree
 from shoal.runtime.module_state import state_of
 from shoal.runtime.parameter_wrapping import bytes_of
+from shoal.runtime.rank_guard import check_tensors_agree
 
 
 def ignored_of(

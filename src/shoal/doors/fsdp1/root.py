@@ -21,8 +21,8 @@ import torch.distributed as dist
 from shoal._torch import autograd, dynamo
 from shoal.doors.fsdp1.precision import follow_modes
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
-from shoal.runtime.guard import check_order_agrees
 from shoal.runtime.module_state import ModuleState, context_of, state_of
+from shoal.runtime.rank_guard import check_order_agrees
 from shoal.runtime.unit import Unit
 
 _IN_FIRST_FORWARD = timedelta(minutes=5)

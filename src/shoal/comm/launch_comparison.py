@@ -39,7 +39,7 @@ def is_wanted() -> bool:
     return "collectives" in os.environ.get("SHOAL_DEBUG", "").split(",")
 
 
-class Comparison:
+class LaunchComparison:
     """The tags of this process, and their comparison with those of others."""
 
     def __init__(self, limit_s: float = LIMIT_S) -> None:
