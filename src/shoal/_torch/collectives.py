@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -28,16 +29,9 @@ def _method(group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work]:
     return getattr(group, name, None) or getattr(group, RENAMED[name])
 
 
-def gather_method(
-    group: dist.ProcessGroup, *, asynchronous: bool = True
-) -> Callable[[Tensor, Tensor], dist.Work]:
-    """The group's own all-gather into one tensor (output, input).
-
-    Where it is not asynchronous, NCCL works on the current stream instead of one of its own.
-    """
-    method = _method(group, "all_gather_single")
-    options = c10d.AllgatherOptions()
-    options.asyncOp = asynchronous
+def gather_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], dist.Work]:
+    """The group's own all-gather into one tensor (output, input)."""
+    method, options = _method(group, "all_gather_single"), c10d.AllgatherOptions()
     return lambda output, input: method(output, input, options)
 
 
@@ -49,17 +43,43 @@ def all_to_all_method(group: dist.ProcessGroup) -> Callable[[Tensor, Tensor], di
 
 
 def scatter_method(
-    group: dist.ProcessGroup,
-    op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-    *,
-    asynchronous: bool = True,
+    group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
 ) -> Callable[[Tensor, Tensor], dist.Work]:
     """The group's own reduce-scatter of one tensor (output, input)."""
     method = _method(group, "reduce_scatter_single")
     options = c10d.ReduceScatterOptions()
     options.reduceOp = cast(Any, op)
-    options.asyncOp = asynchronous
     return lambda output, input: method(output, input, options)
+
+
+def gather_in_stream(
+    group: dist.ProcessGroup, pairs: Sequence[tuple[Tensor, Tensor]]
+) -> Callable[[], object]:
+    """All-gathers (output, input) as one launch, which NCCL makes on the current stream."""
+    options = c10d.AllgatherOptions()
+    options.asyncOp = False
+    if len(pairs) == 1:
+        return partial(_method(group, "all_gather_single"), *pairs[0], options)
+    outputs, inputs = [one for one, _ in pairs], [one for _, one in pairs]
+    return partial(_method(group, "all_gather_single_coalesced"), outputs, inputs, options)
+
+
+def scatter_in_stream(
+    group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+) -> Callable[[Sequence[tuple[Tensor, Tensor]]], object]:
+    """Reduce-scatters (output, input) as one launch, which NCCL makes on the current stream."""
+    one = _method(group, "reduce_scatter_single")
+    several = _method(group, "reduce_scatter_single_coalesced")
+    options = c10d.ReduceScatterOptions()
+    options.reduceOp = cast(Any, op)
+    options.asyncOp = False
+
+    def scatter(pairs: Sequence[tuple[Tensor, Tensor]]) -> object:
+        if len(pairs) == 1:
+            return one(*pairs[0], options)
+        return several([out for out, _ in pairs], [given for _, given in pairs], options)
+
+    return scatter
 
 
 def all_reduce_method(

@@ -104,6 +104,8 @@ class Slots:
 
 Operand = Tensor | Slots | None
 Reduction = ReduceOp | ReduceOp.RedOpType
+Pair = tuple[Tensor, Tensor]
+"""The output and the input of one collective."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shoal.comm.calls import Call, Reduction, as_slots, as_tensor
+from shoal.comm.calls import Call, Pair, Reduction, as_slots, as_tensor
 from shoal.comm.collectives import Kind
 from shoal.comm.imagined_ranks import KeptGathers, receive, reduction_of
 from shoal.comm.link import CpuLink, CudaLink, CudaWire, device_of
@@ -195,33 +195,34 @@ class ModelledGroup(PythonGroup):
         duration_us = self.job.network.duration_us(kind, num_bytes, self._size)
         return link.launch(calls, move, duration_us, asynchronous)
 
-    def gather_in_stream(self, output: Tensor, input: Tensor) -> Callable[[], object]:
+    def gather_in_stream(self, pairs: Sequence[Pair]) -> Callable[[], object]:
         """A function that gathers in order with the current stream, any number of times."""
         if not self._is_free:
-            return super().gather_in_stream(output, input)
+            return super().gather_in_stream(pairs)
         # Nobody has to queue for a link that takes no time.
-        call, num_bytes, job = self._gather(output, input), output.nbytes, self.job
-        flat = as_slots(call.output).flat
-        assert flat is not None
+        num_bytes, job = sum(output.nbytes for output, _ in pairs), self.job
+        known = [(self._gather(*pair), pair[0].view(-1)) for pair in pairs]
 
         def gather() -> None:
             self._count(Kind.ALL_GATHER, num_bytes)
             # Most often in timed steps there is nothing to do, and the host should not pay for it.
-            if job.kept is None or job.samples is not None or not job.kept.holds(flat):
-                self._deliver(call)
+            for call, flat in known:
+                if job.kept is None or job.samples is not None or not job.kept.holds(flat):
+                    self._deliver(call)
 
         return gather
 
-    def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
-        """A function of (output, input) that reduces in order with the current stream."""
+    def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Sequence[Pair]], None]:
+        """A function of outputs and inputs that reduces in order with the current stream."""
         if not self._is_free:
             return super().reduce_scatter_in_stream(op)
         reduce, rank, size = reduction_of(op), self._rank, self._size
 
-        def scatter(output: Tensor, input: Tensor) -> None:
-            self._count(Kind.REDUCE_SCATTER, input.nbytes)
-            numel = output.numel()
-            reduce(output, input[rank * numel : (rank + 1) * numel], size, op)
+        def scatter(pairs: Sequence[Pair]) -> None:
+            self._count(Kind.REDUCE_SCATTER, sum(input.nbytes for _, input in pairs))
+            for output, input in pairs:
+                numel = output.numel()
+                reduce(output, input[rank * numel : (rank + 1) * numel], size, op)
 
         return scatter
 

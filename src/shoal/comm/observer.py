@@ -65,7 +65,7 @@ def launching(reason: str, group: ProcessGroup, tensor: Tensor | None) -> Any:
 
 
 def run_in_stream(
-    reason: str, group: ProcessGroup, output: Tensor, run: Callable[..., object], *args: Tensor
+    reason: str, group: ProcessGroup, output: Tensor, run: Callable[..., object], *args: object
 ) -> None:
     """Run a collective on the current CUDA stream, which the host does not wait for."""
     launching(reason, group, output)

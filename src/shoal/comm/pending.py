@@ -9,7 +9,7 @@ every step prepares it once. Collectives start by `launch`, which tells the obse
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -30,6 +30,34 @@ class Waitable(Protocol):
 
 Started = tuple[Waitable | None, Callable[[], object] | None]
 """A launch: the work of the backend, and what is left to do on this rank when it is over."""
+
+
+class _Works:
+    """Several works that are waited for as one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Waitable]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
+
+
+def together(started: Sequence[Started]) -> Started:
+    """Several launches as one."""
+    if len(started) == 1:
+        return started[0]
+    works = [work for work, _ in started if work is not None]
+    finishes = [finish for _, finish in started if finish is not None]
+
+    def finish() -> None:
+        for one in finishes:
+            one()
+
+    return _Works(works) if works else None, finish if finishes else None
 
 
 class Pending:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup, ReduceOp, Work
 from torch.futures import Future
 
 from shoal._torch import collectives, dynamo
-from shoal.comm.calls import Call, Reduction, Slots
+from shoal.comm.calls import Call, Pair, Reduction, Slots
 from shoal.comm.collectives import Kind
 
 # Works that only C++ refers to: it holds the C++ half of a work, and the Python half, where the
@@ -124,16 +124,16 @@ class PythonGroup(ProcessGroup):
     def run(self, calls: Sequence[Call], asynchronous: bool) -> PythonWork:
         """Start these calls, which belong together, and say how to wait for them."""
 
-    def gather_in_stream(self, output: Tensor, input: Tensor) -> Callable[[], object]:
+    def gather_in_stream(self, pairs: Sequence[Pair]) -> Callable[[], object]:
         """A function that gathers in order with the current stream, any number of times."""
-        call = self._gather(output, input)
-        return lambda: self.run([replace(call)], False).wait()
+        calls = [self._gather(output, input) for output, input in pairs]
+        return lambda: self.run([replace(call) for call in calls], False).wait()
 
-    def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Tensor, Tensor], None]:
-        """A function of (output, input) that reduces in order with the current stream."""
+    def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Sequence[Pair]], None]:
+        """A function of outputs and inputs that reduces in order with the current stream."""
 
-        def scatter(output: Tensor, input: Tensor) -> None:
-            self.run([self._scatter(output, input, op)], False).wait()
+        def scatter(pairs: Sequence[Pair]) -> None:
+            self.run([self._scatter(output, input, op) for output, input in pairs], False).wait()
 
         return scatter
 

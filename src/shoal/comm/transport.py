@@ -26,9 +26,9 @@ from torch.distributed import ProcessGroup, ReduceOp
 
 from shoal._torch import collectives
 from shoal.comm import gloo, observer
-from shoal.comm.calls import Reduction
+from shoal.comm.calls import Pair, Reduction
 from shoal.comm.messages import backends_of
-from shoal.comm.pending import Pending, Prepared, Started, launch
+from shoal.comm.pending import Pending, Prepared, Started, launch, together
 from shoal.comm.python_group import PythonGroup
 from shoal.errors import MeshError, UsageError
 
@@ -69,45 +69,54 @@ class Transport:
 
     def all_gather(self, output: Tensor, input: Tensor, *, reason: str = "all-gather") -> Pending:
         """Concatenate every rank's `input`, in rank order, into `output`."""
-        return self.prepare_all_gather(output, input, reason=reason).launch()
+        return self.prepare_all_gathers(output, [(output, input)], reason=reason).launch()
 
-    def prepare_all_gather(
-        self, output: Tensor, input: Tensor, *, reason: str = "all-gather"
+    def prepare_all_gathers(
+        self, output: Tensor, pairs: Sequence[Pair], *, reason: str = "all-gather"
     ) -> Prepared:
-        """Check an all-gather that will be launched many times."""
-        self._check(reason, output, input)
-        self._check_numel(reason, "output", output.numel(), self.size * input.numel())
-        sent, received = _as_carried(input), _as_carried(output)
-        if self._is_on_gloo(input) and input.is_cpu:
+        """Check all-gathers into parts of `output` that will be launched together, many times."""
+        starts: list[Callable[[], Started]] = []
+        for received, sent in pairs:
+            self._check(reason, received, sent)
+            self._check_numel(reason, "output", received.numel(), self.size * sent.numel())
+            starts.append(self._gathering(_as_carried(received), _as_carried(sent)))
+        start = starts[0] if len(starts) == 1 else partial(_start_all, starts)
+        return Prepared(output, reason, start, self.group)
+
+    def _gathering(self, received: Tensor, sent: Tensor) -> Callable[[], Started]:
+        if self._is_on_gloo(sent) and sent.is_cpu:
             ways = (self._swap, self._gather)
-            start = partial(gloo.start_gather, *ways, received, sent, self.size)
-            return Prepared(output, reason, start, self.group)
+            return partial(gloo.start_gather, *ways, received, sent, self.size)
         gather = self._gather
-        return Prepared(output, reason, lambda: (gather(received, sent), None), self.group)
+        return lambda: (gather(received, sent), None)
 
     def gather_in_stream(
-        self, output: Tensor, input: Tensor, *, reason: str = "all-gather"
+        self, output: Tensor, pairs: Sequence[Pair], *, reason: str = "all-gather"
     ) -> Callable[[], None]:
-        """Prepare to gather on the current CUDA stream, in order with what it was given."""
-        received, sent, group = _as_carried(output), _as_carried(input), self.group
+        """Prepare to gather into parts of `output` by one launch, in order with the CUDA stream."""
+        carried = [(_as_carried(received), _as_carried(sent)) for received, sent in pairs]
+        group = self.group
         if isinstance(group, PythonGroup):
-            run = group.gather_in_stream(received, sent)
+            run = group.gather_in_stream(carried)
         else:
-            run = partial(collectives.gather_method(group, asynchronous=False), received, sent)
+            run = collectives.gather_in_stream(group, carried)
         return partial(observer.run_in_stream, reason, group, output, run)
 
     def reduce_scatter_in_stream(
         self, op: Reduction, *, reason: str = "reduce-scatter"
-    ) -> Callable[[Tensor, Tensor], None]:
-        """A function of (output, input) that reduces on the current CUDA stream; checks nothing."""
+    ) -> Callable[[Tensor, Sequence[Pair]], None]:
+        """A function that reduces into parts of an output by one launch on the current CUDA stream.
+
+        It checks nothing.
+        """
         group = self.group
         if isinstance(group, PythonGroup):
             run = group.reduce_scatter_in_stream(op)
         else:
-            run = collectives.scatter_method(group, op, asynchronous=False)
+            run = collectives.scatter_in_stream(group, op)
 
-        def reduce_scatter(output: Tensor, input: Tensor) -> None:
-            observer.run_in_stream(reason, group, output, run, output, input)
+        def reduce_scatter(output: Tensor, pairs: Sequence[Pair]) -> None:
+            observer.run_in_stream(reason, group, output, run, pairs)
 
         return reduce_scatter
 
@@ -120,26 +129,32 @@ class Transport:
         reason: str = "reduce-scatter",
     ) -> Pending:
         """Reduce every rank's `input` and keep this rank's piece of the result in `output`."""
-        return self.prepare_reduce_scatter(output, input, op, reason=reason).launch()
+        return self.reduce_scatters(output, [(output, input)], op, reason=reason)
 
-    def prepare_reduce_scatter(
+    def reduce_scatters(
         self,
         output: Tensor,
-        input: Tensor,
+        pairs: Sequence[Pair],
         op: Reduction = ReduceOp.SUM,
         *,
         reason: str = "reduce-scatter",
-    ) -> Prepared:
-        """Check a reduce-scatter that will be launched many times."""
-        self._check(reason, output, input)
-        self._check_numel(reason, "input", input.numel(), self.size * output.numel())
-        self._check_reducible(reason, input, op)
-        if self._is_on_gloo(input):
-            ways = (self._swap, self._scatter_by(op))
-            start = partial(gloo.start_reduce_scatter, *ways, output, input, op, self.size)
-            return Prepared(output, reason, start, self.group)
+    ) -> Pending:
+        """Reduce inputs into parts of `output`, launched together."""
+        starts: list[Callable[[], Started]] = []
+        for kept, input in pairs:
+            self._check(reason, kept, input)
+            self._check_numel(reason, "input", input.numel(), self.size * kept.numel())
+            self._check_reducible(reason, input, op)
+            starts.append(self._scattering(kept, input, op))
+        start = starts[0] if len(starts) == 1 else partial(_start_all, starts)
+        return launch(reason, self.group, output, start)
+
+    def _scattering(self, output: Tensor, input: Tensor, op: Reduction) -> Callable[[], Started]:
         scatter = self._scatter_by(op)
-        return Prepared(output, reason, lambda: (scatter(output, input), None), self.group)
+        if self._is_on_gloo(input):
+            ways = (self._swap, scatter)
+            return partial(gloo.start_reduce_scatter, *ways, output, input, op, self.size)
+        return lambda: (scatter(output, input), None)
 
     def _scatter_by(self, op: Reduction) -> Callable[[Tensor, Tensor], dist.Work]:
         key = str(op)
@@ -256,6 +271,10 @@ class Transport:
             )
         if not tensor.dtype.is_floating_point and op == ReduceOp.AVG:
             raise UsageError(f"{reason}: AVG of {tensor.dtype} is not whole; reduce with SUM")
+
+
+def _start_all(starts: Sequence[Callable[[], Started]]) -> Started:
+    return together([start() for start in starts])
 
 
 def _check_flat(reason: str, name: str, tensor: Tensor) -> None:

@@ -1,7 +1,7 @@
 """Buffers: tensors put into, and taken out of, the bytes that a packing describes.
 
-A shard buffer is one rank's, a gathered buffer is all ranks' one after another; both are 1-D
-`uint8` tensors. Nothing here communicates.
+A shard buffer is one rank's, a gathered buffer is all ranks' one after another, section by section;
+both are 1-D `uint8` tensors. Nothing here communicates.
 """
 
 from __future__ import annotations
@@ -63,9 +63,11 @@ def full_tensors(packing: Packing, gathered: torch.Tensor) -> list[torch.Tensor]
 
 
 def gathered_rows(packing: Packing, gathered: torch.Tensor, index: int) -> torch.Tensor:
-    """The gathered buffer as a matrix of the parameter's dtype, with one row per rank."""
-    dtype = packing.params[index].dtype
-    return gathered.view(dtype).view(packing.world_size, packing.shard_bytes // dtype.itemsize)
+    """The gathered section of a parameter as a matrix of its dtype, with one row per rank."""
+    dtype, num_rows = packing.params[index].dtype, packing.world_size
+    section = packing.section_of(index)
+    rows = gathered[num_rows * section.start : num_rows * section.stop].view(dtype)
+    return rows.view(num_rows, len(section) // dtype.itemsize)
 
 
 def _full_tensor(

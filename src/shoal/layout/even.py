@@ -3,13 +3,18 @@
 rank 0  | w rows 0-1 | b 0-1 |      every parameter has its padded chunk at the same
 rank 1  | w rows 2-3 | b 2 - |      offset on each rank, as `torch.chunk` and a DTensor's
 rank 2  | w row 4  - | - -   |      `Shard(dim)` cut it
+
+gathered at once        | w 0-1 | b 0-1 | w 2-3 | b 2 - | w 4 - | - - |     a copy makes w and b
+w in its own section    | w 0-1 | w 2-3 | w 4 - | b 0-1 | b 2 - | - - |     w is there
+
+Chunks of dim 0 that are gathered beside each other are the parameter, with the padding behind it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -19,7 +24,7 @@ from shoal.layout.chunk import chunk_bounds, chunk_size
 from shoal.layout.packing import Packing, check_packable, shard_step_bytes
 from shoal.layout.piece import Piece
 from shoal.layout.region import Region
-from shoal.layout.spec import ParamSpec, round_up
+from shoal.layout.spec import ALIGN_NUMEL, ParamSpec, round_up
 from shoal.layout.stripe import Stripe
 
 
@@ -55,6 +60,15 @@ class _Bands:
         """The elements of a full chunk, over all bands."""
         return self.num_bands * self.chunk * self.slab_numel
 
+    @property
+    def can_be_alone(self) -> bool:
+        """Whether chunks beside each other are the parameter, and leave the next one aligned."""
+        return self.num_bands == 1 and self.chunk_numel > 0 and self.chunk_numel % ALIGN_NUMEL == 0
+
+
+ALONE_NUMEL = 2 << 20
+"""From here on a parameter is a section: a collective more costs less than to copy it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvenPacking(Packing):
@@ -62,20 +76,65 @@ class EvenPacking(Packing):
 
     dims: tuple[int, ...]
     offsets_bytes: tuple[int, ...]
+    alone: tuple[int, ...] = ()
+    """The parameters that are a section each, in the order of their bytes; the rest comes last."""
     _bands: tuple[_Bands, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         Packing.__post_init__(self)
         self._check_one_each("dims", self.dims)
         self._check_one_each("offsets_bytes", self.offsets_bytes)
-        object.__setattr__(self, "_bands", _bands(self.params, self.dims, self.world_size))
+        bands = _bands(self.params, self.dims, self.world_size)
+        object.__setattr__(self, "_bands", bands)
+        ends = [
+            offset + one.chunk_numel * param.itemsize
+            for param, one, offset in zip(self.params, bands, self.offsets_bytes, strict=True)
+        ]
         end = 0
-        for param, bands, offset in zip(self.params, self._bands, self.offsets_bytes, strict=True):
+        for index in sorted(range(len(ends)), key=lambda i: (self.offsets_bytes[i], ends[i])):
+            param, offset = self.params[index], self.offsets_bytes[index]
             if offset < end or offset % param.align_bytes != 0:
                 raise UsageError(f"parameter {param.name!r} cannot start at byte {offset}")
-            end = offset + bands.chunk_numel * param.itemsize
+            end = ends[index]
+        start = 0
+        for index in self.alone:
+            if self.offsets_bytes[index] != start or not bands[index].can_be_alone:
+                raise UsageError(f"parameter {self.params[index].name!r} cannot be a section")
+            start = ends[index]
         if end > self.shard_bytes:
             raise UsageError(f"{end} bytes of chunks do not fit in {self.shard_bytes}")
+
+    @property
+    def sections(self) -> tuple[range, ...]:
+        """See `Packing.sections`."""
+        found = [self.section_of(index) for index in self.alone]
+        rest = self._rest
+        return (*found, rest) if rest or not found else tuple(found)
+
+    def section_of(self, index: int) -> range:
+        """See `Packing.section_of`."""
+        if index not in self.alone:
+            return self._rest
+        start, bands = self.offsets_bytes[index], self._bands[index]
+        return range(start, start + bands.chunk_numel * self.params[index].itemsize)
+
+    @property
+    def _rest(self) -> range:
+        start = self.section_of(self.alone[-1]).stop if self.alone else 0
+        return range(start, self.shard_bytes)
+
+    def in_sections(self) -> EvenPacking:
+        """See `Packing.in_sections`: small parameters, and other dims' chunks, stay together."""
+        alone = [
+            index
+            for index, (param, bands) in enumerate(zip(self.params, self._bands, strict=True))
+            if param.numel >= ALONE_NUMEL and bands.can_be_alone
+        ]
+        return pack_even(self.params, self.dims, self.world_size, alone)
+
+    def in_one_section(self) -> EvenPacking:
+        """See `Packing.in_one_section`."""
+        return replace(self, alone=()) if self.alone else self
 
     def piece(self, index: int, rank: int) -> Piece:
         """See `Packing.piece`."""
@@ -107,13 +166,14 @@ class EvenPacking(Packing):
         param, bands = self._param(index), self._bands[index]
         if param.numel == 0:
             return ()
+        start = self.section_of(index).start
         num_whole, rest = divmod(bands.size, bands.chunk)
         blocks = ((0, num_whole, bands.chunk), (num_whole, 1, rest))
         return tuple(
             Stripe(
                 first_rank=first_rank,
                 num_ranks=num_ranks,
-                shard_offset=self.offsets_bytes[index] // param.itemsize,
+                shard_offset=(self.offsets_bytes[index] - start) // param.itemsize,
                 full_offset=first_rank * bands.chunk * bands.slab_numel,
                 numel=num_slabs * bands.slab_numel,
                 num_bands=bands.num_bands,
@@ -125,31 +185,48 @@ class EvenPacking(Packing):
     def gathered_offset(self, index: int) -> int | None:
         """See `Packing.gathered_offset`."""
         param, bands = self._param(index), self._bands[index]
+        section = self.section_of(index)
         is_on_one_rank = bands.size <= bands.chunk or param.numel == 0
-        # Chunks touch only where one chunk is the whole of a rank's buffer.
-        touch = bands.num_bands == 1 and bands.chunk_numel * param.itemsize == self.shard_bytes
-        return self.offsets_bytes[index] if is_on_one_rank or touch else None
+        # Chunks touch only where one chunk is the whole of a section.
+        touch = bands.num_bands == 1 and bands.chunk_numel * param.itemsize == len(section)
+        if not (is_on_one_rank or touch):
+            return None
+        return self.world_size * section.start + self.offsets_bytes[index] - section.start
 
     def with_dtypes(self, dtypes: Sequence[torch.dtype]) -> EvenPacking:
         """See `Packing.with_dtypes`."""
-        return pack_even(self._recast(dtypes), self.dims, self.world_size)
+        return pack_even(self._recast(dtypes), self.dims, self.world_size, self.alone)
 
 
-def pack_even(params: Sequence[ParamSpec], dims: Sequence[int], world_size: int) -> EvenPacking:
-    """Lay parameters out one after another, each cut along its own dim."""
+def pack_even(
+    params: Sequence[ParamSpec],
+    dims: Sequence[int],
+    world_size: int,
+    alone: Collection[int] = (),
+) -> EvenPacking:
+    """Lay parameters out one after another, each cut along its own dim; first those alone."""
     check_packable(params, world_size)
-    offsets_bytes, end = [], 0
-    for param, bands in zip(params, _bands(params, dims, world_size), strict=True):
-        offset = round_up(end, param.align_bytes)
-        offsets_bytes.append(offset)
-        end = offset + bands.chunk_numel * param.itemsize
+    bands = _bands(params, dims, world_size)
+    order = _order(params, alone)
+    offsets_bytes, end = [0] * len(params), 0
+    for index in order:
+        offset = round_up(end, params[index].align_bytes)
+        offsets_bytes[index] = offset
+        end = offset + bands[index].chunk_numel * params[index].itemsize
     return EvenPacking(
         params=tuple(params),
         world_size=world_size,
         shard_bytes=round_up(end, shard_step_bytes(params)),
         dims=tuple(dims),
         offsets_bytes=tuple(offsets_bytes),
+        alone=tuple(order[: len(alone)]),
     )
+
+
+def _order(params: Sequence[ParamSpec], alone: Collection[int]) -> list[int]:
+    """The parameters in the order of their bytes: with wide elements first, nothing is between."""
+    first = sorted(alone, key=lambda index: (-params[index].itemsize, index))
+    return [*first, *(index for index in range(len(params)) if index not in alone)]
 
 
 def _bands(params: Sequence[ParamSpec], dims: Sequence[int], world_size: int) -> tuple[_Bands, ...]:

@@ -19,8 +19,9 @@ from shoal.layout.stripe import Stripe
 class Packing(ABC):
     """Parameters laid out over ranks whose shard buffers all have `shard_bytes` bytes.
 
-    Gathering is one all-gather of those buffers: rank r's begins at byte `r * shard_bytes` of the
-    gathered one. Every answer is arithmetic on one parameter; none walks the ranks.
+    The buffers consist of sections, the same on all ranks, and of each section all ranks' bytes lie
+    one after another in the gathered buffer. Most packings have one section. Every answer is
+    arithmetic on one parameter; none walks the ranks.
     """
 
     params: tuple[ParamSpec, ...]
@@ -37,6 +38,23 @@ class Packing(ABC):
     def gathered_bytes(self) -> int:
         """The size of all ranks' buffers together."""
         return self.world_size * self.shard_bytes
+
+    @property
+    def sections(self) -> tuple[range, ...]:
+        """The bytes of a shard buffer that are gathered together, and reduced together."""
+        return (range(self.shard_bytes),)
+
+    def section_of(self, index: int) -> range:
+        """The section that has parameter `index`."""
+        return self.sections[0]
+
+    def in_sections(self) -> Packing:
+        """The same regions, in as many sections as make gathered bytes full parameters."""
+        return self
+
+    def in_one_section(self) -> Packing:
+        """The same bytes on every rank, in one section."""
+        return self
 
     @property
     def padding_bytes(self) -> int:
@@ -57,7 +75,7 @@ class Packing(ABC):
 
     @abstractmethod
     def stripes(self, index: int) -> tuple[Stripe, ...]:
-        """All ranks' pieces of parameter `index`, as at most three strided blocks."""
+        """All ranks' pieces of a parameter in its section, as at most three strided blocks."""
 
     @abstractmethod
     def gathered_offset(self, index: int) -> int | None:

@@ -1,13 +1,14 @@
 """The full parameters of a unit: the bytes a gather fills, and the parameters that lie in them.
 
-    zero-copy layouts   gathered  [ w w w w w w | b b | . ]      parameters are views of it
+    zero-copy           gathered  [ w w w w w w | b b | . ]      parameters are views of it
 
-    Even                gathered  [ w w | b | . ][ w w | b | . ][ w w | - | . ]
+    small ones, Even    gathered  [ v v | b | . ][ v v | b | . ][ v v | - | . ]
                                      rank 0          rank 1          rank 2
-                        laid out  [ w w w w w w ][ b b - ]       parameters are views of this
+                        laid out  [ v v v v v v ][ b b - ]       parameters are views of this
 
-For `Even`, each rank's chunks are copied beside each other in one kernel. Every rank's chunk has
-the padded size, so a parameter is followed by the padding of the last ranks.
+For `Even`, large parameters are sections of their own, and zero-copy. Each rank's chunks of the
+others are copied beside each other in one kernel. Every rank's chunk has the padded size, so a
+parameter is followed by the padding of the last ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import nn
 from shoal._torch import kernels, storage, subclasses
 from shoal.errors import InvariantError
 from shoal.layout import Packing
+from shoal.layout.buffer import gathered_rows
 from shoal.layout.even import EvenPacking
 from shoal.layout.spec import ALIGN_NUMEL, round_up
 from shoal.runtime.arena import Arena, Buffer
@@ -169,14 +171,17 @@ class FullParameters:
         self._columns: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
         self.gathered = self._gathered.typed(dtype)
         """What an all-gather writes, in the one dtype of all parameters, or as bytes."""
-        offsets = [packing.gathered_offset(i) for i in range(len(packing.params))]
-        if all(offset is not None for offset in offsets):
-            datas = [
-                _view(self._gathered.bytes, param, offset)
-                for param, offset in zip(packing.params, offsets, strict=True)
-            ]
-        else:
-            datas = self._lay_beside(packing, arena)
+        copied = _copied(packing)
+        self._stays = not copied or len(copied) < len(packing.params)
+        """Whether parameters lie in what was gathered, so that it is needed as long as they."""
+        datas = self._lay_beside(packing, copied, arena) if copied else {}
+        for index, param in enumerate(packing.params):
+            if index not in datas:
+                datas[index] = _view(self._gathered.bytes, param, packing.gathered_offset(index))
+        datas = [datas[index] for index in range(len(packing.params))]
+        beside = () if self._laid_out is None else (self._laid_out,)
+        self._buffers = (self._gathered, *beside) if self._stays else beside
+        """Where the parameters lie."""
         # `.data` gives a parameter a version counter of its own, so that writing a gather into
         # the buffer does not look like an in-place change of what autograd saved.
         self._datas = datas
@@ -205,36 +210,42 @@ class FullParameters:
         for param, parameter in zip(self._packing.params, self.parameters, strict=True):
             vars(parameter)["_shoal_name"] = f"parameter {param.name!r} of unit {unit!r}"
 
-    def _lay_beside(self, packing: Packing, arena: Arena) -> list[torch.Tensor]:
+    def _lay_beside(
+        self, packing: Packing, copied: Sequence[int], arena: Arena
+    ) -> dict[int, torch.Tensor]:
         """Views of a second buffer, and the copies that fill it."""
-        chunks = _padded_chunks(packing)
-        offsets, end = [], 0
-        for param, chunk in zip(packing.params, chunks, strict=True):
-            offsets.append(end)
+        offsets: dict[int, int] = {}
+        end = 0
+        for index in copied:
+            param, chunk = packing.params[index], _padded_chunk(packing, index)
+            offsets[index] = end
             numel = round_up(max(packing.world_size * chunk, param.numel), ALIGN_NUMEL)
             end = round_up(end + numel * param.itemsize, 16 * 16)
         self._laid_out = Buffer(end, arena)
-        datas = [
-            _view(self._laid_out.bytes, param, offset)
-            for param, offset in zip(packing.params, offsets, strict=True)
-        ]
-        dtypes = {param.dtype for param in packing.params}
-        if isinstance(packing, EvenPacking) and not any(packing.dims) and len(dtypes) == 1:
-            self._columns = self._as_columns(packing, chunks, offsets, arena)
+        datas = {
+            index: _view(self._laid_out.bytes, packing.params[index], offset)
+            for index, offset in offsets.items()
+        }
+        dtypes = {packing.params[index].dtype for index in copied}
+        is_even = isinstance(packing, EvenPacking) and not any(packing.dims[i] for i in copied)
+        if is_even and len(dtypes) == 1:
+            self._columns = self._as_columns(packing, offsets, arena)
         else:
-            for index, (param, data) in enumerate(zip(packing.params, datas, strict=True)):
-                rows = self._gathered.typed(param.dtype).view(packing.world_size, -1)
+            for index, data in datas.items():
+                rows = gathered_rows(packing, self._gathered.bytes, index)
                 for stripe in packing.stripes(index):
                     self._copies.append((stripe.of_full(data.view(-1)), stripe.of_rows(rows)))
         return datas
 
     def _as_columns(
-        self, packing: EvenPacking, chunks: Sequence[int], offsets: Sequence[int], arena: Arena
+        self, packing: Packing, offsets: dict[int, int], arena: Arena
     ) -> tuple[torch.Tensor, list[int], list[torch.Tensor]]:
-        """The chunks of each parameter as columns of the gathered matrix; gaps go nowhere."""
+        """The chunks of each parameter as columns of their section; gaps go nowhere."""
         assert self._laid_out is not None
-        dtype, size = packing.params[0].dtype, packing.world_size
-        rows = self._gathered.typed(dtype).view(size, -1)
+        size = packing.world_size
+        first = next(iter(offsets))
+        rows = gathered_rows(packing, self._gathered.bytes, first)
+        dtype, start = rows.dtype, packing.section_of(first).start
         widths: list[int] = []
         outs: list[torch.Tensor] = []
         end = 0
@@ -244,17 +255,16 @@ class FullParameters:
                 widths.append(width)
                 outs.append(torch.empty(size, width, dtype=dtype, device=arena.device))
 
-        for param, chunk, offset, column in zip(
-            packing.params, chunks, offsets, packing.offsets_bytes, strict=True
-        ):
+        for index, offset in offsets.items():
+            chunk = _padded_chunk(packing, index)
             if chunk == 0:
                 continue
-            start = column // param.itemsize
-            skip(start - end)
-            flat = self._laid_out.typed(dtype)[offset // param.itemsize :][: size * chunk]
+            column = (packing.piece(index, 0).offset_bytes - start) // dtype.itemsize
+            skip(column - end)
+            flat = self._laid_out.typed(dtype)[offset // dtype.itemsize :][: size * chunk]
             widths.append(chunk)
             outs.append(flat.view(size, chunk))
-            end = start + chunk
+            end = column + chunk
         skip(rows.shape[1] - end)
         return rows, widths, outs
 
@@ -271,7 +281,8 @@ class FullParameters:
                 kernels.copy_columns(*self._columns)
             else:
                 kernels.foreach_copy([t for t, _ in self._copies], [s for _, s in self._copies])
-            self._gathered.empty()
+            if not self._stays:
+                self._gathered.empty()
         self.wake()
         if self.extension is not None:
             self.extension.finish()
@@ -314,7 +325,8 @@ class FullParameters:
 
     def revive(self) -> list[torch.Tensor]:
         """Give the parameters memory without a gather; returns what has to be written."""
-        (self._laid_out or self._gathered).fill()
+        for buffer in self._buffers:
+            buffer.fill()
         self.wake()
         self.note_writes()
         return self._datas
@@ -328,7 +340,8 @@ class FullParameters:
 
     def free(self) -> None:
         """Take the memory away; from here on reading a parameter is an error."""
-        (self._laid_out or self._gathered).empty()
+        for buffer in self._buffers:
+            buffer.empty()
         if self.extension is not None:
             self.extension.free()
         self._become(FreedParameter)
@@ -341,24 +354,38 @@ class FullParameters:
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor lies in the memory of the parameters."""
-        buffer = self._laid_out or self._gathered
         if self.extension is not None and self.extension.holds(tensor):
             return True
         if type(tensor) is torch.Tensor:  # nearly always, and cheaper than to ask its storage
-            offset = tensor.data_ptr() - buffer.bytes.data_ptr()
-            return 0 <= offset < buffer.num_bytes
+            pointer = tensor.data_ptr()
+            return any(
+                0 <= pointer - buffer.bytes.data_ptr() < buffer.num_bytes
+                for buffer in self._buffers
+            )
         pointer = storage.storage_pointer(tensor)
-        return pointer != 0 and pointer == storage.storage_pointer(buffer.bytes)
+        return pointer != 0 and any(
+            pointer == storage.storage_pointer(buffer.bytes) for buffer in self._buffers
+        )
 
 
-def _padded_chunks(packing: Packing) -> list[int]:
-    """How many elements of each parameter every rank holds, padding included."""
-    if not isinstance(packing, EvenPacking):
-        return [0] * len(packing.params)
+def _copied(packing: Packing) -> list[int]:
+    """The parameters of all sections that are not just full parameters."""
+    by_section: dict[range, list[int]] = {}
+    for index in range(len(packing.params)):
+        by_section.setdefault(packing.section_of(index), []).append(index)
     return [
-        math.prod(packing.piece(index, 0).shape) if param.numel else 0
-        for index, param in enumerate(packing.params)
+        index
+        for indices in by_section.values()
+        if not all(map(packing.is_zero_copy, indices))
+        for index in indices
     ]
+
+
+def _padded_chunk(packing: Packing, index: int) -> int:
+    """How many elements of a parameter every rank holds, padding included."""
+    if not isinstance(packing, EvenPacking) or not packing.params[index].numel:
+        return 0
+    return math.prod(packing.piece(index, 0).shape)
 
 
 def _view(data: torch.Tensor, param: Any, offset: int | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""How a unit's shards become gathered bytes: copy in, cast, one all-gather.
+"""How a unit's shards become gathered bytes: copy in, cast, an all-gather of each section.
 
 `reshard_after_forward=n`: after forward each rank keeps its piece of the full parameters for a
 group of n ranks (`PostForward`), and backward gathers within that group: more memory, less
@@ -65,37 +65,61 @@ class Gather:
         self.streams = streams
         self._output = output
         self._transport = transport
-        rank = 0 if transport is None else transport.rank
-        numel = packing.shard_bytes // output.dtype.itemsize
-        self._mine = output[rank * numel : (rank + 1) * numel]
+        rank, size = (0, 1) if transport is None else (transport.rank, transport.size)
+        itemsize = output.dtype.itemsize
+        spans = [(part.start // itemsize, part.stop // itemsize) for part in packing.sections]
+        outputs = [output[size * start : size * stop] for start, stop in spans]
+        self._mine = [
+            one[rank * (stop - start) : (rank + 1) * (stop - start)]
+            for one, (start, stop) in zip(outputs, spans, strict=True)
+        ]
         stored = shards.buffer
         is_as_stored = packing is shards.packing and stored.device == output.device
         self._copy_in: Callable[[], object] | None = None
-        if not is_as_stored or transport is None or transport.size == 1:
+        if not is_as_stored or size == 1:
             self._copy_in = self._copy_of(shards, packing, rank)
         self._prepared: Prepared | None = None
-        if transport is not None and transport.size > 1 and output.numel() > 0:
-            sent = stored.view(output.dtype) if is_as_stored else self._mine
-            self._prepared = transport.prepare_all_gather(output, sent, reason=self._reason)
-            self._in_stream = transport.gather_in_stream(output, sent, reason=self._reason)
-            self._sent = sent
+        if transport is not None and size > 1 and output.numel() > 0:
+            flat = stored.view(output.dtype) if is_as_stored else None
+            sent = self._mine if flat is None else [flat[start:stop] for start, stop in spans]
+            pairs = list(zip(outputs, sent, strict=True))
+            self._prepared = transport.prepare_all_gathers(output, pairs, reason=self._reason)
+            self._in_stream = transport.gather_in_stream(output, pairs, reason=self._reason)
+            self._pairs = pairs
 
     def _copy_of(self, shards: Stored, packing: Packing, rank: int) -> Callable[[], object]:
-        """What writes the shards to this rank's place."""
-        before = [param.dtype for param in shards.packing.params]
-        after = [param.dtype for param in packing.params]
-        if len(set(before)) == 1 and len(set(after)) == 1:
-            stored, mine = shards.buffer.view(before[0]), self._mine
-            if stored.device != mine.device and stored.dtype is not mine.dtype:
-                # In two steps: a copy that casts on the way is made by the host, which waits.
-                return lambda: mine.copy_(stored.to(mine.device, non_blocking=True))
-            return lambda: mine.copy_(stored, non_blocking=True)
-        if packing is shards.packing:
-            stored, mine = shards.buffer, self._mine.view(torch.uint8)
-            return lambda: mine.copy_(stored, non_blocking=True)
-        sources = shard_views(shards.packing, rank, shards.buffer)
-        targets = shard_views(packing, rank, self._mine.view(torch.uint8))
-        return lambda: kernels.foreach_copy(targets, sources)
+        """What writes the shards to this rank's places."""
+        before = {param.dtype for param in shards.packing.params}
+        after = {param.dtype for param in packing.params}
+        is_cast = packing is not shards.packing
+        if is_cast and max(len(before), len(after)) > 1:
+            sources = shard_views(shards.packing, rank, shards.buffer)
+            targets = [self._place_of(packing, index, rank) for index in range(len(sources))]
+            return lambda: kernels.foreach_copy(targets, sources)
+        stored, targets = shards.buffer.view(before.pop() if is_cast else torch.uint8), self._mine
+        if not is_cast:
+            targets = [target.view(torch.uint8) for target in targets]
+        widths = [target.numel() for target in targets]
+        if stored.device == targets[0].device and len(targets) > 1:
+            sources = list(stored.split(widths))
+            return lambda: kernels.foreach_copy(targets, sources)
+        if stored.device != targets[0].device and is_cast:
+            # In two steps: a copy that casts on the way is made by the host, which waits.
+            device = targets[0].device
+            return lambda: kernels.foreach_copy(
+                targets, list(stored.to(device, non_blocking=True).split(widths))
+            )
+        pairs = list(zip(targets, stored.split(widths), strict=True))
+        return lambda: [target.copy_(source, non_blocking=True) for target, source in pairs]
+
+    def _place_of(self, packing: Packing, index: int, rank: int) -> torch.Tensor:
+        """Where a parameter's piece goes in this rank's places."""
+        section, piece = packing.section_of(index), packing.piece(index, rank)
+        mine = self._mine[packing.sections.index(section)].view(torch.uint8)
+        start, param = piece.offset_bytes - section.start, packing.params[index]
+        return (
+            mine[start : start + piece.numel * param.itemsize].view(param.dtype).view(piece.shape)
+        )
 
     def launch(self, custom: AllGather | None) -> Callable[[], object]:
         """Start it, beside compute; returns what makes the current stream (or the host) wait.
@@ -127,12 +151,19 @@ class Gather:
 
     def _run_custom(self, custom: AllGather) -> Pending:
         assert self._transport is not None
-        output = self._output
+        output, size = self._output, self._transport.size
         launched = observer.launching(self._reason, self._transport.group, output)
         with torch.no_grad():
+            sent = [sent for _, sent in self._pairs]
             given = custom.allocate((output.numel(),), dtype=output.dtype, device=output.device)
-            work = custom(given, self._sent, self._transport.group, async_op=True)
-        copy_out = partial(output.copy_, given)
+            whole = sent[0] if len(sent) == 1 else torch.cat(sent)
+            work = custom(given, whole, self._transport.group, async_op=True)
+
+        def copy_out() -> None:
+            columns = given.view(size, -1).split([one.numel() for one in sent], dim=1)
+            for (into, _), rows in zip(self._pairs, columns, strict=True):
+                into.view(size, -1).copy_(rows)
+
         pending = Pending(output, work, self._reason, copy_out, launched)
         if self.streams.gathering is not None:
             pending.wait()

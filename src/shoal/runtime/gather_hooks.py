@@ -122,7 +122,8 @@ def without(packing: Packing, indices: Collection[int]) -> Packing:
         else param
         for index, (param, dim) in enumerate(zip(packing.params, packing.dims, strict=True))
     ]
-    return pack_even(params, packing.dims, packing.world_size)
+    alone = [index for index in packing.alone if index not in indices]
+    return pack_even(params, packing.dims, packing.world_size, alone)
 
 
 def refusal(name: str, combination: Any) -> NotImplementedError:

@@ -5,6 +5,9 @@
 
 A large matrix goes in parts of a size that other units have too: memory of a size that only one
 unit needs would be reserved for it alone, or cut up by others.
+
+A parameter that is a section of its own (`Even`, cut along dim 0) is a matrix of its own: as its
+gradient lies, that is the matrix. It is only cast, or reduced from where autograd has put it.
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ class GradientMatrix:
         self.trained: tuple[int, ...] = ()
         """The parameters that it has place for."""
         self.dtype: torch.dtype | None = None
+        self._in_sections = True
         self._targets: dict[int, list[list[torch.Tensor]]] = {}
         self._generation = 0
         self._cuts: Cuts | None = None
@@ -52,13 +56,17 @@ class GradientMatrix:
     def settle(self, trained: tuple[int, ...], dtype: torch.dtype) -> None:
         """Lay out the parameters that are trained; all of them where cuts depend on neighbours."""
         unit = self._unit
-        if trained is self.trained and dtype is self.dtype:
+        # A collective of the user's own is called once for the unit.
+        in_sections = unit.options.reduce_scatter is None
+        if (trained, dtype, in_sections) == (self.trained, self.dtype, self._in_sections):
             return
-        whole = unit.shards.whole
+        self._in_sections = in_sections
+        whole = unit.shards.whole.in_one_section()
         self._targets.clear()
         self.trained, self.dtype = trained, dtype
         self._cuts = None
         self._offsets: dict[int, int] = {}
+        self._alone: list[int] = []
         dtypes = {whole.params[i].dtype for i in trained}
         self.parts = self._parts_of(whole, trained, dtype)
         if (
@@ -104,40 +112,96 @@ class GradientMatrix:
         return unit.size * packing.shard_bytes
 
     def _settle_columns(self, whole: EvenPacking, trained: tuple[int, ...]) -> None:
-        """Chunks beside each other with no gaps; those that keep others aligned come first."""
-        chunks = {i: whole.piece(i, 0).numel for i in trained}
-        order = sorted(trained, key=lambda i: chunks[i] % 16 != 0)
-        self._in_order = [i for i in order if chunks[i] > 0]
+        """Sections first; then chunks beside each other with no gaps, the aligned ones first."""
+        sections = self._unit.shards.whole
+        self._chunks = {i: whole.piece(i, 0).numel for i in trained}
+        assert isinstance(sections, EvenPacking)
+        self._alone = [i for i in trained if self._in_sections and i in sections.alone]
+        rest = [i for i in trained if i not in self._alone]
+        rest.sort(key=lambda i: self._chunks[i] % 16 != 0)
+        self._in_order = [i for i in rest if self._chunks[i] > 0]
         end = 0
-        for index in order:
+        for index in (*self._alone, *rest):
             self._offsets[index] = end
-            end += chunks[index]
+            end += self._chunks[index]
         self.shard_numel = end
+        self._rest_numel = sum(self._chunks[i] for i in rest)
 
     def copy_in(
         self, grads: Mapping[int, torch.Tensor], take: Take, *, in_parts: bool
-    ) -> list[torch.Tensor]:
-        """Copy gradients into memory for the matrix, or for each of its parts."""
+    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+        """What to reduce, part by part or section by section, and the memory it was copied to."""
         assert self.dtype is not None
         if self.parts is not None and in_parts:
-            return self.parts.copy_in(grads, self.dtype, self._unit.device)
+            return self.parts.copy_in(grads, self.dtype, self._unit.device), None
+        if not self._alone:
+            rows = take(self._num_rows_numel, self.dtype)
+            self._copy_in(grads, rows)
+            return [rows], rows
+        size = self._unit.size
+        if all(self._is_ready(grads.get(index), index) for index in self._alone):
+            inputs = [grads[index].view(-1) for index in self._alone]
+            if not self._rest_numel:
+                return inputs, None
+            rows = take(size * self._rest_numel, self.dtype)
+            self._copy_columns(grads, rows)
+            return [*inputs, rows], rows
         rows = take(self._num_rows_numel, self.dtype)
-        self._copy_in(grads, rows)
-        return [rows]
+        *inputs, rest = rows.split(
+            [*(size * self._chunks[i] for i in self._alone), size * self._rest_numel]
+        )
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, into in zip(self._alone, inputs, strict=True):
+            grad = grads.get(index)
+            numel = 0 if grad is None else grad.numel()
+            if grad is not None:
+                targets.append(into[:numel].view(grad.shape))
+                sources.append(grad)
+            if numel < into.numel():
+                into[numel:].zero_()
+        if targets:
+            kernels.foreach_copy(targets, sources)
+        if not self._rest_numel:
+            return inputs, rows
+        self._copy_columns(grads, rest)
+        return [*inputs, rest], rows
+
+    def outputs(self, output: torch.Tensor, num_inputs: int) -> list[torch.Tensor]:
+        """Where each of the inputs goes in this rank's row."""
+        if num_inputs == 1:
+            return [output]
+        if self.parts is not None:
+            return self.parts.outputs(output)
+        widths = [self._chunks[index] for index in self._alone]
+        return list(output.split([*widths, self._rest_numel] if self._rest_numel else widths))
+
+    def _is_ready(self, grad: torch.Tensor | None, index: int) -> bool:
+        """Whether a gradient is, as it lies, what would be copied."""
+        return (
+            grad is not None
+            and grad.dtype is self.dtype
+            and grad.is_contiguous()
+            and grad.numel() == self._unit.size * self._chunks[index]
+        )
+
+    def _copy_columns(self, grads: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
+        """Copy gradients into the columns that are theirs, in one kernel, which also casts."""
+        unit = self._unit
+        tensors = [
+            grads[i] if i in grads else rows.new_zeros(unit.shards.members[i].spec.shape)
+            for i in self._in_order
+        ]
+        if len({tensor.dtype for tensor in tensors}) > 1:
+            tensors = [tensor.to(rows.dtype) for tensor in tensors]
+        if rows.is_complex():
+            tensors = [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
+        if tensors:
+            kernels.chunk_into_columns(tensors, unit.size, real_of(rows).view(unit.size, -1))
 
     def _copy_in(self, grads: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
-        unit = self._unit
         if self._packing is None:
-            tensors = [
-                grads[i] if i in grads else rows.new_zeros(unit.shards.members[i].spec.shape)
-                for i in self._in_order
-            ]
-            if len({tensor.dtype for tensor in tensors}) > 1:
-                tensors = [tensor.to(rows.dtype) for tensor in tensors]
-            if rows.is_complex():
-                tensors = [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
-            if self.shard_numel:
-                kernels.chunk_into_columns(tensors, unit.size, real_of(rows).view(unit.size, -1))
+            self._copy_columns(grads, rows)
             return
         everything = self._targets_in(rows)
         if self._is_all_zero_copy and len(grads) == len(everything):

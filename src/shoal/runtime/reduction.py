@@ -21,7 +21,9 @@ from torch.distributed import ReduceOp
 
 from shoal._torch import collectives
 from shoal.comm import observer
-from shoal.comm.transport import Pending, Transport
+from shoal.comm.calls import Pair
+from shoal.comm.pending import Pending
+from shoal.comm.transport import Transport
 from shoal.runtime.gradient_matrix import real_of
 from shoal.runtime.streams import no_wait
 
@@ -152,7 +154,7 @@ class UnitReducer:
         self._dtypes = {param.dtype for param in unit.compute_packing.params}
         self._separate: Transport | None = None
         self._division: tuple[object, Division] | None = None
-        self._scatters: Callable[[torch.Tensor, torch.Tensor], object] | None = None
+        self._scatters: Callable[[torch.Tensor, Sequence[Pair]], object] | None = None
 
     def launch(
         self, grads: dict[int, torch.Tensor], unused: AbstractSet[int] = frozenset()
@@ -168,9 +170,9 @@ class UnitReducer:
         indices = matrix.trained
         if len(kept) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(kept))
-        parts = matrix.copy_in(grads, self._take, in_parts=self._is_plain())
+        inputs, rows = matrix.copy_in(grads, self._take, in_parts=self._is_plain())
         grads.clear()  # their memory may serve the collective
-        return self._reduce(indices, parts)
+        return self._reduce(indices, inputs, rows)
 
     def _is_plain(self) -> bool:
         """Whether reductions are the engine's own, on its own stream."""
@@ -196,22 +198,25 @@ class UnitReducer:
             dtypes = {self._unit.full.parameters[index].dtype for index in trained}
         return functools.reduce(torch.promote_types, dtypes)
 
-    def _reduce(self, indices: tuple[int, ...], parts: list[torch.Tensor]) -> Reduction:
-        """Reduce what was copied in."""
+    def _reduce(
+        self, indices: tuple[int, ...], inputs: list[torch.Tensor], rows: torch.Tensor | None
+    ) -> Reduction:
+        """Reduce what was copied in; `rows` goes back to the arena afterwards."""
         unit = self._unit
         division = self._divided()
         scatters = unit.transport is not None and unit.size > 1
-        output = self._output(parts[0]) if scatters else torch.empty_like(parts[0])
-        kept = self._kept(parts[0]) if len(parts) == 1 else None
+        output = self._output(inputs[0].dtype, custom=scatters)
+        pairs = list(zip(unit.matrix.outputs(output, len(inputs)), inputs, strict=True))
+        kept = rows if unit.options.reduce_scatter is None else None  # a custom one's does not
         lane = unit.streams.reducing
         if lane is None and scatters and self._is_single(division):
-            pending = self._scatter(real_of(output), real_of(parts[0]), division)
-            return Reduction(unit, indices, kept, output, pending.wait)
+            pending = self._scatter(output, pairs, division)
+            return Reduction(unit, indices, kept, output, pending.wait, inputs)
         if lane is None:
-            indices, _ = self._chain(indices, parts, output, division)
+            indices, _ = self._chain(indices, output, pairs, division)
             return Reduction(unit, indices, kept, output, no_wait)
         with lane:
-            indices, used = self._chain(indices, parts, output, division)
+            indices, used = self._chain(indices, output, pairs, division)
             host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()
         reduction = Reduction(
@@ -221,15 +226,11 @@ class UnitReducer:
             output if host is None else host,
             partial(lane.join, mark),
             # What the lane still reads may not be given to others before compute has joined it.
-            (parts, output, used),
+            (inputs, output, used),
         )
         if host is not None:
             reduction.host_mark = mark
         return reduction
-
-    def _kept(self, rows: torch.Tensor) -> torch.Tensor | None:
-        """Memory that goes back to the arena; a custom collective's does not."""
-        return rows if self._unit.options.reduce_scatter is None else None
 
     def _to_host(self, output: torch.Tensor) -> torch.Tensor:
         """Start copying reduced gradients to where the shards live, beside compute."""
@@ -248,11 +249,7 @@ class UnitReducer:
         return division.is_in_collective and not any(step is not None for step in steps)
 
     def _chain(
-        self,
-        indices: tuple[int, ...],
-        parts: list[torch.Tensor],
-        output: torch.Tensor,
-        division: Division,
+        self, indices: tuple[int, ...], output: torch.Tensor, pairs: list[Pair], division: Division
     ) -> tuple[tuple[int, ...], torch.Tensor | None]:
         """Reduce, step after step on the current stream.
 
@@ -261,11 +258,7 @@ class UnitReducer:
         """
         unit, options = self._unit, self._unit.options
         used = None
-        if len(parts) == 1 or unit.matrix.parts is None:
-            self._scatter_now(division, output, parts[0])
-        else:
-            for piece, rows in zip(unit.matrix.parts.outputs(output), parts, strict=True):
-                self._scatter_now(division, piece, rows)
+        self._scatter_now(division, output, pairs)
         if unit.replicas is not None:
             indices, used = unit.gradients.add_partial(indices, output)
             if not options.all_reduces:
@@ -279,38 +272,41 @@ class UnitReducer:
             output.div_(division.after)
         return indices, used
 
-    def _scatter_now(self, division: Division, output: torch.Tensor, rows: torch.Tensor) -> None:
+    def _scatter_now(self, division: Division, output: torch.Tensor, pairs: list[Pair]) -> None:
         """Reduce over the ranks that shard, in order with the current stream."""
         unit, options = self._unit, self._unit.options
-        output, rows = real_of(output), real_of(rows)
         if division.before is not None and division.before != 1:
-            rows.div_(division.before)
+            for _, rows in pairs:
+                real_of(rows).div_(division.before)
         on_host = unit.streams.reducing is None
         if unit.transport is None or unit.size == 1:
-            output.copy_(rows)
+            for kept, rows in pairs:
+                kept.copy_(rows)
         elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
-            self._scatter(output, rows, division).wait()
+            self._scatter(output, pairs, division).wait()
         elif self._scatters is not None:
-            self._scatters(output, rows)
+            self._scatters(real_of(output), _real_pairs(pairs))
 
-    def _output(self, rows: torch.Tensor) -> torch.Tensor:
-        custom = self._unit.options.reduce_scatter
-        if custom is not None:
-            return custom.allocate(
-                (self._unit.matrix.shard_numel,), dtype=rows.dtype, device=rows.device
-            )
-        return torch.empty(self._unit.matrix.shard_numel, dtype=rows.dtype, device=rows.device)
+    def _output(self, dtype: torch.dtype, *, custom: bool) -> torch.Tensor:
+        """Memory for this rank's row."""
+        numel, device = self._unit.matrix.shard_numel, self._unit.device
+        collective = self._unit.options.reduce_scatter
+        if custom and collective is not None:
+            return collective.allocate((numel,), dtype=dtype, device=device)
+        return torch.empty(numel, dtype=dtype, device=device)
 
-    def _scatter(self, output: torch.Tensor, rows: torch.Tensor, division: Division) -> Pending:
+    def _scatter(self, output: torch.Tensor, pairs: list[Pair], division: Division) -> Pending:
         unit = self._unit
         reason = f"the reduction of unit {unit.name!r}"
         transport = self._own_transport(unit.options.reduce_group) or unit.transport
         assert transport is not None
-        custom = unit.options.reduce_scatter
+        custom, op = unit.options.reduce_scatter, division.reduce_op
+        output, pairs = real_of(output), _real_pairs(pairs)
         if custom is None:
-            return transport.reduce_scatter(output, rows, division.reduce_op, reason=reason)
+            return transport.reduce_scatters(output, pairs, op, reason=reason)
         launched = observer.launching(reason, transport.group, output)
-        work = custom(output, rows, transport.group, division.reduce_op, async_op=True)
+        ((_, rows),) = pairs
+        work = custom(output, rows, transport.group, op, async_op=True)
         return Pending(output, work, reason, launched=launched)
 
     def _own_transport(self, group: dist.ProcessGroup | None) -> Transport | None:
@@ -339,3 +335,7 @@ class UnitReducer:
                     division.reduce_op, reason=f"the reduction of unit {unit.name!r}"
                 )
         return self._division[1]
+
+
+def _real_pairs(pairs: Sequence[Pair]) -> list[Pair]:
+    return [(real_of(kept), real_of(rows)) for kept, rows in pairs]

@@ -28,7 +28,7 @@ def test_prepared_gathers_read_their_shard_at_each_launch(
     transport = world()
     shard = torch.zeros(NUMEL, device="cuda").to(dtype)
     gathered = torch.zeros(NUMEL * world_size, device="cuda").to(dtype)
-    gather = transport.prepare_all_gather(gathered, shard)
+    gather = transport.prepare_all_gathers(gathered, [(gathered, shard)])
     for step in range(3):
         shard.copy_(torch.full((NUMEL,), float(step + transport.rank), device="cuda"))
         gather.launch().wait()
@@ -45,11 +45,10 @@ def test_prepared_reductions(world_size: int, op: str) -> None:
     factor = {"SUM": 1.0, "AVG": 1 / world_size, "PREMUL_SUM": 0.5}[op]
     whole = torch.zeros(NUMEL * world_size, device="cuda")
     piece, tensor = torch.zeros(NUMEL, device="cuda"), torch.zeros(NUMEL, device="cuda")
-    scatter = transport.prepare_reduce_scatter(piece, whole, given)
     reduce = transport.prepare_all_reduce(tensor, given)
     for step in range(2):
         whole.fill_(step + transport.rank)
         tensor.fill_(step + transport.rank)
         expected = factor * sum(step + rank for rank in range(world_size))
-        for pending in (scatter.launch(), reduce.launch()):
+        for pending in (transport.reduce_scatter(piece, whole, given), reduce.launch()):
             torch.testing.assert_close(pending.wait(), torch.full_like(piece, expected))

@@ -102,15 +102,15 @@ def test_a_prepared_collective_reads_its_tensors_at_each_launch() -> None:
     def body() -> list[list[float]]:
         transport = world()
         shard, gathered, reduced = torch.zeros(1), torch.zeros(2), torch.zeros(1)
-        gather = transport.prepare_all_gather(gathered, shard, reason="gather of layer 3")
-        scatter = transport.prepare_reduce_scatter(reduced, gathered, ReduceOp.AVG)
+        pairs = [(gathered, shard)]
+        gather = transport.prepare_all_gathers(gathered, pairs, reason="gather of layer 3")
         total = transport.prepare_all_reduce(shard)
         assert "gather of layer 3" in repr(gather)
         found = []
         for step in range(2):
             shard.fill_(10 * step + transport.rank)
             assert gather.launch().wait() is gathered
-            scatter.launch().wait()
+            transport.reduce_scatter(reduced, gathered, ReduceOp.AVG).wait()
             total.launch().wait()
             found.append([*gathered.tolist(), reduced.item(), shard.item()])
         return found
@@ -255,12 +255,14 @@ def test_collectives_of_a_lane_are_heard_of(network: Network) -> None:
     group = init_modelled(4, network, "cpu")
     try:
         transport = Transport(group)
-        gather = transport.gather_in_stream(torch.zeros(8), shard, reason="the gather")
+        output = torch.zeros(8)
+        gather = transport.gather_in_stream(output, [(output, shard)], reason="the gather")
         reduce = transport.reduce_scatter_in_stream(ReduceOp.AVG, reason="the reduction")
         gather()
         with observer.observing(listener):
             gather()
-            reduce(torch.zeros(2), torch.ones(8))
+            reduced = torch.zeros(2)
+            reduce(reduced, [(reduced, torch.ones(8))])
     finally:
         dist.destroy_process_group()
     assert listener.heard == [
@@ -279,7 +281,8 @@ def test_a_gather_whose_memory_is_kept_is_heard_of(monkeypatch: pytest.MonkeyPat
     listener, output = Listener(), torch.zeros(8)
     group = init_modelled(4, FREE, "cpu")
     try:
-        gather = Transport(group).gather_in_stream(output, torch.ones(2), reason="the gather")
+        pairs = [(output, torch.ones(2))]
+        gather = Transport(group).gather_in_stream(output, pairs, reason="the gather")
         monkeypatch.setattr(group.job, "kept", Kept())
         with observer.observing(listener):
             gather()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from shoal.layout import Block, Even, Flat, Layout, Packing, ParamSpec, Region, Rows, Whole
+from shoal.layout.even import EvenPacking
 
 DTYPES = [
     torch.float32,
@@ -75,7 +77,18 @@ def layouts_for(draw: st.DrawFn, params: list[ParamSpec]) -> Layout:
 @st.composite
 def packings(draw: st.DrawFn) -> Packing:
     params = draw(param_lists())
-    return draw(layouts_for(params)).pack(params, draw(worlds))
+    packing = draw(layouts_for(params)).pack(params, draw(worlds))
+    if not isinstance(packing, EvenPacking) or draw(st.booleans()):
+        return packing
+    with patch("shoal.layout.even.ALONE_NUMEL", draw(st.sampled_from([1, 64, 500]))):
+        return packing.in_sections()
+
+
+def gathered_from(packing: Packing, shards: list[torch.Tensor]) -> torch.Tensor:
+    """What collectives make of all ranks' shard buffers."""
+    return torch.cat(
+        [shard[part.start : part.stop] for part in packing.sections for shard in shards]
+    )
 
 
 @st.composite

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pure.layout.strategies import (
     DTYPES,
     assert_same_bits,
+    gathered_from,
     packings,
     profile,
     random_tensors,
@@ -28,7 +29,7 @@ from shoal.layout.buffer import full_tensors, gathered_rows, shard_of, shard_vie
 def test_shard_then_gather_is_the_identity(packing: Packing) -> None:
     tensors = random_tensors(packing.params)
     shards = [shard_of(packing, rank, tensors) for rank in range(packing.world_size)]
-    gathered = torch.cat(shards)
+    gathered = gathered_from(packing, shards)
     assert_same_bits(full_tensors(packing, gathered), tensors)
     # The other way round: what the stripes write is what the ranks hold, byte for byte.
     written = torch.zeros_like(gathered)
@@ -37,6 +38,35 @@ def test_shard_then_gather_is_the_identity(packing: Packing) -> None:
         for stripe in packing.stripes(index):
             stripe.of_rows(rows).copy_(stripe.of_full(tensor.view(-1)))
     assert torch.equal(written, gathered)
+
+
+@profile(120)
+@given(packing=packings())
+def test_sections_are_the_shard_cut_between_parameters(packing: Packing) -> None:
+    """In one section ranks keep the same bytes: what one makes of a shard, the other can read."""
+    assert [byte for part in packing.sections for byte in part] == [*range(packing.shard_bytes)]
+    for index, param in enumerate(packing.params):
+        section = packing.section_of(index)
+        assert section in packing.sections
+        for rank in range(packing.world_size):
+            piece = packing.piece(index, rank)
+            if piece.numel:
+                end = piece.offset_bytes + piece.numel * param.itemsize
+                assert section.start <= piece.offset_bytes < end <= section.stop
+    tensors, whole = random_tensors(packing.params), packing.in_one_section()
+    assert whole.sections == (range(packing.shard_bytes),)
+    shards = [shard_of(packing, rank, tensors) for rank in range(packing.world_size)]
+    assert_same_bits(full_tensors(whole, torch.cat(shards)), tensors)
+
+
+def test_large_parameters_that_are_cut_along_dim_0_are_gathered_in_place() -> None:
+    shapes = {"gain": (2048,), "bias": (64,), "w": (2048, 2048), "odd": (2049, 2048)}
+    params = [spec(name, *shape) for name, shape in shapes.items()]
+    for dims, in_place in (((0, 0, 0, 0), {"w", "odd"}), ((0, 0, 1, 0), {"odd"})):
+        packing = Even(dims).pack(params, 8).in_sections()
+        found = {param.name for i, param in enumerate(params) if packing.is_zero_copy(i)}
+        assert found == in_place
+        assert len(packing.sections) == len(in_place) + 1
 
 
 @profile(120)
@@ -134,7 +164,7 @@ def test_other_dtypes_keep_every_region(packing: Packing, data: st.DataObject) -
         assert (old.regions, old.shape) == (new.regions, new.shape)
     tensors = random_tensors(cast.params)
     shards = [shard_of(cast, rank, tensors) for rank in range(cast.world_size)]
-    assert_same_bits(full_tensors(cast, torch.cat(shards)), tensors)
+    assert_same_bits(full_tensors(cast, gathered_from(cast, shards)), tensors)
 
 
 @profile(100)

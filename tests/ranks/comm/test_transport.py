@@ -107,13 +107,15 @@ def test_premultiplied_sums_that_gloo_lacks(by: str, world_size: int) -> None:
 def test_prepared_collectives_follow_their_tensors() -> None:
     transport = world()
     shard, gathered, reduced = torch.zeros(3), torch.zeros(6), torch.zeros(3)
-    gather = transport.prepare_all_gather(gathered, shard)
-    scatter = transport.prepare_reduce_scatter(reduced, gathered)
+    gather = transport.prepare_all_gathers(gathered, [(gathered, shard)])
     for step in range(3):
         shard.fill_(10.0 * step + transport.rank)
         gather.launch().wait()
         assert gathered.tolist() == [10.0 * step] * 3 + [10.0 * step + 1] * 3
-        assert scatter.launch().wait().tolist() == [2 * (10.0 * step + transport.rank)] * 3
+        assert (
+            transport.reduce_scatter(reduced, gathered).wait().tolist()
+            == [2 * (10.0 * step + transport.rank)] * 3
+        )
 
 
 @ranks(2)

@@ -51,7 +51,7 @@ class GraphUnit:
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
         self.name = unit.name
-        self.stored: Packing = unit.shards.packing
+        self.stored: Packing = unit.shards.packing.in_one_section()
         self._pieces = tuple(
             place_of(self.stored, i, unit.rank) for i in range(len(self.stored.params))
         )

@@ -1,0 +1,186 @@
+"""Large parameters of the layout `Even`: gathered and reduced in place, each by its collective."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from differential import (
+    DIM,
+    SHOAL,
+    Engine,
+    check_engines_agree,
+    copies,
+    gradients,
+    loss_of,
+    named_parameters,
+    snapshot,
+    stack,
+    train,
+    two_axes,
+)
+from harness import ranks
+from shoal.comm import observer
+
+WIDTH = 16
+
+
+class Wide(nn.Module):
+    """Two matrices that are sections of their own, one of which no rank count divides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(DIM, WIDTH, bias=False)
+        self.odd = nn.Parameter(torch.randn(13, WIDTH))
+        self.down = nn.Linear(13, DIM)
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = torch.relu(self.up(x.to(self.up.weight.dtype)))
+        return x + self.gain * self.down(hidden @ self.odd.t())
+
+
+@contextmanager
+def small_sections() -> Iterator[None]:
+    """Let parameters be large that a test can have."""
+    with patch("shoal.layout.even.ALONE_NUMEL", 64):
+        yield
+
+
+def trained(engine: Engine, **options: Any) -> list[Any]:
+    model = engine.shard(stack(Wide), **(options if engine.is_sharded else {}))
+    if engine is SHOAL:
+        unit = model.blocks[0].__dict__["_shoal_state"].units[0]
+        assert len(unit.shards.packing.sections) == 3
+    return train(engine, model)
+
+
+POLICIES = {
+    "plain": {},
+    "cast": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
+    "narrow": {"param_dtype": torch.bfloat16},
+}
+
+
+@ranks(2, 3, 4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_training_is_torchs(policy: str) -> None:
+    with small_sections():
+        dtypes = POLICIES[policy]
+        check_engines_agree(lambda e: trained(e, dtypes=dtypes), plain=policy == "plain")
+
+
+@ranks(2)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_of_several_dims_only_the_first_is_in_place(dim: int) -> None:
+    def place(parameter: nn.Parameter) -> Shard | None:
+        return Shard(dim) if parameter.dim() == 2 and parameter.shape[dim] % 2 == 0 else None
+
+    def run(engine: Engine) -> list[Any]:
+        options = {"shard_placement_fn": place} if engine.is_sharded else {}
+        return train(engine, engine.shard(stack(Wide), **options))
+
+    with small_sections():
+        check_engines_agree(run)
+
+
+@ranks(4)
+def test_replicas() -> None:
+    with small_sections():
+        check_engines_agree(lambda e: trained(e, mesh=two_axes()))
+
+
+def uneven(engine: Engine) -> list[Any]:
+    """Freezing, accumulation without sync, parameters without gradients, moved shards."""
+    model = engine.shard(stack(Wide))
+    seen: list[Any] = []
+    for index, batch in enumerate(engine.batches(6)):
+        model.blocks[0].odd.requires_grad_(index % 2 == 0)
+        model.blocks[1].up.requires_grad_(index != 3)
+        if engine.is_sharded:
+            model.set_requires_gradient_sync(index not in (1, 4))
+        loss_of(model(batch)).backward()
+        if index in (1, 4):
+            continue
+        seen.append(gradients(model))
+        model.zero_grad()
+        if index == 3:
+            model.load_state_dict(copies(model.state_dict()), assign=True)
+    return [*seen, copies(named_parameters(model)), snapshot(model)]
+
+
+@ranks(2, 3)
+def test_freezing_accumulation_and_moved_shards() -> None:
+    with small_sections():
+        check_engines_agree(uneven)
+
+
+class Listener:
+    """Hears of launches."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def launching(self, reason: str, group: Any, tensor: Any) -> None:
+        self.heard.append(f"{reason}, {tensor.numel()}")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+@ranks(2)
+def test_one_launch_is_heard_of_for_a_unit() -> None:
+    with small_sections():
+        model, listener = SHOAL.shard(stack(Wide, num=1)), Listener()
+        loss_of(model(SHOAL.batches(1)[0])).backward()
+        with observer.observing(listener):
+            loss_of(model(SHOAL.batches(1)[0])).backward()
+    units = [text.partition(" of unit ")[2].partition(",")[0] for text in listener.heard]
+    assert units == ["'root'", "'blocks.0'", "'blocks.0'", "'blocks.0'", "'root'"]
+
+
+class Counted:
+    """A collective of the user's own."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class CountedGather(Counted):
+    def __call__(self, output: Any, given: Any, group: Any, async_op: bool = False) -> Any:
+        self.sizes.append(given.numel())
+        return torch.distributed.all_gather_into_tensor(output, given, group, async_op)
+
+
+class CountedReduce(Counted):
+    def __call__(self, output: Any, given: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.sizes.append(output.numel())
+        return torch.distributed.reduce_scatter_tensor(output, given, op, group, async_op)
+
+
+@ranks(2)
+def test_collectives_of_the_users_own_are_called_once_for_a_unit() -> None:
+    def run(engine: Engine) -> list[Any]:
+        model = engine.shard(stack(Wide))
+        if engine is not SHOAL:
+            return train(engine, model)
+        gather, reduce = CountedGather(), CountedReduce()
+        model.blocks[1].set_custom_all_gather(gather)
+        model.blocks[1].set_custom_reduce_scatter(reduce)
+        seen = train(engine, model)
+        assert len(gather.sizes) == 6
+        assert len(reduce.sizes) == 3
+        return seen
+
+    with small_sections():
+        check_engines_agree(run)
