@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from collectives import log_traffic
 from differential import (
     DIM,
     SHOAL,
@@ -146,41 +147,12 @@ def test_one_launch_is_heard_of_for_a_unit() -> None:
     assert units == ["'root'", "'blocks.0'", "'blocks.0'", "'blocks.0'", "'root'"]
 
 
-class Counted:
-    """A collective of the user's own."""
-
-    def __init__(self) -> None:
-        self.sizes: list[int] = []
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-
-class CountedGather(Counted):
-    def __call__(self, output: Any, given: Any, group: Any, async_op: bool = False) -> Any:
-        self.sizes.append(given.numel())
-        return torch.distributed.all_gather_into_tensor(output, given, group, async_op)
-
-
-class CountedReduce(Counted):
-    def __call__(self, output: Any, given: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        self.sizes.append(output.numel())
-        return torch.distributed.reduce_scatter_tensor(output, given, op, group, async_op)
-
-
 @ranks(2)
 def test_collectives_of_the_users_own_are_called_once_for_a_unit() -> None:
     def run(engine: Engine) -> list[Any]:
         model = engine.shard(stack(Wide))
-        if engine is not SHOAL:
-            return train(engine, model)
-        gather, reduce = CountedGather(), CountedReduce()
-        model.blocks[1].set_custom_all_gather(gather)
-        model.blocks[1].set_custom_reduce_scatter(reduce)
-        seen = train(engine, model)
-        assert len(gather.sizes) == 6
-        assert len(reduce.sizes) == 3
-        return seen
+        log = log_traffic(model)
+        return [*train(engine, model), log]
 
     with small_sections():
-        check_engines_agree(run)
+        check_engines_agree(run, plain=False)
