@@ -1,0 +1,117 @@
+"""What a step of an engine spends its time on: kernels by stream, and the host by function.
+
+    python benchmarks/profile_step.py --case B1-8 --engines plain,shoal,shoal-flat
+
+Kernels are those of a few steps in a row, in ms per step. Each engine has a process of its own.
+Host time is Python's, in µs per step and unit, by the time in a function itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import multiprocessing
+import pstats
+import tempfile
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.bench.cases import CASES, Mode, Run
+from shoal.bench.worker import Stage, _Worker
+
+NUM_STEPS = 5
+Table = dict[tuple[str, str], tuple[float, float]]
+"""By stream and kernel: ms, and launches, per step."""
+
+
+def main() -> None:
+    """Profile each engine, and print the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--case", default="B1-8")
+    parser.add_argument("--engines", default="plain,shoal,shoal-flat")
+    parser.add_argument("--mode", default="eager")
+    parser.add_argument("--top", type=int, default=25)
+    parser.add_argument("--quick", action="store_true", help="a tiny model: measures nothing")
+    options = parser.parse_args()
+    context = multiprocessing.get_context("spawn")
+    for engine in options.engines.split(","):
+        parent, child = context.Pipe()
+        process = context.Process(target=profile, args=(options, engine, child))
+        process.start()
+        print(parent.recv(), flush=True)
+        process.join()
+
+
+def profile(options: argparse.Namespace, engine: str, connection: Any) -> None:
+    """Build an engine and say what its steps do; the answer is text."""
+    case = next(case for case in CASES if case.name == options.case)
+    if options.quick:
+        case = case.quickly()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    run = Run(case=case, engine=engine, mode=Mode(options.mode), device_type=device)
+    with tempfile.TemporaryDirectory() as folder:
+        worker = _Worker(run, 0, Path(folder))
+        worker.answer(Stage.BUILD)
+        worker.answer(Stage.COMPUTE)
+        bench = worker._workbench
+        assert bench is not None
+        parts = [f"== {case.name} {engine} {options.mode}"]
+        if device == "cuda":
+            parts.append(_kernels(bench, options.top))
+        parts.append(_host(bench, case.shape.num_layers + 1, options.top))
+    connection.send("\n".join(parts))
+
+
+def _kernels(bench: Any, top: int) -> str:
+    from torch.profiler import ProfilerActivity
+
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        bench.warm_up(NUM_STEPS)
+    found: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    for event in profiler.profiler.kineto_results.events():  # pyright: ignore
+        if event.device_type() != torch.autograd.DeviceType.CUDA or event.duration_ns() == 0:
+            continue
+        stream, name = str(event.device_resource_id()), event.name()[:90]
+        found[stream, name][0] += event.duration_ns() / 1e6 / NUM_STEPS
+        found[stream, name][1] += 1 / NUM_STEPS
+        spans[stream].append((event.start_ns(), event.end_ns()))
+    lines = []
+    every = [span for some in spans.values() for span in some]
+    for stream, some in [*sorted(spans.items()), ("any", every)]:
+        lines.append(f"stream {stream}: busy {_union_ms(some) / NUM_STEPS:.2f} ms per step")
+    first, last = min(start for start, _ in every), max(end for _, end in every)
+    lines.append(f"from first to last kernel {(last - first) / 1e6 / NUM_STEPS:.2f} ms per step")
+    for (stream, name), (ms, num) in sorted(found.items(), key=lambda one: -one[1][0])[:top]:
+        lines.append(f"{ms:9.3f} ms  {num:7.1f} ×  stream {stream:>4}  {name}")
+    return "\n".join(lines)
+
+
+def _union_ms(spans: list[tuple[float, float]]) -> float:
+    total = end = 0.0
+    for start, stop in sorted(spans):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / 1e6
+
+
+def _host(bench: Any, num_units: int, top: int) -> str:
+    profiler = cProfile.Profile()
+    profiler.enable()
+    bench.warm_up(NUM_STEPS)
+    profiler.disable()
+    stats = pstats.Stats(profiler).stats  # pyright: ignore
+    rows = sorted(stats.items(), key=lambda one: -one[1][2])[:top]
+    lines = ["host, µs per step and unit (in itself), calls per step and unit"]
+    for (file, line, name), (_, calls, own, _, _) in rows:
+        place = f"{Path(file).name}:{line}" if line else ""
+        each = NUM_STEPS * num_units
+        lines.append(f"{own * 1e6 / each:9.1f} µs  {calls / each:7.1f} ×  {name} {place}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
