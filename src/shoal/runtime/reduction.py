@@ -285,7 +285,10 @@ class UnitReducer:
         elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
             self._scatter(output, pairs, division).wait()
         elif self._scatters is not None:
-            self._scatters(real_of(output), _real_pairs(pairs))
+            # Parts one after another: they are parts to use memory of a size that others have.
+            launches = [pairs] if unit.matrix.parts is None else [[pair] for pair in pairs]
+            for some in launches:
+                self._scatters(real_of(output), _real_pairs(some))
 
     def _output(self, dtype: torch.dtype, *, custom: bool) -> torch.Tensor:
         """Memory for this rank's row."""
