@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,9 @@ class Program:
 
     def run(self) -> None:
         """Run it on this rank, and compare after each moment."""
+        # Dynamo looks at `.grad` of what it is given, and hides what torch says to that only from
+        # those who print warnings, not from those who raise them.
+        warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         twins = Twins(self.setup)
         for number, moment in enumerate(self.moments):
             with _named(f"moment {number}, {moment}"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -181,7 +182,9 @@ class Twins:
         if all(parameter.grad is None for parameter in self.twin.parameters()):
             return
         if self.is_wrapped:
-            self.model.clip_grad_norm_(max_norm)
+            with warnings.catch_warnings():  # other ranks may hold all that has gradients
+                warnings.filterwarnings("ignore", "Called FSDP.clip_grad_norm_.* no gradients")
+                self.model.clip_grad_norm_(max_norm)
         else:
             nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
         nn.utils.clip_grad_norm_(self.twin.parameters(), max_norm)
