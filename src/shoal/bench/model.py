@@ -177,11 +177,11 @@ def check_gathers(samples: Sequence[Tensor], shape: ModelShape) -> None:
     if not values:
         return
     for index, sample in enumerate(values):
-        # Small shards are padded with zeros.
-        if not sample.isfinite().all() or sample.count_nonzero() < 0.5 * sample.numel():
+        # Half of a small shard may be padding; a network that sent nothing delivers an Nth part.
+        if not sample.isfinite().all() or sample.count_nonzero() < 0.25 * sample.numel():
             raise ValuesError(
                 f"gather {index} of {len(values)} delivered {sample[:4].tolist()} …, expected "
-                "finite numbers, most of them not zero: times on others mean nothing"
+                "finite numbers, a quarter at least not zero: times on others mean nothing"
             )
     # Of all of them: a single small gather may repeat a few values.
     std = float(torch.cat(values).square().mean().sqrt())

@@ -121,7 +121,7 @@ def _declared(
         if not params:
             continue
         specs = [ParamSpec.of(item.name, item.parameter) for item in params]
-        packing = layout.pack(specs, world)
+        packing = layout.pack(specs, world).in_sections()
         position, name = min(places[one] for one in modules)
         unit = describe(
             name=name or "root",

@@ -92,9 +92,7 @@ class Unit:
         )
         self.size = 1 if self.transport is None else self.transport.size
         self.rank = 0 if self.transport is None else self.transport.rank
-        packing = layout.pack([source.spec for source in sources], self.size)
-        if device.type == "cpu":  # on CUDA one collective per unit, until several were measured
-            packing = packing.in_sections()
+        packing = layout.pack([source.spec for source in sources], self.size).in_sections()
         self.shards = Shards(name, sources, packing, self.rank, offload)
         self._post: PostForward | None = None
         self.in_graph: InGraph | None = None

@@ -83,6 +83,13 @@ def test_two_ranks(name: str) -> None:
     check_engines_agree(SCENARIOS[name])
 
 
+@nccl_ranks(2, 4)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_parameter_by_a_collective_of_its_own(name: str) -> None:
+    with patch("shoal.layout.even.ALONE_NUMEL", 1):
+        check_engines_agree(SCENARIOS[name])
+
+
 @nccl_ranks(4)
 @pytest.mark.parametrize("name", ["ordinary", "accumulating", "clipped", "separately_reduced"])
 def test_four_ranks(name: str) -> None:
