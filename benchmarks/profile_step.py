@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import itertools
 import multiprocessing
 import pstats
 import tempfile
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shoal.bench.cases import CASES, Mode, Run
 from shoal.bench.worker import Stage, _Worker
 
 NUM_STEPS = 5
+GAP_NS = 2000
 Table = dict[tuple[str, str], tuple[float, float]]
 """By stream and kernel: ms, and launches, per step."""
 
@@ -72,6 +74,7 @@ def _kernels(bench: Any, top: int) -> str:
         bench.warm_up(NUM_STEPS)
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
+    kernels: list[tuple[int, int, str, str]] = []
     for event in profiler.profiler.kineto_results.events():  # pyright: ignore
         if event.device_type() != torch.autograd.DeviceType.CUDA or event.duration_ns() == 0:
             continue
@@ -79,7 +82,8 @@ def _kernels(bench: Any, top: int) -> str:
         found[stream, name][0] += event.duration_ns() / 1e6 / NUM_STEPS
         found[stream, name][1] += 1 / NUM_STEPS
         spans[stream].append((event.start_ns(), event.end_ns()))
-    lines = []
+        kernels.append((event.start_ns(), event.end_ns(), stream, name))
+    lines: list[str] = []
     every = [span for some in spans.values() for span in some]
     for stream, some in [*sorted(spans.items()), ("any", every)]:
         lines.append(f"stream {stream}: busy {_union_ms(some) / NUM_STEPS:.2f} ms per step")
@@ -87,7 +91,22 @@ def _kernels(bench: Any, top: int) -> str:
     lines.append(f"from first to last kernel {(last - first) / 1e6 / NUM_STEPS:.2f} ms per step")
     for (stream, name), (ms, num) in sorted(found.items(), key=lambda one: -one[1][0])[:top]:
         lines.append(f"{ms:9.3f} ms  {num:7.1f} ×  stream {stream:>4}  {name}")
-    return "\n".join(lines)
+    return "\n".join([*lines, *_gaps(kernels, top)])
+
+
+def _gaps(kernels: list[tuple[int, int, str, str]], top: int) -> list[str]:
+    """Where the stream with most kernels stands still, by the kernels before and after."""
+    streams = Counter(stream for _, _, stream, _ in kernels)
+    ((busiest, _),) = streams.most_common(1)
+    own = sorted(kernel for kernel in kernels if kernel[2] == busiest)
+    found: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for (_, end, _, before), (start, _, _, after) in itertools.pairwise(own):
+        if start - end > GAP_NS:
+            found[before[:50], after[:50]].append((start - end) / 1e3 / NUM_STEPS)
+    lines = [f"gaps of stream {busiest} above {GAP_NS / 1e3:.0f} µs, per step"]
+    for (before, after), some in sorted(found.items(), key=lambda one: -sum(one[1]))[:top]:
+        lines.append(f"{sum(some):9.1f} µs  {len(some) / NUM_STEPS:5.1f} ×  {before} → {after}")
+    return lines
 
 
 def _union_ms(spans: list[tuple[float, float]]) -> float:
@@ -99,17 +118,24 @@ def _union_ms(spans: list[tuple[float, float]]) -> float:
 
 
 def _host(bench: Any, num_units: int, top: int) -> str:
-    profiler = cProfile.Profile()
-    profiler.enable()
-    bench.warm_up(NUM_STEPS)
-    profiler.disable()
-    stats = pstats.Stats(profiler).stats  # pyright: ignore
-    rows = sorted(stats.items(), key=lambda one: -one[1][2])[:top]
-    lines = ["host, µs per step and unit (in itself), calls per step and unit"]
-    for (file, line, name), (_, calls, own, _, _) in rows:
-        place = f"{Path(file).name}:{line}" if line else ""
-        each = NUM_STEPS * num_units
-        lines.append(f"{own * 1e6 / each:9.1f} µs  {calls / each:7.1f} ×  {name} {place}")
+    forward, backward = cProfile.Profile(), cProfile.Profile()
+    for _ in range(NUM_STEPS):
+        torch.get_device_module(bench._device).synchronize()
+        loss = forward.runcall(bench._model, bench._tokens, bench._targets)
+        backward.runcall(loss.backward)
+        bench._end_step(loss.detach())
+    each = NUM_STEPS * num_units
+    lines: list[str] = []
+    for when, profiler in (("forward", forward), ("backward", backward)):
+        stats = pstats.Stats(profiler).stats  # pyright: ignore
+        whole = sum(own for _, _, own, _, _ in stats.values()) * 1e6 / each
+        lines.append(f"host in {when}: {whole:.0f} µs per step and unit")
+        lines.append("  in itself   with calls      calls")
+        rows = sorted(stats.items(), key=lambda one: -one[1][2])[:top]
+        for (file, line, name), (_, calls, own, all_of_it, _) in rows:
+            place = f"{Path(file).name}:{line}" if line else ""
+            times = f"{own * 1e6 / each:8.1f} µs {all_of_it * 1e6 / each:9.1f} µs"
+            lines.append(f"{times} {calls / each:8.1f} ×  {name} {place}")
     return "\n".join(lines)
 
 

@@ -7,8 +7,8 @@
                         laid out  [ v v v v v v ][ b b - ]       parameters are views of this
 
 For `Even`, large parameters are sections of their own, and zero-copy. Each rank's chunks of the
-others are copied beside each other in one kernel. Every rank's chunk has the padded size, so a
-parameter is followed by the padding of the last ranks.
+others are copied beside each other, in one kernel if they are many. Every rank's chunk has the
+padded size, so a parameter is followed by the padding of the last ranks.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ class FullParameters:
         }
         dtypes = {packing.params[index].dtype for index in copied}
         is_even = isinstance(packing, EvenPacking) and not any(packing.dims[i] for i in copied)
-        if is_even and len(dtypes) == 1:
+        if is_even and len(dtypes) == 1 and len(copied) > kernels.FEW:
             self._columns = self._as_columns(packing, offsets, arena)
         else:
             for index, data in datas.items():

@@ -126,6 +126,10 @@ class GradientMatrix:
             end += self._chunks[index]
         self.shard_numel = end
         self._rest_numel = sum(self._chunks[i] for i in rest)
+        size = self._unit.size
+        self._are_few = len(self._in_order) <= kernels.FEW and all(
+            size * self._chunks[i] == whole.params[i].numel for i in self._in_order
+        )
 
     def copy_in(
         self, grads: Mapping[int, torch.Tensor], take: Take, *, in_parts: bool
@@ -186,7 +190,7 @@ class GradientMatrix:
         )
 
     def _copy_columns(self, grads: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
-        """Copy gradients into the columns that are theirs, in one kernel, which also casts."""
+        """Copy gradients into the columns that are theirs, and cast them on the way."""
         unit = self._unit
         tensors = [
             grads[i] if i in grads else rows.new_zeros(unit.shards.members[i].spec.shape)
@@ -196,8 +200,15 @@ class GradientMatrix:
             tensors = [tensor.to(rows.dtype) for tensor in tensors]
         if rows.is_complex():
             tensors = [torch.view_as_real(tensor.resolve_conj()) for tensor in tensors]
-        if tensors:
-            kernels.chunk_into_columns(tensors, unit.size, real_of(rows).view(unit.size, -1))
+        if not tensors:
+            return
+        matrix = real_of(rows).view(unit.size, -1)
+        if not self._are_few:
+            kernels.chunk_into_columns(tensors, unit.size, matrix)
+            return
+        widths = [tensor.numel() // unit.size for tensor in tensors]
+        sources = [tensor.reshape(unit.size, -1) for tensor in tensors]
+        kernels.foreach_copy(list(matrix.split(widths, dim=1)), sources)
 
     def _copy_in(self, grads: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
         if self._packing is None:

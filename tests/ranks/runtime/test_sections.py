@@ -66,8 +66,8 @@ def trained(engine: Engine, **options: Any) -> list[Any]:
 POLICIES = {
     "plain": {},
     "cast": {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32},
-    "narrow": {"param_dtype": torch.bfloat16},
 }
+NARROW = {"param_dtype": torch.bfloat16}
 
 
 @ranks(2, 3, 4)
@@ -76,6 +76,26 @@ def test_training_is_torchs(policy: str) -> None:
     with small_sections():
         dtypes = POLICIES[policy]
         check_engines_agree(lambda e: trained(e, dtypes=dtypes), plain=policy == "plain")
+
+
+@ranks(2)  # in bf16 the sums of more ranks show the order in which they were added
+def test_gradients_reduced_where_autograd_put_them() -> None:
+    with small_sections():
+        check_engines_agree(lambda e: trained(e, dtypes=NARROW), plain=False)
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("few", [0, 8])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_small_ones_by_one_kernel_and_by_a_copy_each(policy: str, few: int) -> None:
+    dtypes = POLICIES[policy]
+    with patch("shoal._torch.kernels.FEW", few):
+        check_engines_agree(
+            lambda e: train(
+                e, e.shard(stack(Wide), **({"dtypes": dtypes} if e.is_sharded else {}))
+            ),
+            plain=policy == "plain",
+        )
 
 
 @ranks(2)
