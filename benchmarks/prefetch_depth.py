@@ -1,5 +1,8 @@
 """Steps that gather one, two or three units ahead, by turns in one process: time and memory.
 
+The memory of gathers is kept apart from all other, as in timed steps of `shoal bench`: reserved
+memory is to be compared between the depths alone.
+
 python benchmarks/prefetch_depth.py --cases B2,B5 --rounds 5 --out benchmarks/results/FILE.json
 """
 
@@ -72,8 +75,8 @@ def measure(case: Any, options: argparse.Namespace) -> list[dict[str, Any]]:
                 bench.warm_up(3)
                 if depth not in reserved:
                     reserved[depth] = bench.measure_memory(3).reserved_gib or 0.0
-                rounds = bench.time_compute(case.pace.steps)
-                times[depth].append(statistics.median(rounds.forward_backward_ms))
+                reply: Any = worker.answer(Stage.COMPUTE)  # which looks at the values too
+                times[depth].append(statistics.median(reply.forward_backward_ms))
     torch.distributed.destroy_process_group()
     return [
         {

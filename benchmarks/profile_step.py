@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import cProfile
 import itertools
+import json
 import multiprocessing
 import pstats
 import tempfile
@@ -27,6 +28,8 @@ NUM_STEPS = 5
 GAP_NS = 2000
 Table = dict[tuple[str, str], tuple[float, float]]
 """By stream and kernel: ms, and launches, per step."""
+Kernel = tuple[int, int, str, str]
+"""When it began and ended, in ns, on which stream, and its name."""
 
 
 def main() -> None:
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("--mode", default="eager")
     parser.add_argument("--top", type=int, default=25)
     parser.add_argument("--quick", action="store_true", help="a tiny model: measures nothing")
+    parser.add_argument("--traces", type=Path, help="a folder for the kernels of each engine")
     options = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     for engine in options.engines.split(","):
@@ -62,27 +66,44 @@ def profile(options: argparse.Namespace, engine: str, connection: Any) -> None:
         assert bench is not None
         parts = [f"== {case.name} {engine} {options.mode}"]
         if device == "cuda":
-            parts.append(_kernels(bench, options.top))
+            kernels = _record(bench)
+            parts.append(_kernels(kernels, options.top))
+            if options.traces is not None:
+                path = options.traces / f"{case.name}-{engine}.json"
+                path.write_text(json.dumps(kernels), encoding="utf-8")
         parts.append(_host(bench, case.shape.num_layers + 1, options.top))
     connection.send("\n".join(parts))
 
 
-def _kernels(bench: Any, top: int) -> str:
+def _record(bench: Any) -> list[Kernel]:
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
         bench.warm_up(NUM_STEPS)
+    events = [
+        event
+        for event in profiler.profiler.kineto_results.events()  # pyright: ignore
+        if event.device_type() == torch.autograd.DeviceType.CUDA and event.duration_ns() > 0
+    ]
+    first = min(event.start_ns() for event in events)
+    return [
+        (
+            event.start_ns() - first,
+            event.end_ns() - first,
+            str(event.device_resource_id()),
+            event.name()[:90],
+        )
+        for event in events
+    ]
+
+
+def _kernels(kernels: list[Kernel], top: int) -> str:
     found: defaultdict[tuple[str, str], list[float]] = defaultdict(lambda: [0.0, 0.0])
     spans: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
-    kernels: list[tuple[int, int, str, str]] = []
-    for event in profiler.profiler.kineto_results.events():  # pyright: ignore
-        if event.device_type() != torch.autograd.DeviceType.CUDA or event.duration_ns() == 0:
-            continue
-        stream, name = str(event.device_resource_id()), event.name()[:90]
-        found[stream, name][0] += event.duration_ns() / 1e6 / NUM_STEPS
+    for start, end, stream, name in kernels:
+        found[stream, name][0] += (end - start) / 1e6 / NUM_STEPS
         found[stream, name][1] += 1 / NUM_STEPS
-        spans[stream].append((event.start_ns(), event.end_ns()))
-        kernels.append((event.start_ns(), event.end_ns(), stream, name))
+        spans[stream].append((start, end))
     lines: list[str] = []
     every = [span for some in spans.values() for span in some]
     for stream, some in [*sorted(spans.items()), ("any", every)]:
@@ -94,7 +115,7 @@ def _kernels(bench: Any, top: int) -> str:
     return "\n".join([*lines, *_gaps(kernels, top)])
 
 
-def _gaps(kernels: list[tuple[int, int, str, str]], top: int) -> list[str]:
+def _gaps(kernels: list[Kernel], top: int) -> list[str]:
     """Where the stream with most kernels stands still, by the kernels before and after."""
     streams = Counter(stream for _, _, stream, _ in kernels)
     ((busiest, _),) = streams.most_common(1)

@@ -2,16 +2,63 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 
+_SPIN = """
+extern "C" __global__ void spin(int duration_ns) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(start));
+    do {
+        __nanosleep(100);
+        asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    } while (now - start < duration_ns);
+}
+"""
+_MAX_SPIN_US = 1e6
+"""The kernel takes nanoseconds as an int."""
 
-def spin(num_cycles: int) -> None:
-    """Keep the current CUDA stream busy for so many cycles of the device's clock."""
-    torch.cuda._sleep(num_cycles)
+
+def spin(duration_us: float) -> None:
+    """Keep the current CUDA stream busy for a time.
+
+    By the timer that has one rate: a kernel that counts cycles takes up to a quarter longer beside
+    matrix products, for which the device lowers its clock.
+    """
+    device = torch.cuda.current_device()
+    launch, stream = _spinner(device), torch._C._cuda_getCurrentRawStream(device)
+    while duration_us > 0:
+        launch(stream, _int_argument(int(min(duration_us, _MAX_SPIN_US) * 1e3)))
+        duration_us -= _MAX_SPIN_US
+
+
+@functools.cache
+def _spinner(device_index: int) -> Callable[[int, object], None]:
+    """What launches the kernel; past torch's own call of it, which loads the driver each time."""
+    with torch.cuda.device(device_index):
+        kernel = torch.cuda._compile_kernel(_SPIN, "spin")
+    driver = ctypes.CDLL("libcuda.so.1")
+
+    def launch(stream: int, arguments: object) -> None:
+        sizes = (1, 1, 1, 1, 1, 1, 0)
+        code = driver.cuLaunchKernel(kernel.func, *sizes, ctypes.c_void_p(stream), arguments, None)
+        if code != 0:
+            raise RuntimeError(f"the driver refused to launch a kernel that spins: error {code}")
+
+    return launch
+
+
+@functools.lru_cache(maxsize=1024)
+def _int_argument(value: int) -> object:
+    """A kernel's only argument, as the driver takes it."""
+    held = ctypes.c_int(value)
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(held))
+    pointers.held = held  # pyright: ignore[reportAttributeAccessIssue]
+    return pointers
 
 
 class StreamInUse(NamedTuple):

@@ -16,8 +16,6 @@ NCCL does; the host never waits.
 
 from __future__ import annotations
 
-import functools
-import statistics
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -80,15 +78,17 @@ class CpuWork(PythonWork):
 
 
 class CudaWire:
-    """A device's wire, which all groups of a rank share: its last launch, and its clock."""
+    """A device's wire, which all groups of a rank share."""
 
     def __init__(self, device: torch.device, is_free: bool) -> None:
-        self.cycles_per_us = 0.0 if is_free else cycles_per_us(device)
         self.last: _Launch | None = None
+        if not is_free:
+            with torch.cuda.device(device):
+                cuda.spin(1.0)  # compiled now, and not in a measured step
 
 
 class CudaLink:
-    """A group's stream onto the wire; its clock is the device's."""
+    """A group's stream onto the wire; its clock is the device's timer."""
 
     def __init__(self, device: torch.device, wire: CudaWire) -> None:
         self._wire = wire
@@ -147,7 +147,7 @@ class CudaLink:
         if last is not None and last.stream is not stream and last.captured == captured:
             stream.wait_event(last.event)
         move()
-        cuda.spin(int(duration_us * wire.cycles_per_us))
+        cuda.spin(duration_us)
         event.record(stream)
         wire.last = _Launch(stream, event, captured)
         return event
@@ -203,23 +203,6 @@ class CudaWork(PythonWork):
         with torch.cuda.stream(self._stream):
             future.set_result(self.result())
         return future
-
-
-@functools.cache
-def cycles_per_us(device: torch.device) -> float:
-    """How fast the device's clock runs when it is warm; measured once per process."""
-    num_cycles = 10_000_000
-    rates: list[float] = []
-    with torch.cuda.device(device):
-        cuda.spin(40 * num_cycles)  # about 0.2 s: idle clocks are slower
-        for _ in range(5):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            cuda.spin(num_cycles)
-            end.record()
-            end.synchronize()
-            rates.append(num_cycles / (start.elapsed_time(end) * 1e3))
-    return statistics.median(rates)
 
 
 def device_of(calls: Sequence[Call]) -> torch.device | None:

@@ -124,7 +124,7 @@ class ModelledGroup(PythonGroup):
         self._is_free = job.network.is_free
         self._own_counters: _Counters = {}
         self._links: dict[torch.device, CpuLink | CudaLink] = {}
-        self._link_on(job.device)  # calibrates the device's clock now, not in a measured step
+        self._link_on(job.device)  # compiles its kernel now, not in a measured step
 
     @property
     def network(self) -> Network:
@@ -258,7 +258,7 @@ def init_modelled(
 ) -> ModelledGroup:
     """Make the default process group: rank 0 of `world_size` on `network`.
 
-    `device_type` is where barriers are, and which clock is calibrated: CUDA if there is one.
+    `device_type` is where barriers are, and whose link is made ready: CUDA if there is one.
     """
     if world_size < 1:
         raise UsageError(f"world_size must be at least 1, got {world_size}")

@@ -15,8 +15,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -33,6 +34,14 @@ Cuts = tuple[list[int], list[tuple[int, int]], list[torch.Tensor] | None]
 """The widths of gradients and gaps in a row, which pieces are whose, and their shapes."""
 Take = Callable[[int, torch.dtype], torch.Tensor]
 """Memory for so many elements of a dtype."""
+
+
+class Batch(NamedTuple):
+    """Gradients that one launch reduces."""
+
+    inputs: list[torch.Tensor]
+    copy: Callable[[], None]
+    """Copies gradients to the inputs, on the current stream."""
 
 
 class GradientMatrix:
@@ -131,32 +140,43 @@ class GradientMatrix:
             size * self._chunks[i] == whole.params[i].numel for i in self._in_order
         )
 
-    def copy_in(
+    def lay_out(
         self, grads: Mapping[int, torch.Tensor], take: Take, *, in_parts: bool
-    ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """What to reduce, part by part or section by section, and the memory it was copied to."""
+    ) -> tuple[list[Batch], torch.Tensor | None]:
+        """What to reduce, launch by launch, and the memory that comes from `take`."""
         assert self.dtype is not None
         if self.parts is not None and in_parts:
-            return self.parts.copy_in(grads, self.dtype, self._unit.device), None
+            return self.parts.batches(grads, self.dtype, self._unit.device), None
         if not self._alone:
             rows = take(self._num_rows_numel, self.dtype)
-            self._copy_in(grads, rows)
-            return [rows], rows
+            return [Batch([rows], partial(self._copy_in, grads, rows))], rows
         size = self._unit.size
-        if all(self._is_ready(grads.get(index), index) for index in self._alone):
-            inputs = [grads[index].view(-1) for index in self._alone]
-            if not self._rest_numel:
-                return inputs, None
-            rows = take(size * self._rest_numel, self.dtype)
-            self._copy_columns(grads, rows)
-            return [*inputs, rows], rows
-        rows = take(self._num_rows_numel, self.dtype)
-        *inputs, rest = rows.split(
-            [*(size * self._chunks[i] for i in self._alone), size * self._rest_numel]
-        )
+        alone = [index for index in self._alone if not self._is_ready(grads.get(index), index)]
+        copied_numel = size * (sum(self._chunks[index] for index in alone) + self._rest_numel)
+        rows = take(copied_numel, self.dtype) if copied_numel else None
+        end = 0
+        inputs: list[torch.Tensor] = []
+        for index in self._alone:
+            if index not in alone:
+                inputs.append(grads[index].view(-1))
+                continue
+            assert rows is not None
+            start, end = end, end + size * self._chunks[index]
+            inputs.append(rows[start:end])
+        if self._rest_numel:
+            assert rows is not None
+            inputs.append(rows[end:])
+        return [Batch(inputs, partial(self._copy_sections, grads, inputs, alone))], rows
+
+    def _copy_sections(
+        self, grads: Mapping[int, torch.Tensor], inputs: Sequence[torch.Tensor], alone: list[int]
+    ) -> None:
+        """Cast gradients that are a matrix of their own, and copy the others beside each other."""
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for index, into in zip(self._alone, inputs, strict=True):
+        for index, into in zip(self._alone, inputs, strict=False):
+            if index not in alone:
+                continue
             grad = grads.get(index)
             numel = 0 if grad is None else grad.numel()
             if grad is not None:
@@ -166,10 +186,8 @@ class GradientMatrix:
                 into[numel:].zero_()
         if targets:
             kernels.foreach_copy(targets, sources)
-        if not self._rest_numel:
-            return inputs, rows
-        self._copy_columns(grads, rest)
-        return [*inputs, rest], rows
+        if self._rest_numel:
+            self._copy_columns(grads, inputs[-1])
 
     def outputs(self, output: torch.Tensor, num_inputs: int) -> list[torch.Tensor]:
         """Where each of the inputs goes in this rank's row."""
@@ -328,28 +346,32 @@ class MatrixParts:
             return None
         return cls(packing, num_columns, width)
 
-    def copy_in(
+    def batches(
         self, grads: Mapping[int, torch.Tensor], dtype: torch.dtype, device: torch.device
-    ) -> list[torch.Tensor]:
-        """Copy gradients into new memory for each part; those that are missing are zero."""
-        flats = {index: grad.reshape(-1) for index, grad in grads.items()}
-        parts: list[torch.Tensor] = []
+    ) -> list[Batch]:
+        """A launch for each part, in new memory."""
+        batches: list[Batch] = []
         for (start, stop), cuts in zip(self._bounds, self._cuts, strict=True):
             rows = torch.empty(self._num_rows * (stop - start), dtype=dtype, device=device)
-            matrix = rows.view(self._num_rows, -1)
-            into: list[torch.Tensor] = []
-            sources: list[torch.Tensor] = []
-            for cut in cuts:
-                target = cut.in_part.of_rows(matrix)
-                if cut.index in flats:
-                    into.append(target)
-                    sources.append(cut.source(flats[cut.index]))
-                else:
-                    target.zero_()
-            if into:
-                kernels.foreach_copy(into, sources)
-            parts.append(rows)
-        return parts
+            batches.append(Batch([rows], partial(self._copy_part, grads, rows, cuts)))
+        return batches
+
+    def _copy_part(
+        self, grads: Mapping[int, torch.Tensor], rows: torch.Tensor, cuts: Sequence[_Cut]
+    ) -> None:
+        """Copy what one part has of the gradients; those that are missing are zero."""
+        matrix = rows.view(self._num_rows, -1)
+        into: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for cut in cuts:
+            target, grad = cut.in_part.of_rows(matrix), grads.get(cut.index)
+            if grad is None:
+                target.zero_()
+            else:
+                into.append(target)
+                sources.append(cut.source(grad.reshape(-1)))
+        if into:
+            kernels.foreach_copy(into, sources)
 
     def outputs(self, output: torch.Tensor) -> list[torch.Tensor]:
         """Where each part goes in this rank's row."""

@@ -24,7 +24,7 @@ from shoal.comm import observer
 from shoal.comm.calls import Pair
 from shoal.comm.pending import Pending
 from shoal.comm.transport import Transport
-from shoal.runtime.gradient_matrix import real_of
+from shoal.runtime.gradient_matrix import Batch, real_of
 from shoal.runtime.streams import no_wait
 
 if TYPE_CHECKING:
@@ -170,9 +170,8 @@ class UnitReducer:
         indices = matrix.trained
         if len(kept) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(kept))
-        inputs, rows = matrix.copy_in(grads, self._take, in_parts=self._is_plain())
-        grads.clear()  # their memory may serve the collective
-        return self._reduce(indices, inputs, rows)
+        batches, rows = matrix.lay_out(grads, self._take, in_parts=self._is_plain())
+        return self._reduce(indices, grads, batches, rows)
 
     def _is_plain(self) -> bool:
         """Whether reductions are the engine's own, on its own stream."""
@@ -199,24 +198,42 @@ class UnitReducer:
         return functools.reduce(torch.promote_types, dtypes)
 
     def _reduce(
-        self, indices: tuple[int, ...], inputs: list[torch.Tensor], rows: torch.Tensor | None
+        self,
+        indices: tuple[int, ...],
+        grads: dict[int, torch.Tensor],
+        batches: list[Batch],
+        rows: torch.Tensor | None,
     ) -> Reduction:
-        """Reduce what was copied in; `rows` goes back to the arena afterwards."""
+        """Copy gradients together and reduce them; `rows` goes back to the arena afterwards."""
         unit = self._unit
         division = self._divided()
+        inputs = [one for batch in batches for one in batch.inputs]
         scatters = unit.transport is not None and unit.size > 1
         output = self._output(inputs[0].dtype, custom=scatters)
-        pairs = list(zip(unit.matrix.outputs(output, len(inputs)), inputs, strict=True))
+        outputs = iter(unit.matrix.outputs(output, len(inputs)))
         kept = rows if unit.options.reduce_scatter is None else None  # a custom one's does not
         lane = unit.streams.reducing
-        if lane is None and scatters and self._is_single(division):
-            pending = self._scatter(output, pairs, division)
-            return Reduction(unit, indices, kept, output, pending.wait, inputs)
         if lane is None:
-            indices, _ = self._chain(indices, output, pairs, division)
+            (batch,) = batches
+            batch.copy()
+            grads.clear()  # their memory may serve the collective
+            pairs = list(zip(outputs, inputs, strict=True))
+            if scatters and self._is_single(division):
+                pending = self._scatter(output, pairs, division)
+                return Reduction(unit, indices, kept, output, pending.wait, inputs)
+            self._scatter_now(division, output, pairs)
+            indices, _ = self._complete(indices, output, division)
             return Reduction(unit, indices, kept, output, no_wait)
+        for batch in batches:
+            if len(batches) > 1:  # a part is copied while the one before is reduced
+                batch.copy()
+            with lane:
+                if len(batches) == 1:  # beside what compute does next
+                    batch.copy()
+                pairs = [(next(outputs), one) for one in batch.inputs]
+                self._scatter_now(division, output, pairs)
         with lane:
-            indices, used = self._chain(indices, output, pairs, division)
+            indices, used = self._complete(indices, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()
         reduction = Reduction(
@@ -226,7 +243,7 @@ class UnitReducer:
             output if host is None else host,
             partial(lane.join, mark),
             # What the lane still reads may not be given to others before compute has joined it.
-            (inputs, output, used),
+            (grads, inputs, output, used),
         )
         if host is not None:
             reduction.host_mark = mark
@@ -248,17 +265,16 @@ class UnitReducer:
         steps = (self._unit.replicas, self._unit.options.all_reduce_hook)
         return division.is_in_collective and not any(step is not None for step in steps)
 
-    def _chain(
-        self, indices: tuple[int, ...], output: torch.Tensor, pairs: list[Pair], division: Division
+    def _complete(
+        self, indices: tuple[int, ...], output: torch.Tensor, division: Division
     ) -> tuple[tuple[int, ...], torch.Tensor | None]:
-        """Reduce, step after step on the current stream.
+        """Do what comes after the reduction over the ranks that shard, on the current stream.
 
         Returns whose gradients are complete (none, if replicas are still to come), and what was
         read on the way.
         """
         unit, options = self._unit, self._unit.options
         used = None
-        self._scatter_now(division, output, pairs)
         if unit.replicas is not None:
             indices, used = unit.gradients.add_partial(indices, output)
             if not options.all_reduces:
@@ -285,10 +301,7 @@ class UnitReducer:
         elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
             self._scatter(output, pairs, division).wait()
         elif self._scatters is not None:
-            # Parts one after another: they are parts to use memory of a size that others have.
-            launches = [pairs] if unit.matrix.parts is None else [[pair] for pair in pairs]
-            for some in launches:
-                self._scatters(real_of(output), _real_pairs(some))
+            self._scatters(real_of(output), _real_pairs(pairs))
 
     def _output(self, dtype: torch.dtype, *, custom: bool) -> torch.Tensor:
         """Memory for this rank's row."""

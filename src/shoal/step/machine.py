@@ -8,7 +8,7 @@ order, and say what of them did not happen.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from shoal.step.action import Action, ActionKind, Actions
@@ -178,7 +178,7 @@ class Machine:
             return ()
         actions: list[Action] = []
         if not self.is_in_turn:
-            self._reduce(unit, actions)
+            self._reduce(unit, actions, self._gather_for_next)
         elif self._is_over(unit):
             while self._turns and self._is_over(self._turns[0]):
                 self._reduce(self._turns.pop(0), actions)
@@ -217,7 +217,8 @@ class Machine:
                     actions += unit.release()  # gathered ahead in vain
                 if unit.phase is Phase.SHARDED:
                     actions.append(unit.do(ActionKind.FOLLOW))
-                self._reduce(unit, actions)
+                # Nothing computes any more, so there is memory for one more.
+                self._reduce(unit, actions, num_more=1)
             self._settle(unit, actions)
         self._turns.clear()
         for unit in self.units:
@@ -288,7 +289,31 @@ class Machine:
         is_left = [run.left_in == self._num_backwards for run in unit.runs]
         return bool(is_left) and all(is_left) and not unit.open_runs
 
-    def _reduce(self, unit: UnitStep, actions: list[Action]) -> None:
+    def _gather_for_next(self, unit: UnitStep, actions: list[Action]) -> None:
+        """Gather what the backward that comes next is about to gather ahead.
+
+        Before the reduction of this one: compute waits for gathers first.
+        """
+        settings = unit.settings
+        if settings.prefetches_late or settings.backward_prefetch is not None:
+            return
+        for following in self.orders.before(unit):
+            is_on_its_way = following.phase is not Phase.SHARDED and following not in self.roots
+            if is_on_its_way and not following.settings.prefetches_late:
+                self._prefetch_backward(following, actions)
+
+    def _reduce(
+        self,
+        unit: UnitStep,
+        actions: list[Action],
+        before: Callable[[UnitStep, list[Action]], None] | None = None,
+        num_more: int = 0,
+    ) -> None:
+        """Reduce a unit's gradients, if there are some, or keep them.
+
+        `before` says what to launch before that, when the unit is freed. So many reductions more
+        than usual may be in flight.
+        """
         if not unit.settings.reduces:
             # Other ranks may have gradients of it: they have to count on the same ones later.
             if unit.has_grads or (unit.settings.reduces_unused and unit.is_trained):
@@ -298,7 +323,9 @@ class Machine:
             return
         actions.append(unit.do(ActionKind.TAKE))
         self._free(unit, actions)  # before memory is needed for the reduction
-        while len(self._in_flight) >= unit.settings.max_reductions:
+        if before is not None:
+            before(unit, actions)
+        while len(self._in_flight) >= unit.settings.max_reductions + num_more:
             actions.append(self._in_flight.popleft().do(ActionKind.FINISH))
         actions.append(unit.do(ActionKind.REDUCE))
         unit.is_reduced = True

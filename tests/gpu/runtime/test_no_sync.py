@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from gpu.runtime.conftest import Join
 from shoal._torch import cuda
-from shoal.comm.link import cycles_per_us
 from shoal.comm.modelled import Network
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Even, Flat, Whole
@@ -86,8 +85,7 @@ def no_synchronisation() -> Iterator[None]:
 
 def hold() -> torch.Event:
     """Keep the current stream, and all that wait for it, from going on."""
-    rate = cycles_per_us(torch.device("cuda", torch.cuda.current_device()))
-    cuda.spin(int(HOLD_S * 1e6 * rate))
+    cuda.spin(HOLD_S * 1e6)
     return torch.cuda.current_stream().record_event()
 
 

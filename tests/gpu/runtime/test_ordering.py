@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from collectives import SynchronousGather, SynchronousReduce
 from gpu.runtime.conftest import Join
 from shoal._torch import cuda, distributed_tensor
-from shoal.comm.link import cycles_per_us
 from shoal.comm.modelled import FREE, Network
 from shoal.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from shoal.layout import Even, Flat, Whole
@@ -44,8 +43,7 @@ class Pace:
         if self.waits:
             torch.cuda.synchronize()
         elif self.compute_us > 0:
-            device = torch.device("cuda", torch.cuda.current_device())
-            cuda.spin(int(self.compute_us * cycles_per_us(device)))
+            cuda.spin(self.compute_us)
         # As large as a unit's parameters, their half precision, a shard: all at once, since the
         # allocator hands out the same memory again and again otherwise.
         sizes = [17_000, 17_000, 8_500, 8_500, 2_100, 2_100, 1_050]

@@ -22,7 +22,7 @@ from gpu.runtime.conftest import Join
 from shoal._torch import cuda
 from shoal.comm.calls import Call
 from shoal.comm.collectives import Kind
-from shoal.comm.link import CudaLink, cycles_per_us
+from shoal.comm.link import CudaLink
 from shoal.comm.modelled import Network
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Even, Flat, Layout, Whole
@@ -45,7 +45,7 @@ HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float
 
 def busy(duration_us: float) -> None:
     """Occupy the current stream."""
-    cuda.spin(int(duration_us * cycles_per_us(torch.device("cuda", torch.cuda.current_device()))))
+    cuda.spin(duration_us)
 
 
 class Busy(torch.autograd.Function):

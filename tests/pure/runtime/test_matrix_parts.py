@@ -53,7 +53,10 @@ def test_parts_are_the_columns_of_the_matrix(
     }
     whole = [grads[i].float() if i in grads else torch.zeros(s) for i, s in enumerate(shapes)]
     cut = MatrixParts(packing, num_columns, columns)
-    parts = cut.copy_in(grads, torch.float32, torch.device("cpu"))
+    batches = cut.batches(grads, torch.float32, torch.device("cpu"))
+    parts = [batch.inputs[0] for batch in batches]
+    for batch in batches:
+        batch.copy()
     for rank in range(num_ranks):
         output = torch.full((num_columns,), torch.nan)
         for piece, rows in zip(cut.outputs(output), parts, strict=True):

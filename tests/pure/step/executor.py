@@ -42,6 +42,8 @@ class Ledger:
     log: list[str] = field(default_factory=list)
     in_flight: list[tuple[UnitStep, int]] = field(default_factory=list)
     refused: list[Action] = field(default_factory=list)
+    is_ending: bool = False
+    """Whether nothing computes any more, so that one more reduction may be in flight."""
 
     def perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -73,7 +75,8 @@ class Ledger:
                 unit.has_sums = account.sums > 0
             case ActionKind.REDUCE:
                 assert account.taken is not None, self.log
-                assert len(self.in_flight) < unit.settings.max_reductions, self.log
+                limit = unit.settings.max_reductions + self.is_ending
+                assert len(self.in_flight) < limit, self.log
                 self.in_flight.append((unit, account.taken + account.sums))
                 account.taken, account.sums, unit.has_sums = None, 0, False
             case ActionKind.FINISH:

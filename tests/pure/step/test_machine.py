@@ -113,7 +113,9 @@ class Driver:
             if self.draw(st.integers(0, 5)) == 0:
                 self._arrive(unit)
         ledger.note_grads()
+        ledger.is_ending = True
         ledger.perform(machine.end_backward())
+        ledger.is_ending = False
         ledger.check_phases()
         self._check_ended()
 
@@ -194,6 +196,7 @@ def test_a_rehearsed_step_reduces_every_unit_once(
     names = ["root", *order]
     paths = {by_name[name]: path for name, path in PATHS.items()}
     actions = rehearse(machine, [by_name[name] for name in names], paths)
+    ledger.is_ending = True
     ledger.perform(actions)
     reduced = [action.unit.name for action in actions if action.kind is ActionKind.REDUCE]
     assert sorted(reduced) == sorted(set(names) - frozen)
@@ -212,7 +215,20 @@ def test_a_step_of_two_blocks() -> None:
         *("wake root", "backward root", "gather b"),
         *("wait b", "backward b", "gather a", "take b", "free b", "reduce b"),
         *("wait a", "backward a", "take a", "free a", "finish b", "reduce a"),
-        *("take root", "free root", "finish a", "reduce root", "finish root", "place root"),
+        *("take root", "free root", "reduce root", "finish a", "finish root", "place root"),
+    ]
+
+
+def test_gathers_go_before_reductions() -> None:
+    steps = [UnitStep(name) for name in ("root", "a", "b", "c", "d")]
+    machine = Machine(steps, steps[:1])
+    paths: Any = {step: () if step.name == "root" else (step.name,) for step in steps}
+    log = [str(action) for action in rehearse(machine, steps, paths)]
+    assert log[log.index("backward d") :][:7] == [
+        *("backward d", "gather c", "take d", "free d", "gather b", "reduce d", "wait c")
+    ]
+    assert log[log.index("backward c") :][:6] == [
+        *("backward c", "take c", "free c", "gather a", "finish d", "reduce c")
     ]
 
 

@@ -94,6 +94,18 @@ def test_assigned_parameters_know_nothing_of_a_backward_that_raised(is_parallel:
     on_ranks(2, Program.run, program, timeout_s=60)
 
 
+def after_a_detached_one(*, compiled: str | None) -> Program:
+    """A parameter gets no gradient in a backward that reduces; the next one keeps its gradients."""
+    setup = Setup(("plain",) * 3, (Even(),) * 4, (False,) * 4, compiled=compiled)
+    moments = [Train(Way(num_cells=1, detaches_at=0)), Train(Way(num_cells=1), reduces=False)]
+    return Program(setup, [*moments, Train(Way(num_cells=1))])
+
+
+@pytest.mark.parametrize("compiled", [None, "model", "cells"])
+def test_a_kept_gradient_is_not_shown_on_the_shard(compiled: str | None) -> None:
+    on_ranks(2, Program.run, after_a_detached_one(compiled=compiled), timeout_s=60)
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @budget(1400)

@@ -289,11 +289,13 @@ class _MarkReached(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: Tensor, unit: GraphUnit, reached: frozenset[int]) -> Tensor:  # type: ignore[override]
         ctx.unit, ctx.reached = unit, reached
+        ctx.set_materialize_grads(False)
         return leaf.view_as(leaf)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        ctx.unit.reached.update(ctx.reached)
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
+        if grad is not None:  # else the graph gives full gradients to the engine
+            ctx.unit.reached.update(ctx.reached)
         return grad, None, None
 
 
