@@ -46,6 +46,10 @@ class CpuLink:
         self._free_at_s = max(time.perf_counter(), self._free_at_s) + duration_us * 1e-6
         return CpuWork(calls, self._free_at_s)
 
+    def carry(self, move: Callable[[], None], duration_us: float) -> None:
+        """Move the bytes, and wait until the link has carried them."""
+        self.launch((), move, duration_us, False).finish()
+
 
 class CpuWork(PythonWork):
     """A collective that is over at a time of the host's clock."""
@@ -94,6 +98,7 @@ class CudaLink:
         self._wire = wire
         self._device_index = torch.cuda.current_device() if device.index is None else device.index
         self._stream = torch.cuda.Stream(device)
+        self._carried = torch.cuda.Event()
         self._make_current = cuda.maker_of_current(self._stream)
         self._reached = torch.cuda.Event()
         self._unwaited: dict[CudaWork, None] = {}
@@ -129,15 +134,28 @@ class CudaLink:
             self._keep(work)
         return work
 
+    def carry(self, move: Callable[[], None], duration_us: float) -> None:
+        """Queue the copies and the spin on the current stream, at little cost to the host."""
+        if duration_us == 0:
+            move()
+            return
+        captured = torch.cuda.is_current_stream_capturing()
+        # Nobody but the next launch waits for this event, and does so before it is used again.
+        event = None if captured else self._carried
+        self._occupy(
+            cuda.stream_in_use(self._device_index).stream, move, duration_us, captured, event
+        )
+
     def _occupy(
         self,
         stream: torch.cuda.Stream,
         move: Callable[[], None],
         duration_us: float,
         captured: bool,
+        event: torch.cuda.Event | None = None,
     ) -> torch.cuda.Event:
         """Be carried on the current stream, after what went before on any other."""
-        wire, event = self._wire, torch.cuda.Event()
+        wire, event = self._wire, event or torch.cuda.Event()
         if duration_us == 0:
             move()
             event.record(stream)

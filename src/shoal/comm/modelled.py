@@ -197,32 +197,38 @@ class ModelledGroup(PythonGroup):
 
     def gather_in_stream(self, pairs: Sequence[Pair]) -> Callable[[], object]:
         """A function that gathers in order with the current stream, any number of times."""
-        if not self._is_free:
-            return super().gather_in_stream(pairs)
-        # Nobody has to queue for a link that takes no time.
         num_bytes, job = sum(output.nbytes for output, _ in pairs), self.job
         known = [(self._gather(*pair), pair[0].view(-1)) for pair in pairs]
+        link = self._link_on(pairs[0][0].device)
+        duration_us = job.network.duration_us(Kind.ALL_GATHER, num_bytes, self._size)
 
-        def gather() -> None:
-            self._count(Kind.ALL_GATHER, num_bytes)
+        def move() -> None:
             # Most often in timed steps there is nothing to do, and the host should not pay for it.
             for call, flat in known:
                 if job.kept is None or job.samples is not None or not job.kept.holds(flat):
                     self._deliver(call)
 
+        def gather() -> None:
+            self._count(Kind.ALL_GATHER, num_bytes)
+            link.carry(move, duration_us)
+
         return gather
 
     def reduce_scatter_in_stream(self, op: Reduction) -> Callable[[Sequence[Pair]], None]:
         """A function of outputs and inputs that reduces in order with the current stream."""
-        if not self._is_free:
-            return super().reduce_scatter_in_stream(op)
         reduce, rank, size = reduction_of(op), self._rank, self._size
 
         def scatter(pairs: Sequence[Pair]) -> None:
-            self._count(Kind.REDUCE_SCATTER, sum(input.nbytes for _, input in pairs))
-            for output, input in pairs:
-                numel = output.numel()
-                reduce(output, input[rank * numel : (rank + 1) * numel], size, op)
+            num_bytes = sum(input.nbytes for _, input in pairs)
+            self._count(Kind.REDUCE_SCATTER, num_bytes)
+
+            def move() -> None:
+                for output, input in pairs:
+                    numel = output.numel()
+                    reduce(output, input[rank * numel : (rank + 1) * numel], size, op)
+
+            duration_us = self.job.network.duration_us(Kind.REDUCE_SCATTER, num_bytes, size)
+            self._link_on(pairs[0][0].device).carry(move, duration_us)
 
         return scatter
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shoal._torch import autograd, dynamo
+from shoal._torch import autograd, dynamo, subclasses
 from shoal.comm import observer
 from shoal.errors import InvariantError
 from shoal.runtime.arena import Arena
@@ -174,9 +174,10 @@ class Context:
         self._perform(self.machine.begin_backward())
 
     def _end_backward(self) -> None:
-        for unit in self.units:
-            unit.gradients.note()
-            unit.noted = None
+        with subclasses.no_torch_function_subclass():  # freed parameters would answer in Python
+            for unit in self.units:
+                unit.gradients.note()
+                unit.noted = None
         self._perform(self.machine.end_backward())
         self._end = None
 

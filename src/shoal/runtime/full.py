@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -67,9 +67,8 @@ def full_name(parameter: nn.Parameter) -> str | None:
     return None if shard is None or shard.member is None else shard.name
 
 
-def own_grad(parameter: nn.Parameter) -> torch.Tensor | None:
-    """The gradient that autograd has put on a full parameter, whatever users are shown."""
-    return _GRAD.__get__(parameter)
+own_grad: Callable[[nn.Parameter], torch.Tensor | None] = _GRAD.__get__
+"""The gradient that autograd has put on a full parameter, whatever users are shown."""
 
 
 def drop_own_grad(parameter: nn.Parameter) -> None:

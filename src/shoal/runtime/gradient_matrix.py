@@ -92,6 +92,9 @@ class GradientMatrix:
             self._is_all_zero_copy = all(self._is_zero_copy)
             numel = self._packing.shard_bytes // dtype.itemsize
             self.shard_numel = numel
+            if self._is_all_zero_copy:
+                shapes, places = cut(_fulls_in(self._packing, dtype), unit.size * numel)
+                self._fulls = examples_of(shapes), [at for _, at in sorted(places)]
             for index in trained:
                 piece = self._packing.piece(index, unit.rank)
                 self._offsets[index] = piece.offset_bytes // dtype.itemsize
@@ -264,6 +267,18 @@ class GradientMatrix:
         known = self._targets.get(rows.data_ptr())
         if known is not None:
             return known
+        if self._is_all_zero_copy:  # by one call, since large memory is other memory each time
+            examples, places = self._fulls
+            pieces = kernels.unflatten(rows, examples)
+            targets = [[pieces[at]] for at in places]
+        else:
+            targets = self._stripes_in(rows)
+        if self._unit.arena.keeps_rows(rows.nbytes):
+            self._targets[rows.data_ptr()] = targets
+        return targets
+
+    def _stripes_in(self, rows: torch.Tensor) -> list[list[torch.Tensor]]:
+        assert self._packing is not None
         matrix = rows.view(self._unit.size, -1)
         targets: list[list[torch.Tensor]] = []
         for index, param in enumerate(self._packing.params):
@@ -273,8 +288,6 @@ class GradientMatrix:
                 targets.append([rows[start : start + param.numel].view(param.shape)])
             else:
                 targets.append([s.of_rows(matrix) for s in self._packing.stripes(index)])
-        if self._unit.arena.keeps_rows(rows.nbytes):
-            self._targets[rows.data_ptr()] = targets
         return targets
 
     @property
@@ -303,6 +316,16 @@ class GradientMatrix:
         shapes, wanted = cut(pieces, self.shard_numel)
         is_flat = all(len(shape) == 1 for shape in shapes)
         return [prod(shape) for shape in shapes], wanted, None if is_flat else examples_of(shapes)
+
+
+def _fulls_in(packing: Packing, dtype: torch.dtype) -> dict[int, tuple[int, Shape]]:
+    """Where each gradient lies in a matrix in which all of them lie whole."""
+    pieces: dict[int, tuple[int, Shape]] = {}
+    for index, param in enumerate(packing.params):
+        offset = packing.gathered_offset(index)
+        assert offset is not None
+        pieces[index] = offset // dtype.itemsize, tuple(param.shape)
+    return pieces
 
 
 LARGE_BYTES = 512 << 20

@@ -92,7 +92,7 @@ class Gradients:
             self.waiting.add(self.unit)
         else:
             self.waiting.discard(self.unit)
-        self.unit.reduces_in_graph = not waits and self.unit.options.reduces_by_default
+        self.unit.reduces_in_graph = not waits and self.unit.reduces_by_default
 
     def take_late(self, grads: Mapping[int, torch.Tensor] | None = None) -> None:
         """Take full gradients of a backward that ran without the engine, for when it ends."""
@@ -107,10 +107,12 @@ class Gradients:
 
     def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
         """Start the reduction of gradients, with those kept from earlier."""
-        for index, kept in self._kept.items():
-            grads[index] = kept.add_(grads[index]) if index in grads else kept
-        kept_unused, self._kept, self._unused = self._unused, {}, set()
-        self.note_waiting()
+        kept_unused: set[int] = set()
+        if self._kept or self._unused:
+            for index, kept in self._kept.items():
+                grads[index] = kept.add_(grads[index]) if index in grads else kept
+            kept_unused, self._kept, self._unused = self._unused, {}, set()
+            self.note_waiting()
         if not grads and not kept_unused and not self.unit.options.reduces_unused:
             return None
         return self.unit.reducer.launch(grads, kept_unused)

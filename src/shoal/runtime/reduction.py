@@ -224,15 +224,15 @@ class UnitReducer:
             self._scatter_now(division, output, pairs)
             indices, _ = self._complete(indices, output, division)
             return Reduction(unit, indices, kept, output, no_wait)
-        for batch in batches:
-            if len(batches) > 1:  # a part is copied while the one before is reduced
-                batch.copy()
+        *parts, last = batches
+        for part in parts:  # each is copied while the one before is reduced
+            part.copy()
+            (rows_of_part,) = part.inputs
             with lane:
-                if len(batches) == 1:  # beside what compute does next
-                    batch.copy()
-                pairs = [(next(outputs), one) for one in batch.inputs]
-                self._scatter_now(division, output, pairs)
+                self._scatter_now(division, output, [(next(outputs), rows_of_part)])
         with lane:
+            last.copy()  # beside what compute does next
+            self._scatter_now(division, output, list(zip(outputs, last.inputs, strict=True)))
             indices, used = self._complete(indices, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()

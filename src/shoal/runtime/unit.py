@@ -80,6 +80,8 @@ class Unit:
         self.mesh_info = mesh_info
         self.layout = layout
         self._options = UnitOptions()
+        self.reduces_by_default = True
+        """Whether gradients are reduced as without any setter; read more often than it changes."""
         self.transport = (
             Transport(mesh_info.shard_process_group)
             if isinstance(mesh_info, FSDPMeshInfo)
@@ -241,6 +243,7 @@ class Unit:
     @options.setter
     def options(self, new: UnitOptions) -> None:
         self._options = self.step.settings = new
+        self.reduces_by_default = new.reduces_by_default
         self.gradients.note_waiting()
 
     @property
