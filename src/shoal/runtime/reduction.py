@@ -41,9 +41,14 @@ class Division:
     all_reduce_op: Any
 
     @property
+    def is_before(self) -> bool:
+        """Whether something is divided before the collective."""
+        return self.before not in (None, 1)
+
+    @property
     def is_in_collective(self) -> bool:
         """Whether the collective itself does all of it."""
-        return self.before in (None, 1) and self.after in (None, 1)
+        return not self.is_before and self.after in (None, 1)
 
     @classmethod
     def of(
@@ -170,8 +175,11 @@ class UnitReducer:
         indices = matrix.trained
         if len(kept) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(kept))
-        batches, rows = matrix.lay_out(grads, self._take, in_parts=self._is_plain())
-        return self._reduce(indices, grads, batches, rows)
+        division = self._divided()
+        batches, rows = matrix.lay_out(
+            grads, self._take, in_parts=self._is_plain(), is_written=division.is_before
+        )
+        return self._reduce(indices, grads, batches, rows, division)
 
     def _is_plain(self) -> bool:
         """Whether reductions are the engine's own, on its own stream."""
@@ -203,10 +211,10 @@ class UnitReducer:
         grads: dict[int, torch.Tensor],
         batches: list[Batch],
         rows: torch.Tensor | None,
+        division: Division,
     ) -> Reduction:
         """Copy gradients together and reduce them; `rows` goes back to the arena afterwards."""
         unit = self._unit
-        division = self._divided()
         inputs = [one for batch in batches for one in batch.inputs]
         scatters = unit.transport is not None and unit.size > 1
         output = self._output(inputs[0].dtype, custom=scatters)
@@ -291,7 +299,7 @@ class UnitReducer:
     def _scatter_now(self, division: Division, output: torch.Tensor, pairs: list[Pair]) -> None:
         """Reduce over the ranks that shard, in order with the current stream."""
         unit, options = self._unit, self._unit.options
-        if division.before is not None and division.before != 1:
+        if division.is_before:
             for _, rows in pairs:
                 real_of(rows).div_(division.before)
         on_host = unit.streams.reducing is None
