@@ -108,7 +108,7 @@ class Gradients:
     def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
         """Start the reduction of gradients, with those kept from earlier."""
         kept_unused: set[int] = set()
-        if self._kept or self._unused:
+        if self._kept or self._unused or self.unit.step.has_sums:  # which users may have dropped
             for index, kept in self._kept.items():
                 grads[index] = kept.add_(grads[index]) if index in grads else kept
             kept_unused, self._kept, self._unused = self._unused, {}, set()
