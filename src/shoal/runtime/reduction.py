@@ -299,7 +299,7 @@ class UnitReducer:
     def _scatter_now(self, division: Division, output: torch.Tensor, pairs: list[Pair]) -> None:
         """Reduce over the ranks that shard, in order with the current stream."""
         unit, options = self._unit, self._unit.options
-        if division.is_before:
+        if division.before is not None and division.before != 1:
             for _, rows in pairs:
                 real_of(rows).div_(division.before)
         on_host = unit.streams.reducing is None
