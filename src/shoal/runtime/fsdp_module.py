@@ -227,8 +227,9 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
         until the next change. They take memory all the time: `plan_of(model).kept_bytes`.
 
         A change is a step of a `torch.optim.Optimizer`, a state dict that is loaded, an operation
-        in place on a parameter. Call `reshard()` after any other, like `parameter.data.add_()`,
-        `torch._foreach_` operations on parameters, or a collective into local tensors.
+        in place on a parameter. Call `reshard()` on the sharded modules after any other, such as
+        `parameter.data.add_()`, `torch._foreach_` operations on parameters, or a collective into
+        local tensors.
         """
         _set(self, recurse, keeps_low_precision_shards=keep)
 

@@ -181,9 +181,7 @@ class Plan:
         peak = self._peak_of(schedule)
         kept = self.kept_bytes
         beside = f" beside {kept / 2**20:.1f} MiB of shards kept in the compute dtype"
-        lines = [
-            f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most{beside if kept else ''}"
-        ]
+        lines = [f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most{beside if kept else ''}"]
         for action in schedule:
             unit = self._by_name[action.unit]
             num_bytes = _BYTES.get(action.kind)

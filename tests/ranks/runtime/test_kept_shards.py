@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ BF16, FP32 = torch.bfloat16, torch.float32
 HALF = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
 LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), RowBlocks(5), Whole()]
 
-Step = Callable[[], None]
+Step = Callable[[], object]
 
 
 def steps_of(model: Any, optimizers: Iterable[torch.optim.Optimizer], num: int) -> list[Any]:
@@ -231,6 +232,12 @@ def test_on_other_numbers_of_ranks(layout: Layout) -> None:
 @pytest.mark.parametrize("reshard_after_forward", [True, 2])
 def test_pieces_between_forward_and_backward(reshard_after_forward: bool | int) -> None:
     check_bits(adamw, reshard_after_forward=reshard_after_forward)
+
+
+@ranks(2)
+def test_where_storages_cannot_exchange_their_memory() -> None:
+    with patch("shoal._torch.storage.can_swap_memory", return_value=False):
+        check_bits(evaluated)
 
 
 @ranks(2)
