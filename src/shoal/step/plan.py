@@ -67,6 +67,8 @@ class UnitPlan:
     """Whether gathered bytes are copied once more, to be laid out as parameters."""
     reduced_bytes: int
     """What gradients are reduced from; 0 if nothing is trained."""
+    kept_bytes: int = 0
+    """This rank's shards in the compute dtype, where they are kept beside those that are stored."""
     path: tuple[str, ...] = ()
     """Where its module is in the model; a unit runs inside of those whose path begins its own."""
     keeps_piece: bool = False
@@ -162,6 +164,11 @@ class Plan:
         return peak
 
     @property
+    def kept_bytes(self) -> int:
+        """What shards that are kept in the compute dtype need all the time, beside the peak."""
+        return sum(unit.kept_bytes for unit in self.units)
+
+    @property
     def fingerprint(self) -> str:
         """Equal on ranks that communicate the same; says nothing of orders, which come and go."""
         fields = [asdict(unit) for unit in self.units]
@@ -172,7 +179,9 @@ class Plan:
         """The newest order's schedule, a line each, with the bytes that move or go."""
         schedule = self.schedule()
         peak = self._peak_of(schedule)
-        lines = [f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most"]
+        kept = self.kept_bytes
+        beside = f" beside {kept / 2**20:.1f} MiB of shards kept in the compute dtype"
+        lines = [f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most{beside if kept else ''}"]
         for action in schedule:
             unit = self._by_name[action.unit]
             num_bytes = _BYTES.get(action.kind)
