@@ -44,6 +44,8 @@ class Context:
         """The output that backward was last arranged to be noticed at, and by what."""
         self._taken: dict[Unit, dict[int, torch.Tensor]] = {}
         """Gradients between the moment that they are taken and that of their reduction."""
+        self._num_reduced = 0
+        """In this backward."""
         self._reductions: deque[tuple[Reduction | None, TimeMark | None]] = deque()
         """Those in flight, as the machine counts them; None: there was nothing to reduce."""
         self._arrived: deque[Reduction] = deque()
@@ -155,6 +157,7 @@ class Context:
                 "(module.compile()), or the step with torch.compile(model, backend='shoal')"
             )
         self.clear_broken_backward()
+        self._num_reduced = 0
         # All units at once, and not each when its turn comes: a third of the time.
         for unit in self.units:
             unit.gradients.settle_marks()
@@ -304,7 +307,9 @@ class Context:
         self._taken[unit] = unit.gradients.take()
 
     def _reduce(self, unit: Unit) -> None:
-        reduction = unit.gradients.launch_reduce(self._taken.pop(unit))
+        beside = self._num_reduced >= _NUM_COPIED_AT_ONCE
+        self._num_reduced += 1
+        reduction = unit.gradients.launch_reduce(self._taken.pop(unit), beside=beside)
         self._reductions.append((reduction, self._mark()))
 
     def _finish_reduction(self, _: Unit) -> None:
@@ -340,6 +345,11 @@ class Context:
         if self.recorder is not None and start is not None:
             self.recorder.span(kind, unit.name, start, self.recorder.mark(), num_bytes)
 
+
+_NUM_COPIED_AT_ONCE = 2
+"""So many reductions of a backward copy gradients in compute's order, and give their memory back
+at once: then the memory of activations is at its peak. Later ones are copied beside compute, which
+is faster, and keeps gradients until they are reduced."""
 
 _ENDS = (ActionKind.TAKE, ActionKind.SUM, ActionKind.REST, ActionKind.KEEP, ActionKind.FREE)
 """The actions of which the first says that a unit has computed."""

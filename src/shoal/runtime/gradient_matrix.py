@@ -439,16 +439,18 @@ def real_of(row: torch.Tensor) -> torch.Tensor:
 
 
 def limit_parts(matrices: Sequence[GradientMatrix]) -> None:
-    """Let matrices of a size that no other unit has go in parts of a size that several have.
+    """Let matrices of a size that no other unit has go in parts of half a size that several have.
 
-    It depends on the declared units alone, so that all ranks cut alike.
+    In halves, because the last reduction of a size that several have may still be in flight: then
+    two blocks of the size of a gather in half the bytes are free. It depends on the declared units
+    alone, so that all ranks cut alike.
     """
     sizes = Counter(matrix.whole_bytes for matrix in matrices)
     shared = [size for size, count in sizes.items() if count > 1]
     for matrix in matrices:
         own = matrix.whole_bytes
         smaller = [size for size in shared if size < own]
-        matrix.part_bytes = max(smaller) if sizes[own] == 1 and smaller else None
+        matrix.part_bytes = max(smaller) // 2 if sizes[own] == 1 and smaller else None
 
 
 Shape = tuple[int, ...]
