@@ -44,6 +44,8 @@ class Context:
         """The output that backward was last arranged to be noticed at, and by what."""
         self._taken: dict[Unit, dict[int, torch.Tensor]] = {}
         """Gradients between the moment that they are taken and that of their reduction."""
+        self._num_reduced = 0
+        """In this backward."""
         self._reductions: deque[Reduction | None] = deque()
         """Those in flight, as the machine counts them; None: there was nothing to reduce."""
         self._arrived: deque[Reduction] = deque()
@@ -153,6 +155,7 @@ class Context:
                 "(module.compile()), or the step with torch.compile(model, backend='shoal')"
             )
         self.clear_broken_backward()
+        self._num_reduced = 0
         # All units at once, and not each when its turn comes: a third of the time.
         for unit in self.units:
             unit.gradients.settle_marks()
@@ -291,7 +294,9 @@ class Context:
         self._taken[unit] = unit.gradients.take()
 
     def _reduce(self, unit: Unit) -> None:
-        self._reductions.append(unit.gradients.launch_reduce(self._taken.pop(unit)))
+        beside = self._num_reduced >= _NUM_COPIED_AT_ONCE
+        self._num_reduced += 1
+        self._reductions.append(unit.gradients.launch_reduce(self._taken.pop(unit), beside=beside))
 
     def _finish_reduction(self, _: Unit) -> None:
         reduction = self._reductions.popleft()
@@ -316,6 +321,12 @@ class Context:
     def _take_arrived(self) -> None:
         while self._arrived:  # one by one: a user's hook may raise
             self._arrived.popleft().finish()
+
+
+_NUM_COPIED_AT_ONCE = 2
+"""So many reductions of a backward copy gradients in compute's order, and give their memory back
+at once: then the memory of activations is at its peak. Later ones are copied beside compute, which
+is faster, and keeps gradients until they are reduced."""
 
 
 def _compute(_: Context, __: Unit) -> None:

@@ -219,6 +219,20 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
             raise UsageError(f"expected a prefetch depth of 0 units or more, got {depth!r}")
         _set(self, recurse, prefetch_depth=depth)
 
+    def set_keep_low_precision_shards(self, keep: bool, *, recurse: bool = True) -> None:
+        """Whether to keep shards in the compute dtype beside those that are stored in a wider one.
+
+        A gather reads and casts the shards otherwise, in forward and again in backward. Kept ones
+        are written after a change, by an optimizer's step if it is one, and sent by every gather
+        until the next change. They take memory all the time: `plan_of(model).kept_bytes`.
+
+        A change is a step of a `torch.optim.Optimizer`, a state dict that is loaded, an operation
+        in place on a parameter. Call `reshard()` on the sharded modules after any other, such as
+        `parameter.data.add_()`, `torch._foreach_` operations on parameters, or a collective into
+        local tensors.
+        """
+        _set(self, recurse, keeps_low_precision_shards=keep)
+
     def set_modules_to_forward_prefetch(self, modules: list[Any]) -> None:
         """Which modules' parameters to start gathering when this one's forward begins."""
         _set(self, False, forward_prefetch=_steps_of(modules))

@@ -45,6 +45,61 @@ class Stored(Protocol):
         ...
 
 
+class KeptShards:
+    """This rank's shards in the dtype of compute, cast once per change of them.
+
+    Otherwise every gather reads the shards, in forward and again in backward. These are written
+    when shards have changed, and gathers send what was written then.
+    """
+
+    def __init__(self, shards: Stored, packing: Packing, rank: int, device: torch.device) -> None:
+        self.packing = packing
+        """How they are laid out."""
+        self.buffer = torch.zeros(packing.shard_bytes, dtype=torch.uint8, device=device)
+        self._stored, self._stored_packing, self._rank = shards.buffer, shards.packing, rank
+        self._version: object = None
+        self._is_unsent = False
+        """Whether no gather has sent what an optimizer's step wrote."""
+        self._was_in_vain = False
+        """Whether that was written over before."""
+
+    def write(self, version: object) -> None:
+        """A gather is about to send a version: write it, unless it is there."""
+        if version != self._version:
+            self._was_in_vain |= self._is_unsent
+            self._write(version)
+        self._is_unsent = False
+
+    def write_early(self, version: object) -> None:
+        """An optimizer's step has made a version: write it, so that no gather waits for a cast.
+
+        Not if nobody has sent what was written last, as between the steps of two optimizers; nor
+        ever again if that was written over, as where weights are clamped after each step.
+        """
+        if version != self._version and not self._is_unsent and not self._was_in_vain:
+            self._write(version)
+            self._is_unsent = True
+
+    def forget(self) -> None:
+        """Whatever the shards are now, the next gather writes it."""
+        self._version = None
+        self._is_unsent = False
+
+    @torch.no_grad()
+    def _write(self, version: object) -> None:
+        self._version = None  # until it is written
+        # From the host in two steps: a copy that casts on the way is made by it, and it waits.
+        stored = self._stored.to(self.buffer.device, non_blocking=True)
+        ends = ((self.packing, self.buffer), (self._stored_packing, stored))
+        if all(len({param.dtype for param in packing.params}) == 1 for packing, _ in ends):
+            into, source = (buffer.view(packing.params[0].dtype) for packing, buffer in ends)
+            into.copy_(source)
+        else:
+            into, source = (shard_views(packing, self._rank, buffer) for packing, buffer in ends)
+            kernels.foreach_copy(into, source)
+        self._version = version
+
+
 class Gather:
     """The all-gather of one unit, prepared once and launched in every step.
 
@@ -121,15 +176,22 @@ class Gather:
             mine[start : start + piece.numel * param.itemsize].view(param.dtype).view(piece.shape)
         )
 
-    def launch(self, custom: AllGather | None) -> Callable[[], object]:
+    def launch(
+        self, custom: AllGather | None, before: Callable[[], object] | None = None
+    ) -> Callable[[], object]:
         """Start it, beside compute; returns what makes the current stream (or the host) wait.
 
-        Nothing here requires a gradient, so autograd records nothing in any mode.
+        `before` is done first, in order with it. Nothing here requires a gradient, so autograd
+        records nothing in any mode.
         """
         lane = self.streams.gathering
         if lane is None:
+            if before is not None:
+                before()
             return self._launch(custom)
         with lane:
+            if before is not None:
+                before()
             if self._copy_in is not None:
                 self._copy_in()
             if self._prepared is not None:

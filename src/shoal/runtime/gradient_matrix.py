@@ -144,9 +144,13 @@ class GradientMatrix:
         )
 
     def lay_out(
-        self, grads: Mapping[int, torch.Tensor], take: Take, *, in_parts: bool
+        self, grads: Mapping[int, torch.Tensor], take: Take, *, in_parts: bool, is_written: bool
     ) -> tuple[list[Batch], torch.Tensor | None]:
-        """What to reduce, launch by launch, and the memory that comes from `take`."""
+        """What to reduce, launch by launch, and the memory that comes from `take`.
+
+        `is_written` says that the inputs are changed before they are reduced. Then none is a
+        gradient as it lies: its memory may be another gradient's too, or the user's.
+        """
         assert self.dtype is not None
         if self.parts is not None and in_parts:
             return self.parts.batches(grads, self.dtype, self._unit.device), None
@@ -154,7 +158,11 @@ class GradientMatrix:
             rows = take(self._num_rows_numel, self.dtype)
             return [Batch([rows], partial(self._copy_in, grads, rows))], rows
         size = self._unit.size
-        alone = [index for index in self._alone if not self._is_ready(grads.get(index), index)]
+        alone = [
+            index
+            for index in self._alone
+            if is_written or not self._is_ready(grads.get(index), index)
+        ]
         copied_numel = size * (sum(self._chunks[index] for index in alone) + self._rest_numel)
         rows = take(copied_numel, self.dtype) if copied_numel else None
         end = 0
@@ -202,12 +210,16 @@ class GradientMatrix:
         return list(output.split([*widths, self._rest_numel] if self._rest_numel else widths))
 
     def _is_ready(self, grad: torch.Tensor | None, index: int) -> bool:
-        """Whether a gradient is, as it lies, what would be copied."""
+        """Whether a gradient is, as it lies, what would be copied.
+
+        One that is conjugated or negated is not: its memory is of what it was before.
+        """
         return (
             grad is not None
             and grad.dtype is self.dtype
             and grad.is_contiguous()
             and grad.numel() == self._unit.size * self._chunks[index]
+            and not (grad.is_conj() or grad.is_neg())
         )
 
     def _copy_columns(self, grads: Mapping[int, torch.Tensor], rows: torch.Tensor) -> None:
@@ -427,16 +439,18 @@ def real_of(row: torch.Tensor) -> torch.Tensor:
 
 
 def limit_parts(matrices: Sequence[GradientMatrix]) -> None:
-    """Let matrices of a size that no other unit has go in parts of a size that several have.
+    """Let matrices of a size that no other unit has go in parts of half a size that several have.
 
-    It depends on the declared units alone, so that all ranks cut alike.
+    In halves, because the last reduction of a size that several have may still be in flight: then
+    two blocks of the size of a gather in half the bytes are free. It depends on the declared units
+    alone, so that all ranks cut alike.
     """
     sizes = Counter(matrix.whole_bytes for matrix in matrices)
     shared = [size for size, count in sizes.items() if count > 1]
     for matrix in matrices:
         own = matrix.whole_bytes
         smaller = [size for size in shared if size < own]
-        matrix.part_bytes = max(smaller) if sizes[own] == 1 and smaller else None
+        matrix.part_bytes = max(smaller) // 2 if sizes[own] == 1 and smaller else None
 
 
 Shape = tuple[int, ...]

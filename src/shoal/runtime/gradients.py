@@ -105,17 +105,22 @@ class Gradients:
         assert self.unit.notices is not None
         self.unit.notices(self.unit, is_handed_over=True)
 
-    def launch_reduce(self, grads: dict[int, torch.Tensor]) -> Reduction | None:
-        """Start the reduction of gradients, with those kept from earlier."""
+    def launch_reduce(
+        self, grads: dict[int, torch.Tensor], *, beside: bool
+    ) -> Reduction | None:
+        """Start the reduction of gradients, with those kept from earlier.
+
+        `beside` says that they are copied together beside compute, where there are lanes.
+        """
         kept_unused: set[int] = set()
-        if self._kept or self._unused:
+        if self._kept or self._unused or self.unit.step.has_sums:  # which users may have dropped
             for index, kept in self._kept.items():
                 grads[index] = kept.add_(grads[index]) if index in grads else kept
             kept_unused, self._kept, self._unused = self._unused, {}, set()
             self.note_waiting()
         if not grads and not kept_unused and not self.unit.options.reduces_unused:
             return None
-        return self.unit.reducer.launch(grads, kept_unused)
+        return self.unit.reducer.launch(grads, kept_unused, beside=beside)
 
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor

@@ -53,6 +53,7 @@ def plan_of(
     mp_policy: MixedPrecisionPolicy | None = None,
     reshard_after_forward: bool | None = None,
     prefetch_depth: int = 1,
+    keep_low_precision_shards: bool = False,
 ) -> Plan:
     """What a step of a model does, as data: the step machine run over the order of its units.
 
@@ -74,7 +75,8 @@ def plan_of(
         settings = Settings(
             reshards_after_forward=reshard_after_forward, prefetch_depth=prefetch_depth
         )
-        return _declared(module, calls, world, layout or Even(), policy, settings)
+        keeps = keep_low_precision_shards
+        return _declared(module, calls, world, layout or Even(), policy, settings, keeps)
     if units is not None:
         raise UsageError("plan_of(model, units=...) needs the number of ranks: world=8")
     context = context_of(module, own_state(module))
@@ -105,6 +107,7 @@ def _declared(
     layout: Layout,
     policy: MixedPrecisionPolicy,
     settings: Settings,
+    keeps_low_precision_shards: bool,
 ) -> Plan:
     """The plan of a model on which `fully_shard` would be called so."""
     if world < 1:
@@ -137,6 +140,7 @@ def _declared(
             policy=policy,
             packing=packing,
             whole=packing,
+            keeps_low_precision_shards=keeps_low_precision_shards,
         )
         path = tuple(name.split(".")) if name else ()
         found.append((position, replace(unit, path=path, settings=settings)))

@@ -132,6 +132,8 @@ class UnitOptions(Settings):
     reduce_scatter: ReduceScatter | None = None
     all_reduce_hook: Callable[[torch.Tensor], None] | None = None
     all_reduce_hook_stream: torch.cuda.Stream | None = None
+    keeps_low_precision_shards: bool = False
+    """Whether shards are kept in the dtype of compute too, where that takes fewer bytes."""
 
     @property
     def reduces_by_default(self) -> bool:

@@ -142,6 +142,7 @@ def plan_unit(unit: Unit) -> UnitPlan:
         policy=unit.policy,
         packing=shards.packing,
         whole=shards.whole,
+        keeps_low_precision_shards=unit.options.keeps_low_precision_shards,
     )
 
 
@@ -155,10 +156,12 @@ def describe(
     policy: MixedPrecisionPolicy,
     packing: Packing,
     whole: Packing,
+    keeps_low_precision_shards: bool,
 ) -> UnitPlan:
     """A unit by its parameters; `packing` is what is gathered, `whole` what is reduced."""
     compute = [policy.compute_dtype(param.dtype) for param in packing.params]
     gathered = packing.with_dtypes(compute)
+    kept_bytes = gathered.shard_bytes if keeps_low_precision_shards else 0
     reduced_bytes = 0
     if any(trained):
         dtype = policy.reduce_dtype or compute[trained.index(True)]
@@ -180,4 +183,5 @@ def describe(
         gathered_bytes=gathered.gathered_bytes,
         copies_out=any(gathered.gathered_offset(i) is None for i in range(len(params))),
         reduced_bytes=reduced_bytes,
+        kept_bytes=kept_bytes if kept_bytes < packing.shard_bytes else 0,
     )

@@ -41,9 +41,14 @@ class Division:
     all_reduce_op: Any
 
     @property
+    def is_before(self) -> bool:
+        """Whether something is divided before the collective."""
+        return self.before not in (None, 1)
+
+    @property
     def is_in_collective(self) -> bool:
         """Whether the collective itself does all of it."""
-        return self.before in (None, 1) and self.after in (None, 1)
+        return not self.is_before and self.after in (None, 1)
 
     @classmethod
     def of(
@@ -157,9 +162,17 @@ class UnitReducer:
         self._scatters: Callable[[torch.Tensor, Sequence[Pair]], object] | None = None
 
     def launch(
-        self, grads: dict[int, torch.Tensor], unused: AbstractSet[int] = frozenset()
+        self,
+        grads: dict[int, torch.Tensor],
+        unused: AbstractSet[int] = frozenset(),
+        *,
+        beside: bool = True,
     ) -> Reduction:
-        """Copy gradients in, zeros for those that other ranks may have, and start reducing."""
+        """Copy gradients in, zeros for those that other ranks may have, and start reducing.
+
+        `beside` says that the copy is made on the lane, and not by compute, which can then give
+        the gradients' memory away.
+        """
         unit, matrix = self._unit, self._unit.matrix
         trained = unit.trained
         kept = grads.keys() | unused if unused else grads.keys()
@@ -170,8 +183,11 @@ class UnitReducer:
         indices = matrix.trained
         if len(kept) != len(indices) and not unit.options.reduces_unused:
             indices = tuple(sorted(kept))
-        batches, rows = matrix.lay_out(grads, self._take, in_parts=self._is_plain())
-        return self._reduce(indices, grads, batches, rows)
+        division = self._divided()
+        batches, rows = matrix.lay_out(
+            grads, self._take, in_parts=self._is_plain(), is_written=division.is_before
+        )
+        return self._reduce(indices, grads, batches, rows, division, beside=beside)
 
     def _is_plain(self) -> bool:
         """Whether reductions are the engine's own, on its own stream."""
@@ -203,10 +219,12 @@ class UnitReducer:
         grads: dict[int, torch.Tensor],
         batches: list[Batch],
         rows: torch.Tensor | None,
+        division: Division,
+        *,
+        beside: bool,
     ) -> Reduction:
         """Copy gradients together and reduce them; `rows` goes back to the arena afterwards."""
         unit = self._unit
-        division = self._divided()
         inputs = [one for batch in batches for one in batch.inputs]
         scatters = unit.transport is not None and unit.size > 1
         output = self._output(inputs[0].dtype, custom=scatters)
@@ -230,8 +248,12 @@ class UnitReducer:
             (rows_of_part,) = part.inputs
             with lane:
                 self._scatter_now(division, output, [(next(outputs), rows_of_part)])
+        if not beside:
+            last.copy()
+            grads.clear()
         with lane:
-            last.copy()  # beside what compute does next
+            if beside:
+                last.copy()
             self._scatter_now(division, output, list(zip(outputs, last.inputs, strict=True)))
             indices, used = self._complete(indices, output, division)
             host = self._to_host(output) if indices and unit.offloads else None

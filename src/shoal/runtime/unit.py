@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter, methodcaller
 from typing import ClassVar, Protocol, TypeAlias
 
@@ -25,7 +26,7 @@ from shoal.runtime.full import (
     attach,
     full_name,
 )
-from shoal.runtime.gather import Gather, PostForward
+from shoal.runtime.gather import Gather, KeptShards, PostForward, Stored
 from shoal.runtime.gather_hooks import Extension
 from shoal.runtime.gradient_matrix import GradientMatrix
 from shoal.runtime.gradients import Gradients
@@ -103,6 +104,8 @@ class Unit:
         self.noted: int | None = None
         """What `note_operations` saw, while a backward of the model runs."""
         self._wait: Callable[[], object] | None = None
+        self._kept: tuple[KeptShards, Gather] | None = None
+        """Shards in the dtype of compute, and what gathers from there."""
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
         self.notices: Callable[..., None] | None = None
@@ -140,14 +143,7 @@ class Unit:
         gather_dtype = compute[0] if len(set(compute)) == 1 else torch.uint8
         wrappings = [member.wrapping for member in self.shards.members]
         self.full = FullParameters(self.name, self.compute_packing, wrappings, arena, gather_dtype)
-        self.gather = Gather(
-            self.name,
-            self.shards,
-            self.compute_packing,
-            self.full.gathered,
-            self.transport,
-            streams,
-        )
+        self.gather, self._kept = self._gather_from(self.shards), None
         self.full.settle()
         self.extension = Extension(self) if self.shards.extended else None
         self.full.extension = self.extension
@@ -161,6 +157,16 @@ class Unit:
         self.matrix = GradientMatrix(self)
         self.reducer = UnitReducer(self)
         self._prepared = self.shards.buffer
+
+    def _gather_from(self, stored: Stored) -> Gather:
+        return Gather(
+            self.name,
+            stored,
+            self.compute_packing,
+            self.full.gathered,
+            self.transport,
+            self.streams,
+        )
 
     def _name_full(self) -> None:
         """Let full parameters say what they are called."""
@@ -191,6 +197,8 @@ class Unit:
     def use(self, streams: Streams) -> None:
         """Work on other streams from here on."""
         self.streams = self.gather.streams = streams
+        if self._kept is not None:
+            self._kept[1].streams = streams
 
     def compute_by(self, policy: MixedPrecisionPolicy) -> None:
         """Compute in the dtypes of another policy; what ran before has no backward any more."""
@@ -307,8 +315,13 @@ class Unit:
         self._perform(self.step.hold())
 
     def reshard(self) -> None:
-        """Let go of the full parameters, from whatever phase this is."""
+        """Let go of the full parameters, from whatever phase this is, and of casts of shards.
+
+        State dicts ask for it, through which shards may be written with nothing counted.
+        """
         self._perform(self.step.release())
+        if self._kept is not None:
+            self._kept[0].forget()
 
     def _perform(self, actions: Actions) -> None:
         for number, action in enumerate(actions):
@@ -336,11 +349,44 @@ class Unit:
                 self.extension.launch()
             self.full.begin()
             has_begun = True
-            self._wait = self.gather.launch(self.options.all_gather)
+            self._wait = self._launch_gather()
         except BaseException:  # a hook, a custom collective, or no memory: nothing is on its way
             if has_begun:
                 self.full.cancel()
             raise
+
+    def _launch_gather(self) -> Callable[[], object]:
+        """Start it from the shards, or from what is kept of them. There is memory to write to."""
+        custom = self.options.all_gather
+        if not self.keeps_shards:
+            self._kept = None
+            return self.gather.launch(custom)
+        kept, gather = self._kept = self._kept or self._make_kept()
+        return gather.launch(custom, partial(kept.write, self.gathered_version))
+
+    @torch.inference_mode(False)  # an evaluation may be the first to gather
+    def _make_kept(self) -> tuple[KeptShards, Gather]:
+        device = self.full.gathered.device
+        kept = KeptShards(self.shards, self.compute_packing, self.rank, device)
+        return kept, self._gather_from(kept)
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether shards are kept in the dtype of compute beside those that are stored."""
+        is_smaller = self.compute_packing.shard_bytes < self.shards.packing.shard_bytes
+        return is_smaller and self._options.keeps_low_precision_shards
+
+    def note_update(self) -> None:
+        """An optimizer's step has written the shards: so it writes what is kept of them.
+
+        Gathers that are in flight may read that memory, and a copy from the host belongs on their
+        stream; a compiled step has no place for it. There the next gather does it.
+        """
+        self.num_updates += 1
+        if self._kept is None or torch.compiler.is_compiling():
+            return
+        if self.keeps_shards and not self.offloads and self.phase is not Phase.GATHERING:
+            self._kept[0].write_early(self.version)
 
     def follow(self) -> None:
         """Take over shards that were replaced or moved."""

@@ -25,9 +25,11 @@ from shoal.runtime.full import full_name
 
 
 class Updatable(Protocol):
-    """Something that counts the updates of its parameters."""
+    """Something that wants to know of updates of its parameters."""
 
-    num_updates: int
+    def note_update(self) -> None:
+        """An optimizer's step is done."""
+        ...
 
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters an optimizer would hold."""
@@ -102,7 +104,7 @@ def _watch_optimizers() -> None:
 
 
 def count_updates(owner: Updatable) -> None:
-    """From now on, increase `owner.num_updates` with each optimizer step on its parameters."""
+    """From now on, tell the owner of each optimizer step on its parameters."""
     _watch_optimizers()
     _owners.add(owner)
 
@@ -131,4 +133,4 @@ def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if known is None:  # units were made in its step
         return
     for owner in known.owners:
-        owner.num_updates += 1
+        owner.note_update()

@@ -135,7 +135,7 @@ class Machine:
             backwards = self.units[::-1]
             self._turns = [unit for unit in backwards if unit.is_trained]
             for unit in backwards:
-                if unit.phase is Phase.SHARDED:
+                if unit.is_bare:  # else it is gathered from the piece that is kept of it
                     actions.append(unit.do(ActionKind.FOLLOW))
                 if unit.settings.gathers_in_backward:
                     actions += unit.prefetch()
@@ -216,6 +216,7 @@ class Machine:
                 if unit.phase is Phase.GATHERING and not self.is_in_turn:
                     actions += unit.release()  # gathered ahead in vain
                 if unit.phase is Phase.SHARDED:
+                    actions += unit.release()  # a piece kept in vain
                     actions.append(unit.do(ActionKind.FOLLOW))
                 # Nothing computes any more, so there is memory for one more.
                 self._reduce(unit, actions, num_more=1)

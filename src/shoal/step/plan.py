@@ -69,6 +69,8 @@ class UnitPlan:
     """Whether gathered bytes are copied once more, to be laid out as parameters."""
     reduced_bytes: int
     """What gradients are reduced from; 0 if nothing is trained."""
+    kept_bytes: int = 0
+    """This rank's shards in the compute dtype, where they are kept beside those that are stored."""
     path: tuple[str, ...] = ()
     """Where its module is in the model; a unit runs inside of those whose path begins its own."""
     keeps_piece: bool = False
@@ -172,6 +174,11 @@ class Plan:
         return peak
 
     @property
+    def kept_bytes(self) -> int:
+        """What shards that are kept in the compute dtype need all the time, beside the peak."""
+        return sum(unit.kept_bytes for unit in self.units)
+
+    @property
     def fingerprint(self) -> str:
         """Equal on ranks that communicate the same; says nothing of orders, which come and go."""
         fields = [asdict(unit) for unit in self.units]
@@ -182,6 +189,8 @@ class Plan:
         """The newest order's schedule, a line each, with the bytes that move or go."""
         schedule = self.schedule()
         peak = self._peak_of(schedule)
-        head = f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most"
+        kept = self.kept_bytes
+        beside = f" beside {kept / 2**20:.1f} MiB of shards kept in the compute dtype"
+        head = f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most{beside if kept else ''}"
         lines = [described(action.kind, action.unit, action.num_bytes) for action in schedule]
         return "\n".join([head, *lines])

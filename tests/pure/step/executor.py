@@ -66,6 +66,9 @@ class Ledger:
             case ActionKind.DROP:
                 assert account.has_piece, self.log
                 account.has_piece = False
+            case ActionKind.FOLLOW:  # it looks for shards where a piece would be
+                assert account.memory is Phase.SHARDED, self.log
+                assert not account.has_piece, self.log
             case ActionKind.TAKE:
                 assert account.taken is None, self.log
                 account.taken, account.grads = account.grads, 0

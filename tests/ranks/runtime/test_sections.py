@@ -18,6 +18,7 @@ from differential import (
     SHOAL,
     Engine,
     check_engines_agree,
+    check_same,
     copies,
     gradients,
     loss_of,
@@ -82,6 +83,62 @@ def test_training_is_torchs(policy: str) -> None:
 def test_gradients_reduced_where_autograd_put_them() -> None:
     with small_sections():
         check_engines_agree(lambda e: trained(e, dtypes=NARROW), plain=False)
+
+
+class Twofold(nn.Module):
+    """Two parameters whose gradients autograd leaves in the same memory, seen by a hook too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Parameter(torch.randn(DIM, WIDTH))
+        self.right = nn.Parameter(torch.randn(DIM, WIDTH))
+        self.down = nn.Linear(WIDTH, DIM)
+        self.heard: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.left.t() + self.right.t()
+        weight.register_hook(self.heard.append)
+        return x + self.down(torch.relu(x.to(weight.dtype) @ weight.t()))
+
+
+@ranks(2)
+def test_gradients_that_share_memory_are_divided_once() -> None:
+    def run(engine: Engine) -> list[Any]:
+        model = engine.shard(stack(Twofold), dtypes={"param_dtype": torch.float16})
+        seen = train(engine, model)
+        return [*seen, *(copies(block.heard) for block in model.blocks)]
+
+    with small_sections():
+        check_engines_agree(run, plain=False)
+
+
+class Conjugated(nn.Module):
+    """Complex matrices, whose gradients are conjugated without a copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.turn = nn.Parameter(torch.randn(DIM, WIDTH, dtype=torch.complex64))
+        self.back = nn.Parameter(torch.randn(WIDTH, DIM, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        turned = x.to(self.turn.dtype) @ (self.turn.conj() * 0.5)
+        return x + (turned @ (self.back.conj() * 0.5)).abs()
+
+
+@ranks(2, 3)
+def test_conjugated_gradients() -> None:
+    def gradients_of_steps() -> list[Any]:
+        model = SHOAL.shard(stack(Conjugated))
+        seen: list[Any] = []
+        for batch in SHOAL.batches():
+            loss_of(model(batch)).backward()
+            seen.append(gradients(model))
+            model.zero_grad()
+        return seen
+
+    expected = gradients_of_steps()
+    with small_sections():
+        check_same(gradients_of_steps(), expected, exact=True, where="in sections")
 
 
 @ranks(2, 3)

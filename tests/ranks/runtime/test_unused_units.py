@@ -153,9 +153,9 @@ def test_replicas() -> None:
     check(seeded(Parallel), shard(seeded(Parallel), mesh=mesh))
 
 
-@ranks(2)
-def test_part_of_the_forward_on_fewer_ranks() -> None:
-    check(seeded(Parallel), shard(seeded(Parallel), reshard_after_forward=1))
+@ranks(2, 4)
+def test_part_of_the_forward_on_fewer_ranks(world_size: int) -> None:
+    check(seeded(Parallel), shard(seeded(Parallel), reshard_after_forward=world_size // 2))
 
 
 @ranks(2, 4)

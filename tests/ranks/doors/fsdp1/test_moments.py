@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import ranks
 from shoal.fsdp import FullyShardedDataParallel, MixedPrecision, ShardingStrategy
+from shoal.runtime.observe import watch
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -136,6 +137,27 @@ def test_zeroing_what_waits_for_a_reduction(
             assert value == pytest.approx(wanted, rel=1e-5)
         elif not use_orig_params or strategy is ShardingStrategy.NO_SHARD:
             assert value == wanted  # torch pads a flat gradient, but not one of these
+
+
+@ranks(2)
+@both_ways
+def test_a_step_after_zeroing_what_waits_is_an_ordinary_one(use_orig_params: bool) -> None:
+    """Nothing waits any more: no unit is reduced a second time when its backward is over."""
+
+    def actions() -> list[tuple[str, str]]:
+        with watch(model) as recorder:
+            model(x().requires_grad_() * 1).pow(2).mean().backward()
+        return [(action.kind, action.unit) for action in recorder.actions()]
+
+    model = build(FullyShardedDataParallel, use_orig_params=use_orig_params)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    actions()
+    ordinary = actions()
+    with model.no_sync():
+        actions()
+    optimizer.zero_grad()
+    actions()
+    assert actions() == ordinary
 
 
 @ranks(2)
