@@ -105,9 +105,7 @@ class Gradients:
         assert self.unit.notices is not None
         self.unit.notices(self.unit, is_handed_over=True)
 
-    def launch_reduce(
-        self, grads: dict[int, torch.Tensor], *, beside: bool
-    ) -> Reduction | None:
+    def launch_reduce(self, grads: dict[int, torch.Tensor], *, beside: bool) -> Reduction | None:
         """Start the reduction of gradients, with those kept from earlier.
 
         `beside` says that they are copied together beside compute, where there are lanes.
