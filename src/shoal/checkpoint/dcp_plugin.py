@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import os
+import weakref
 from collections.abc import Iterator
 from typing import Any, TypeVar
 
@@ -88,7 +89,23 @@ class _InFolder:
 
 
 class DcpWriter(_InFolder, StorageWriter):
-    """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty."""
+    """Writes what a DCP planner plans as a checkpoint, to a folder that is new or empty.
+
+    DCP tells no writer of a save that failed before its turn, as when `finish_plan` of the planner
+    raised on one rank. What such a save has left goes with the writer, or with its next save.
+    """
+
+    _gives_up: weakref.finalize[..., Any] | None = None
+    """Discards the partial checkpoint that is being written, on the coordinator."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_gives_up"}
+
+    def reset(self, checkpoint_id: Folder | Checkpoint | None = None) -> None:
+        """Begin another save, in another folder if one is named."""
+        if self._gives_up is not None:
+            self._gives_up()
+        super().reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Nothing depends on the role: the coordinator alone is asked to plan globally."""
@@ -99,7 +116,9 @@ class DcpWriter(_InFolder, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Make the partial checkpoint, and tell each rank its number and where to write."""
-        self._partial = self._checkpoint.create().name
+        partial = self._checkpoint.create()
+        self._partial = partial.name
+        self._gives_up = weakref.finalize(self, _discard, partial, os.getpid())
         return [
             dataclasses.replace(plan, storage_data=(self._partial, rank))
             for rank, plan in enumerate(plans)
@@ -133,6 +152,8 @@ class DcpWriter(_InFolder, StorageWriter):
 
         Raises the error of the first rank that failed. No rank writes any more by now.
         """
+        if self._gives_up is not None:
+            self._gives_up.detach()
         outcomes = [result.storage_data for [result] in results]
         with Checkpoint(self._checkpoint.storage, self._partial).discarded_on_error() as partial:
             for rank, outcome in enumerate(outcomes):
@@ -195,6 +216,12 @@ class DcpReader(_InFolder, StorageReader):
                 else:
                     _fill(reader, stored, item, planner)
         return _done(None)
+
+
+def _discard(partial: Checkpoint, pid: int) -> None:
+    """Remove what a save has left, but not from a child process that has a copy of the writer."""
+    if os.getpid() == pid:
+        partial.discard()
 
 
 def _done(value: T) -> Future[T]:

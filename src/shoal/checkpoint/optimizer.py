@@ -6,7 +6,8 @@
 
 Works for any optimizer whose state is tensors placed like their parameter, single elements, and
 plain numbers: AdamW, SGD with momentum, and most others. A checkpoint may come from somebody else:
-hyper-parameters are compared with those of the live optimizer before any is set.
+hyper-parameters are compared with those of the live optimizer, and with what they can be, before
+any is set.
 """
 
 from __future__ import annotations
@@ -29,6 +30,12 @@ PREFIX = "optimizer/"
 """The names of an optimizer's state begin with this."""
 
 _MEND = "build the optimizer as it was when the checkpoint was saved, or load another one"
+
+_RANGES = {
+    **dict.fromkeys(("lr", "initial_lr", "eps", "weight_decay", "momentum"), (0.0, math.inf)),
+    "betas": (0.0, 1.0),
+}
+"""For names that mean the same in all of torch's optimizers: the least, and what is too much."""
 
 _HOW = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Options that say how a step is computed, not what: they stay as the new run chose them."""
@@ -307,6 +314,18 @@ def _check_field(what: str, there: object, present: Mapping[str, Any], key: str)
         raise CheckpointError(
             f"{what} is {there!r:.100} in the checkpoint, {present[key]!r:.100} here: {_MEND}"
         )
+    # An optimizer that has such numbers itself gives the name another meaning.
+    elif not _can_be(key, there) and _can_be(key, present[key]):
+        raise CheckpointError(
+            f"{what} is {there!r:.100} in the checkpoint, which it cannot be: load another one"
+        )
+
+
+def _can_be(name: str, value: object) -> bool:
+    """Whether a hyper-parameter, or each of several, is in the range of its name."""
+    values = value if isinstance(value, list | tuple) else [value]
+    least, too_much = _RANGES.get(name, (-math.inf, math.inf))
+    return all(least <= one < too_much for one in values if isinstance(one, int | float))
 
 
 def _fits(there: object, here: object) -> bool:

@@ -132,8 +132,8 @@ def aliased_arguments(node: fx.Node, *, written: bool) -> list[Any]:
 
 
 def mutated_inputs(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory a node writes to."""
-    return [one for one in aliased_arguments(node, written=True) if isinstance(one, fx.Node)]
+    """The nodes whose memory a node writes to, also those that it is given in lists."""
+    return nodes_in(aliased_arguments(node, written=True))
 
 
 def is_wait(node: fx.Node) -> bool:

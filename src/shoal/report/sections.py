@@ -23,8 +23,9 @@ from shoal.report.chart import (
 from shoal.report.metrics import Metrics, ResumeRecord, StepRecord
 from shoal.report.number_format import digits, duration, percent, size
 from shoal.report.recorded_run import RecordedRun
-from shoal.report.timeline import draw_timeline
-from shoal.runtime.events import Event, EventKind
+from shoal.report.timeline import draw_timeline, list_actions
+from shoal.runtime.recorder import RecordedAction
+from shoal.step.action import ActionKind
 
 MOST_BARS = 60
 """Bars in the step-time chart; each stands for the mean of its steps."""
@@ -238,31 +239,33 @@ def _memory(metrics: Metrics) -> Section:
 
 def _schedule(run: RecordedRun) -> Section:
     title = "The schedule of one step"
-    if run.timeline is None or not run.timeline.events:
+    if run.timeline is None or not run.timeline.actions:
         return Section(
             title=title,
-            missing="No spans of a step were recorded: there is no readable timeline.json.",
+            missing="No actions of a step were recorded: there is no readable timeline.json.",
         )
     return Section(
         title=title,
         lead=f"Step {run.timeline.step:,} as rank {run.timeline.rank} ran it"
-        f"{_moved(run.timeline.events)}. "
+        f"{_moved(run.timeline.actions)}. "
         "Communication under compute is hidden; a wait is not. "
-        "A unit's name stands where it fits; point at a span, or tap it, to read it.",
-        html=draw_timeline(run.timeline),
+        "A unit's name stands where it fits; point at a bar, or tap it, to read it.",
+        html=draw_timeline(run.timeline) + list_actions(run.timeline),
     )
 
 
-def _moved(events: Iterable[Event]) -> str:
-    """Tell how many bytes the step gathered and reduced, as far as it was recorded."""
-    totals = {
-        kind: sum(event.num_bytes for event in events if event.kind is kind)
-        for kind in (EventKind.GATHER, EventKind.REDUCE)
-    }
-    if not any(totals.values()):
-        return ""
-    gathered, reduced = (size(total) for total in totals.values())
-    return f", with gathers of {gathered} and reductions of {reduced}"
+def _moved(actions: Iterable[RecordedAction]) -> str:
+    """Tell how many bytes the step gathered, reduced and freed, as far as it was recorded."""
+    totals: dict[str, int] = {}
+    for action in actions:
+        if action.num_bytes:
+            totals[action.kind] = totals.get(action.kind, 0) + action.num_bytes
+    told = [
+        f"{kind} {size(totals[kind])}"
+        for kind in (*(ActionKind.GATHER, ActionKind.REDUCE), *sorted(totals))
+        if kind in totals
+    ]
+    return f": {', '.join(dict.fromkeys(told))}" if told else ""
 
 
 def _sample(run: RecordedRun) -> Section:

@@ -3,13 +3,13 @@
     lane              row
     forward           0   |---------------- root ----------------|
                       1     |-- layers.0 --||-- layers.1 --|
-    gathers           0   |- layers.0 -|   |- layers.2 -|
+    gather            0   |- layers.0 -|   |- layers.2 -|
                       1        |- layers.1 -|
 
-A lane holds one sort of work. Spans of a lane that overlap in time go to different rows. Spans
-stretch with the page; labels are HTML over them, as wide as their spans. A label is a unit's whole
-name. Where it does not fit, the browser wraps it to a second line, which the style sheet hides: so
-a label is seen whole or not at all, at any width and without a script.
+A lane holds actions of the same sort, by the machine's names. Those that overlap in time go to
+different rows. Bars stretch with the page; labels are HTML over them, as wide as their bars. A
+label is a unit's whole name. Where it does not fit, the browser wraps it to a second line, which
+the style sheet hides: so a label is seen whole or not at all, at any width and without a script.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from shoal.files import read_regular
 from shoal.report.axis import Axis
 from shoal.report.chart import LegendEntry, below, legend
 from shoal.report.number_format import duration, size
-from shoal.runtime.events import Event, EventKind
+from shoal.runtime.recorder import OPTIMIZER, Kind, RecordedAction
+from shoal.step.action import ActionKind
 
 _MOST_BYTES = 1 << 26
 
@@ -42,108 +43,136 @@ _LANE_PX = 150
 _GAP_PX = 10
 
 
-class _Style(NamedTuple):
-    """How the spans of a kind are drawn: in which lane, in which colour, under which name."""
+class _Lane(NamedTuple):
+    """Which kinds are drawn in a lane, in which colour, and what more the legend says of them."""
 
-    lane: str
     css: str
-    text: str
+    kinds: tuple[Kind, ...]
+    remark: str = ""
+
+    @property
+    def name(self) -> str:
+        """The names of its kinds."""
+        return ", ".join(self.kinds)
 
 
-_STYLES = {
-    EventKind.FORWARD: _Style("forward", "forward", "forward"),
-    EventKind.BACKWARD: _Style("backward", "backward", "backward"),
-    EventKind.GATHER: _Style("gathers in flight", "gather", "gather in flight"),
-    EventKind.GATHER_WAIT: _Style("waits", "exposed", "waiting for a gather"),
-    EventKind.REDUCE: _Style("reduces in flight", "reduce", "reduce in flight"),
-    EventKind.REDUCE_WAIT: _Style("waits", "exposed", "waiting for a reduce"),
-    EventKind.OPTIMIZER: _Style("optimizer", "optimizer", "optimizer"),
-}
-"""Every kind has its lane; the lanes from top to bottom."""
+_LANES = (
+    _Lane("forward", (ActionKind.FORWARD,)),
+    _Lane("backward", (ActionKind.BACKWARD,)),
+    _Lane("gather", (ActionKind.GATHER,), "in flight"),
+    _Lane(
+        "exposed",
+        (ActionKind.WAIT, ActionKind.FINISH, ActionKind.CANCEL),
+        "exposed communication",
+    ),
+    _Lane("reduce", (ActionKind.REDUCE,), "in flight"),
+    _Lane("free", (ActionKind.FREE, ActionKind.KEEP, ActionKind.DROP)),
+    _Lane("gradients", (ActionKind.TAKE, ActionKind.SUM, ActionKind.PLACE)),
+    _Lane("optimizer", (OPTIMIZER,)),
+)
+"""From top to bottom. Kinds that are in none take no time and move no bytes."""
+
+_CSS: dict[Kind, str] = {kind: lane.css for lane in _LANES for kind in lane.kinds}
 
 _LEGEND = [
-    LegendEntry("waiting: exposed communication" if css == "exposed" else text, css)
-    for css, text in {style.css: style.text for style in _STYLES.values()}.items()
+    LegendEntry(f"{lane.name}: {lane.remark}" if lane.remark else lane.name, lane.css)
+    for lane in _LANES
 ]
+
+_FORMER_KINDS = {"gather_wait": ActionKind.WAIT, "reduce_wait": ActionKind.FINISH}
+"""What files of earlier runs call them, in a list of 'events'."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimeline:
-    """The spans of one rank in one step."""
+    """What one rank did in one step."""
 
     step: int
     rank: int
-    events: tuple[Event, ...]
+    actions: tuple[RecordedAction, ...]
 
 
-SpanRows = tuple[tuple[Event, ...], ...]
-"""The spans of a lane; no two spans of a row overlap."""
+Rows = tuple[tuple[RecordedAction, ...], ...]
+"""The actions of a lane; no two of a row overlap."""
 
 
-def lanes(timeline: StepTimeline) -> dict[str, SpanRows]:
-    """Sort a step's spans into all lanes; a lane without spans has no rows."""
-    spans: dict[str, list[Event]] = {style.lane: [] for style in _STYLES.values()}
-    for event in timeline.events:
-        spans[_STYLES[event.kind].lane].append(event)
-    return {name: pack(events) for name, events in spans.items()}
+def lanes(timeline: StepTimeline) -> dict[str, Rows]:
+    """Sort a step's actions into all lanes; a lane without actions has no rows."""
+    return {
+        lane.name: pack(action for action in timeline.actions if action.kind in lane.kinds)
+        for lane in _LANES
+    }
 
 
-def pack(events: Iterable[Event]) -> SpanRows:
-    """Put spans into the fewest rows without overlap: each into the highest row that is free.
+def pack(actions: Iterable[RecordedAction]) -> Rows:
+    """Put actions into the fewest rows without overlap: each into the highest row that is free.
 
-    Of spans that start together the longest comes first, so that a module's span lies above
+    Of those that start together the longest comes first, so that a module's forward lies above
     those of the modules it contains.
     """
-    rows: list[list[Event]] = []
+    rows: list[list[RecordedAction]] = []
     free: list[int] = []
     busy: list[tuple[float, int]] = []
-    for event in sorted(events, key=lambda event: (event.start_us, -event.end_us)):
-        while busy and busy[0][0] <= event.start_us:
+    for action in sorted(actions, key=lambda action: (action.start_us, -action.end_us)):
+        while busy and busy[0][0] <= action.start_us:
             heapq.heappush(free, heapq.heappop(busy)[1])
         if free:
             row = heapq.heappop(free)
         else:
             row = len(rows)
             rows.append([])
-        rows[row].append(event)
-        heapq.heappush(busy, (event.end_us, row))
+        rows[row].append(action)
+        heapq.heappush(busy, (action.end_us, row))
     return tuple(tuple(row) for row in rows)
 
 
 def read_timeline(path: Path) -> tuple[StepTimeline, list[str]]:
-    """Read `timeline.json`; spans that cannot be read are named in the second result.
+    """Read `timeline.json`; actions that cannot be read are named in the second result.
 
     Raises ValueError when the file as a whole is not a timeline.
     """
     content = json.loads(read_regular(path, _MOST_BYTES))
-    if not isinstance(content, dict) or not isinstance(content.get("events"), list):
-        raise ValueError("expected an object with a list 'events'")
-    events: list[Event] = []
+    fields = content if isinstance(content, dict) else {}
+    performed = fields.get("actions", fields.get("events"))
+    if not isinstance(performed, list):
+        raise ValueError("expected an object with a list 'actions'")
+    actions: list[RecordedAction] = []
     problems: list[str] = []
-    for number, fields in enumerate(content["events"], start=1):
+    for number, action in enumerate(performed, start=1):
         try:
-            events.append(_event(fields))
+            actions.append(_action(action))
         except ValueError as error:
-            problems.append(f"{path.name}, span {number}: {error}; the span was left out")
-    step, rank = content.get("step"), content.get("rank")
+            problems.append(f"{path.name}, action {number}: {error}; the action was left out")
+    step, rank = fields.get("step"), fields.get("rank")
     if not isinstance(step, int) or not isinstance(rank, int):
         raise ValueError(
             f"expected whole numbers 'step' and 'rank', got {short(step)} and {short(rank)}"
         )
-    return StepTimeline(step=step, rank=rank, events=tuple(events)), problems
+    return StepTimeline(step=step, rank=rank, actions=tuple(actions)), problems
 
 
-def _event(fields: object) -> Event:
+def _action(fields: object) -> RecordedAction:
     if not isinstance(fields, dict):
         raise ValueError(f"expected an object, got {short(fields)}")
     unit, num_bytes = fields.get("unit"), fields.get("num_bytes", 0)
     if not isinstance(unit, str):
         raise ValueError(f"unit should be a name, got {short(unit)}")
-    kind = EventKind(fields.get("kind"))
+    kind = _kind(fields.get("kind"))
     start_us, end_us = (_time(fields, name) for name in ("start_us", "end_us"))
     if isinstance(num_bytes, bool) or not isinstance(num_bytes, int) or not 0 <= num_bytes < 2**63:
         raise ValueError(f"num_bytes should be a number of bytes, got {short(num_bytes)}")
-    return Event(kind=kind, unit=unit, start_us=start_us, end_us=end_us, num_bytes=num_bytes)
+    return RecordedAction(
+        kind=kind, unit=unit, start_us=start_us, end_us=end_us, num_bytes=num_bytes
+    )
+
+
+def _kind(name: object) -> Kind:
+    if name == OPTIMIZER:
+        return OPTIMIZER
+    try:
+        return _FORMER_KINDS.get(str(name)) or ActionKind(name)
+    except ValueError:
+        raise ValueError(f"kind should be the name of an action, got {short(name)}") from None
 
 
 def _time(fields: dict[str, object], name: str) -> float:
@@ -155,13 +184,13 @@ def _time(fields: dict[str, object], name: str) -> float:
 
 
 def draw_timeline(timeline: StepTimeline) -> str:
-    """Draw a step; there must be at least one span."""
-    by_start = sorted(timeline.events, key=lambda event: event.start_us)
-    start_us, end_us = by_start[0].start_us, max(event.end_us for event in by_start)
+    """Draw a step; there must be at least one action."""
+    by_start = sorted(timeline.actions, key=lambda action: action.start_us)
+    start_us, end_us = by_start[0].start_us, max(action.end_us for action in by_start)
     length_ms = max((end_us - start_us) / 1e3, 1e-3)
     time = Axis(low=0.0, high=length_ms)
     # Numbered as they first appear, so that neighbours get different tones.
-    units = list(dict.fromkeys(event.unit for event in by_start))
+    units = list(dict.fromkeys(action.unit for action in by_start))
     tones = {unit: ("even", "odd")[number % 2] for number, unit in enumerate(units)}
     names, shapes, labels, height_px = "", "", "", 0.0
     for name, rows in lanes(timeline).items():
@@ -171,11 +200,11 @@ def draw_timeline(timeline: StepTimeline) -> str:
         names += f'<span style="height:{lane_px:.1f}px">{name}</span>'
         for index, row in enumerate(rows):
             top_px = height_px + _GAP_PX / 2 + index * row_px
-            for event in row:
-                left = time.at((event.start_us - start_us) / 1e3)
-                width = time.at((event.end_us - start_us) / 1e3) - left
-                shapes += _span(event, tones[event.unit], left, width, top_px, row_px)
-                labels += _label(event, left, width, top_px, row_px)
+            for action in row:
+                left = time.at((action.start_us - start_us) / 1e3)
+                width = time.at((action.end_us - start_us) / 1e3) - left
+                shapes += _bar(action, tones[action.unit], left, width, top_px, row_px)
+                labels += _label(action, left, width, top_px, row_px)
         height_px += lane_px
         shapes += f'<path class="grid" d="M0 {height_px:.1f}H1000"/>'
     ticks = time.ticks(8)
@@ -192,26 +221,45 @@ def draw_timeline(timeline: StepTimeline) -> str:
     )
 
 
-def _span(
-    event: Event, tone: str, left: float, width: float, top_px: float, height_px: float
+def _bar(
+    action: RecordedAction, tone: str, left: float, width: float, top_px: float, height_px: float
 ) -> str:
-    style = _STYLES[event.kind]
-    text = f"{event.unit or 'root'}\n{style.text}\n{duration(event.duration_us / 1e6)}"
-    if event.num_bytes:
-        text += f"\n{size(event.num_bytes)}"
-    # A span shorter than a pixel is still drawn as a hairline: a wait that is there is seen.
+    text = f"{action.unit or 'root'}\n{action.kind}\n{duration(action.duration_us / 1e6)}"
+    if action.num_bytes:
+        text += f"\n{size(action.num_bytes)}"
+    # What is shorter than a pixel is still drawn as a hairline: a wait that is there is seen.
     return (
-        f'<rect class="{style.css} {tone}" x="{left * 1000:.2f}" y="{top_px + 1:.1f}" '
+        f'<rect class="{_CSS[action.kind]} {tone}" x="{left * 1000:.2f}" y="{top_px + 1:.1f}" '
         f'width="{max(width * 1000, 0.6):.2f}" height="{max(height_px - 2, 1.5):.1f}" '
         f'data-said="{escape(text)}"/>'
     )
 
 
-def _label(event: Event, left: float, width: float, top_px: float, height_px: float) -> str:
-    name = event.unit or "root"
+def _label(
+    action: RecordedAction, left: float, width: float, top_px: float, height_px: float
+) -> str:
+    name = action.unit or "root"
     if height_px < 14 or len(name) * _CHARACTER_PX > width * WIDEST_PX:
         return ""
     return (
-        f'<span class="label on-{_STYLES[event.kind].css}" style="left:{left * 100:.3f}%;'
+        f'<span class="label on-{_CSS[action.kind]}" style="left:{left * 100:.3f}%;'
         f'width:{width * 100:.3f}%;top:{top_px:.1f}px"><b>{escape(name)}</b></span>'
     )
+
+
+def list_actions(timeline: StepTimeline) -> str:
+    """Tell a step action by action: when it began, how long it took, its bytes."""
+    by_start = sorted(timeline.actions, key=lambda action: action.start_us)
+    lines = [
+        f"{(action.start_us - by_start[0].start_us) / 1e3:10.3f} ms  {action.kind:>9}  "
+        + "  ".join(
+            (
+                action.unit or "root",
+                *([size(action.num_bytes)] if action.num_bytes else []),
+                duration(action.duration_us / 1e6),
+            )
+        )
+        for action in by_start
+    ]
+    text = escape("\n".join(lines))
+    return f"<details><summary>Show the actions in order</summary><pre>{text}</pre></details>"

@@ -18,12 +18,12 @@ from shoal._torch import autograd, dynamo, subclasses
 from shoal.comm import observer
 from shoal.errors import InvariantError
 from shoal.runtime.arena import Arena
-from shoal.runtime.events import EventKind, Recorder, TimeMark
 from shoal.runtime.gradient_matrix import limit_parts
+from shoal.runtime.recorder import Recorder
 from shoal.runtime.reduction import Reduction
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import PERFORM, Unit
-from shoal.step.action import Action, ActionKind, Actions
+from shoal.step.action import OF_FULL, Action, ActionKind, Actions
 from shoal.step.machine import Machine
 from shoal.step.phase import COMPUTING, Phase
 from shoal.step.unit_step import ModuleRun, undo
@@ -46,13 +46,11 @@ class Context:
         """Gradients between the moment that they are taken and that of their reduction."""
         self._num_reduced = 0
         """In this backward."""
-        self._reductions: deque[tuple[Reduction | None, TimeMark | None]] = deque()
+        self._reductions: deque[Reduction | None] = deque()
         """Those in flight, as the machine counts them; None: there was nothing to reduce."""
         self._arrived: deque[Reduction] = deque()
         """Reduced gradients that nobody waits for: they are put on the parameters together."""
         self._host_marks: list[torch.cuda.Event] = []
-        self._launched: dict[Unit, TimeMark | None] = {}
-        self._began: dict[Unit, tuple[EventKind, TimeMark | None]] = {}
         # Autograd owns the callback that ends a backward. When a backward raises, autograd drops
         # it: a dead reference tells that the step will never end.
         self._end: weakref.ref[Callable[[], None]] | None = None
@@ -202,16 +200,16 @@ class Context:
     def _let_go(self) -> None:
         """Free what an unfinished step has gathered."""
         self._end = None
-        self._launched.clear()
-        self._began.clear()
         self._taken.clear()
         for unit in self.units:
             unit.noted = None
         self._perform(self.machine.abandon())
+        if self.recorder is not None:
+            self.recorder.forget_open()
 
     def _unfinished(self) -> list[Reduction]:
         """The reductions whose gradients are not on the parameters yet, in order."""
-        in_flight = [reduction for reduction, _ in self._reductions if reduction is not None]
+        in_flight = [reduction for reduction in self._reductions if reduction is not None]
         return [*self._arrived, *in_flight]
 
     def _take_unfinished(self) -> list[Reduction]:
@@ -257,9 +255,10 @@ class Context:
         """Do what the machine asks for; tell it what did not happen, if something raises."""
         done = 0
         try:
-            if self.recorder is not None:
+            recorder = self.recorder
+            if recorder is not None:
                 for action in actions:
-                    self._perform_recorded(action)
+                    self._perform_recorded(action, recorder)
                     done += 1
                 return
             for kind, step in actions:
@@ -274,34 +273,22 @@ class Context:
                 undo(actions[done:])
             raise
 
-    def _perform_recorded(self, action: Action) -> None:
-        """The same, with the time that it takes."""
-        assert self.recorder is not None
+    def _perform_recorded(self, action: Action, recorder: Recorder) -> None:
+        """The same, with its time and bytes."""
         kind, unit = action.kind, action.unit.owner
-        self.recorder.actions.append((kind, action.unit.name))
-        if kind is ActionKind.GATHER:
-            self._launched[unit] = self._mark()
-        elif kind is ActionKind.WAIT:
-            start = self._mark()
+        running = recorder.begin(action)
+        if kind is ActionKind.WAIT:
             unit.wait_gather()
-            self._record(EventKind.GATHER_WAIT, unit, start)
-            launched = self._launched.pop(unit, None)
-            self._record(EventKind.GATHER, unit, launched, unit.full.gathered.nbytes)
-        elif kind is ActionKind.FORWARD:
-            self._began[unit] = EventKind.FORWARD, self._mark()
-        elif kind is ActionKind.BACKWARD:
-            self._began[unit] = EventKind.BACKWARD, self._mark()
-        elif kind is ActionKind.FINISH:
-            reduction, launched = self._reductions[0]
-            if reduction is not None:
-                start = self._mark()
-                reduction.wait()
-                self._record(EventKind.REDUCE_WAIT, unit, start)
-                self._record(EventKind.REDUCE, unit, launched, reduction.num_bytes)
-        elif kind in _ENDS and unit in self._began:
-            computed, began = self._began.pop(unit)
-            self._record(computed, unit, began)
+            recorder.end(action, running)  # what comes now is computed
+        elif kind is ActionKind.FINISH and (reduction := self._reductions[0]) is not None:
+            reduction.wait()
+            recorder.end(action, running)
         (PERFORM.get(kind) or partial(_PERFORM[kind], self))(unit)
+        if kind in OF_FULL:
+            running.num_bytes = unit.full.gathered.nbytes
+        elif kind is ActionKind.REDUCE and (reduction := self._reductions[-1]) is not None:
+            running.num_bytes = reduction.num_bytes
+        recorder.end(action, running)
 
     def _take(self, unit: Unit) -> None:
         self._taken[unit] = unit.gradients.take()
@@ -309,11 +296,10 @@ class Context:
     def _reduce(self, unit: Unit) -> None:
         beside = self._num_reduced >= _NUM_COPIED_AT_ONCE
         self._num_reduced += 1
-        reduction = unit.gradients.launch_reduce(self._taken.pop(unit), beside=beside)
-        self._reductions.append((reduction, self._mark()))
+        self._reductions.append(unit.gradients.launch_reduce(self._taken.pop(unit), beside=beside))
 
     def _finish_reduction(self, _: Unit) -> None:
-        reduction, _mark = self._reductions.popleft()
+        reduction = self._reductions.popleft()
         if reduction is None:
             return
         reduction.wait()
@@ -336,23 +322,11 @@ class Context:
         while self._arrived:  # one by one: a user's hook may raise
             self._arrived.popleft().finish()
 
-    def _mark(self) -> TimeMark | None:
-        return None if self.recorder is None else self.recorder.mark()
-
-    def _record(
-        self, kind: EventKind, unit: Unit, start: TimeMark | None, num_bytes: int = 0
-    ) -> None:
-        if self.recorder is not None and start is not None:
-            self.recorder.span(kind, unit.name, start, self.recorder.mark(), num_bytes)
-
 
 _NUM_COPIED_AT_ONCE = 2
 """So many reductions of a backward copy gradients in compute's order, and give their memory back
 at once: then the memory of activations is at its peak. Later ones are copied beside compute, which
 is faster, and keeps gradients until they are reduced."""
-
-_ENDS = (ActionKind.TAKE, ActionKind.SUM, ActionKind.REST, ActionKind.KEEP, ActionKind.FREE)
-"""The actions of which the first says that a unit has computed."""
 
 
 def _compute(_: Context, __: Unit) -> None:

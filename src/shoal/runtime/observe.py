@@ -1,4 +1,4 @@
-"""What can be seen of a sharded model: the events of its steps, and its plan."""
+"""What can be seen of a sharded model: what its steps did, and its plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shoal.errors import InvariantError, UsageError
 from shoal.layout import Even, Layout
 from shoal.layout.spec import ParamSpec
 from shoal.runtime.collect import check, collect
-from shoal.runtime.events import Recorder
 from shoal.runtime.fsdp_module import own_state
 from shoal.runtime.fully_shard import modules_of
 from shoal.runtime.module_state import context_of, state_of
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.rank_guard import describe, plan_unit
+from shoal.runtime.recorder import Recorder
 from shoal.runtime.unit import Unit
 from shoal.step.plan import Plan, UnitPlan
 from shoal.step.settings import Settings
@@ -26,7 +26,12 @@ from shoal.step.unit_step import UnitStep
 
 @contextmanager
 def watch(module: nn.Module) -> Iterator[Recorder]:
-    """Record the events of what the model does inside the `with` block."""
+    """Record what the model does inside the `with` block, by the names of the machine's actions.
+
+    with watch(model) as recorder:
+        model(batch).sum().backward()
+    print(recorder)  # and recorder.actions() for their times
+    """
     context = context_of(module, own_state(module))
     if not context.units:
         raise UsageError(f"this {type(module).__name__} has no parameters, so nothing to watch")

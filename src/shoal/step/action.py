@@ -61,5 +61,13 @@ class Action(NamedTuple):
 
 
 Actions = tuple[Action, ...]
+OF_FULL = frozenset({ActionKind.GATHER, ActionKind.CANCEL, ActionKind.KEEP, ActionKind.FREE})
+"""The kinds that take a unit's gathered bytes, or give them back."""
 UNDONE = frozenset({ActionKind.GATHER, ActionKind.WAIT, ActionKind.FORWARD, ActionKind.BACKWARD})
 """The kinds that have not happened if their executor raises; of others the effect is there."""
+
+
+def described(kind: str, unit: str, num_bytes: int) -> str:
+    """A line that tells of an action, planned or performed, with the bytes that move or go."""
+    size = f"  {num_bytes / 2**20:.1f} MiB" if num_bytes else ""
+    return f"{kind:>10}  {unit}{size}"

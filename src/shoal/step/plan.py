@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 from shoal.errors import UsageError
-from shoal.step.action import ActionKind
+from shoal.step.action import OF_FULL, ActionKind, described
 from shoal.step.machine import Machine
 from shoal.step.rehearsal import rehearse
 from shoal.step.settings import Settings
@@ -28,6 +28,8 @@ class PlannedAction:
 
     kind: ActionKind
     unit: str
+    num_bytes: int = 0
+    """Gathered, reduced, or freed."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.unit}"
@@ -123,7 +125,15 @@ class Plan:
         machine.orders.end()
         paths = {steps[unit.name]: unit.path for unit in self.units}
         actions = rehearse(machine, order, paths)
-        return tuple(PlannedAction(kind, step.name) for kind, step in actions)
+        return tuple(
+            PlannedAction(kind, step.name, self._bytes(kind, step)) for kind, step in actions
+        )
+
+    def _bytes(self, kind: ActionKind, step: UnitStep) -> int:
+        unit = self._by_name[step.name]
+        if kind in OF_FULL:
+            return unit.gathered_bytes
+        return unit.reduced_bytes if kind is ActionKind.REDUCE else 0
 
     def _steps(self) -> dict[str, UnitStep]:
         steps = {unit.name: UnitStep(unit.name) for unit in self.units}
@@ -181,18 +191,6 @@ class Plan:
         peak = self._peak_of(schedule)
         kept = self.kept_bytes
         beside = f" beside {kept / 2**20:.1f} MiB of shards kept in the compute dtype"
-        lines = [f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most{beside if kept else ''}"]
-        for action in schedule:
-            unit = self._by_name[action.unit]
-            num_bytes = _BYTES.get(action.kind)
-            size = "" if num_bytes is None else f"  {getattr(unit, num_bytes) / 2**20:.1f} MiB"
-            lines.append(f"{action.kind:>10}  {action.unit}{size}")
-        return "\n".join(lines)
-
-
-_BYTES = {
-    ActionKind.GATHER: "gathered_bytes",
-    ActionKind.FREE: "gathered_bytes",
-    ActionKind.KEEP: "gathered_bytes",
-    ActionKind.REDUCE: "reduced_bytes",
-}
+        head = f"{len(self.units)} units, {peak / 2**20:.1f} MiB at most{beside if kept else ''}"
+        lines = [described(action.kind, action.unit, action.num_bytes) for action in schedule]
+        return "\n".join([head, *lines])

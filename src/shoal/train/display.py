@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TextColumn
 
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.report.number_format import duration, size
-from shoal.runtime.events import Event
+from shoal.runtime.recorder import RecordedAction
 from shoal.train.journal import Listener
 from shoal.train.safe_stream import printable, safe_stdout
 
@@ -68,7 +68,7 @@ class ProgressBar(_Display):
         )
         self._progress.start()
 
-    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
+    def on_step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
         """Move the bar."""
         left = self._left(record.step)
         num_gaps = 3
@@ -87,7 +87,7 @@ class PlainLines(_Display):
 
     _printed_at = -math.inf
 
-    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
+    def on_step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
         """Print the step if it is time to."""
         now = time.monotonic()
         if record.step != self._num_steps and now - self._printed_at < _LINE_EVERY_S:

@@ -20,7 +20,7 @@ from shoal.checkpoint.disk import disk_errors
 from shoal.errors import ShoalError
 from shoal.files import is_still, replace, write_all
 from shoal.report.metrics import NUMBERS, ResumeRecord, StepRecord, ValidationRecord, read_lines
-from shoal.runtime.events import Event
+from shoal.runtime.recorder import RecordedAction
 
 _NUM_RECENT = 9
 _SCALARS = ("loss", *(name for name in NUMBERS if name != "tokens"))
@@ -29,8 +29,8 @@ _SCALARS = ("loss", *(name for name in NUMBERS if name != "tokens"))
 class Listener:
     """Hears what happens in a run; a listener defines the methods that it has use for."""
 
-    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
-        """A step has been taken; `events` are what rank 0's engine did in it."""
+    def on_step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
+        """A step has been taken; `actions` are what rank 0's engine did in it."""
 
     def on_validation(self, record: ValidationRecord) -> None:
         """The loss on held-out text has been measured."""
@@ -48,10 +48,10 @@ class Journal:
     def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = tuple(listeners)
 
-    def step(self, record: StepRecord, events: Sequence[Event]) -> None:
+    def step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
         """Tell that a step has been taken."""
         for listener in self._listeners:
-            listener.on_step(record, events)
+            listener.on_step(record, actions)
 
     def validation(self, record: ValidationRecord) -> None:
         """Tell the loss on held-out text."""
@@ -94,7 +94,7 @@ class MetricsFile(Listener):
         if start_step:  # only a run that goes on starts after step 0
             self._write("resume", ResumeRecord(step=start_step, num_ranks=num_ranks))
 
-    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
+    def on_step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
         """Write a step."""
         self._write("step", record)
 
@@ -139,20 +139,20 @@ class TimelineFile(Listener):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._home = path.parent.stat()
-        self._recent: deque[tuple[StepRecord, Sequence[Event]]] = deque(maxlen=_NUM_RECENT)
+        self._recent: deque[tuple[StepRecord, Sequence[RecordedAction]]] = deque(maxlen=_NUM_RECENT)
 
-    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
+    def on_step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
         """Remember a step."""
-        self._recent.append((record, events))
+        self._recent.append((record, actions))
 
     def close(self) -> None:
         """Write the typical one of the last steps, if there were any, and its folder is there."""
         if not self._recent or not is_still(self._path.parent, self._home):
             return
         by_length = sorted(self._recent, key=lambda entry: entry[0].step_ms)
-        record, events = by_length[len(by_length) // 2]
-        spans = [asdict(event) for event in events]
-        timeline = {"step": record.step, "rank": 0, "events": spans}
+        record, actions = by_length[len(by_length) // 2]
+        performed = [asdict(action) for action in actions]
+        timeline = {"step": record.step, "rank": 0, "actions": performed}
         with disk_errors("write", self._path):
             replace(self._path, json.dumps(timeline).encode()).close()
 
@@ -166,7 +166,7 @@ class TensorBoard(Listener):
 
         self._writer = SummaryWriter(str(folder))
 
-    def on_step(self, record: StepRecord, events: Sequence[Event]) -> None:
+    def on_step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
         """Log a step."""
         for name in _SCALARS:
             self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)

@@ -59,7 +59,7 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
             stopping = any(report.stop for report in reports)
             if any(report.folder_lost for report in reports):
                 saver.give_up()
-            journal.step(_record(progress, lr, result, reports), result.events)
+            journal.step(_record(progress, lr, result, reports), result.actions)
             for note in (*gate.notes, *stragglers.notes(step, reports)):
                 journal.note(note)
             if gate.diverged:

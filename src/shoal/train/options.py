@@ -151,8 +151,11 @@ def from_json(config_type: type[ConfigT], tree: object, *, where: Path) -> Confi
     if not isinstance(tree, dict):
         raise UsageError(f"{where}: expected a JSON object, got {type(tree).__name__}")
     known = {found.path: found for found in options_of(config_type)}
+    sections = {path[:depth] for path in known for depth in range(len(path))}
     changes: dict[tuple[str, ...], object] = {}
     for path, value in _leaves(tree, (), deepest=max(map(len, known))):
+        if path in sections and value == {}:
+            continue
         if path not in known:
             raise UsageError(
                 f"{where}: unknown option {short('.'.join(path))}; it was written by another "
@@ -169,8 +172,8 @@ def from_json(config_type: type[ConfigT], tree: object, *, where: Path) -> Confi
 def _leaves(
     tree: Any, path: tuple[str, ...], *, deepest: int
 ) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield each path and what stands there, down to where options can stand."""
-    if isinstance(tree, dict) and len(path) < deepest:
+    """Yield each path and what stands there, down to where options can stand; also empty tables."""
+    if isinstance(tree, dict) and tree and len(path) < deepest:
         for name, inner in tree.items():
             yield from _leaves(inner, (*path, name), deepest=deepest)
     else:

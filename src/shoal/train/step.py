@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from shoal.comm.observer import timed, waiting
-from shoal.runtime.events import EXPOSED, Event, EventKind
 from shoal.runtime.fsdp_module import own_state
 from shoal.runtime.module_state import context_of, state_of
 from shoal.runtime.observe import watch
+from shoal.runtime.recorder import EXPOSED, OPTIMIZER, Kind, RecordedAction
 from shoal.step.phase import Phase
 from shoal.train.model import next_byte_loss
 from shoal.train.optimizer import clip_gradients, unscale_gradients
@@ -30,17 +30,17 @@ class StepResult:
     num_tokens: int
     """Bytes predicted in this rank's share of the batch."""
     step_ms: float
-    events: tuple[Event, ...]
+    actions: tuple[RecordedAction, ...]
 
     @property
     def exposed_ms(self) -> float:
         """Time in which compute stood still for communication."""
-        return _total_ms(self.events, EXPOSED)
+        return _total_ms(self.actions, EXPOSED)
 
     @property
     def optimizer_ms(self) -> float:
         """Time in clipping and in the optimizer."""
-        return _total_ms(self.events, {EventKind.OPTIMIZER})
+        return _total_ms(self.actions, {OPTIMIZER})
 
     @property
     def compute_ms(self) -> float:
@@ -91,26 +91,26 @@ def training_step(
                 loss=float(loss),
                 grad_norm=float(grad_norm),
                 own_ms=(time.perf_counter() - began_at) * 1e3
-                - _total_ms(recorder.events(), EXPOSED),
+                - _total_ms(recorder.actions(EXPOSED), EXPOSED),
             )
-        recorder.span(EventKind.OPTIMIZER, "optimizer", start, clipped)
+        recorder.add(OPTIMIZER, "optimizer", start, clipped)
         is_accepted = accept(attempt)
         start = recorder.mark()
         if is_accepted:
             optimizer.step()
         optimizer.zero_grad()
-        recorder.span(EventKind.OPTIMIZER, "optimizer", start, recorder.mark())
-    events = tuple(recorder.events())  # waits for the device, so that the time below is whole
+        recorder.add(OPTIMIZER, "optimizer", start, recorder.mark())
+    actions = tuple(recorder.actions())  # waits for the device, so that the time below is whole
     return StepResult(
         grad_norm=attempt.grad_norm,
         num_tokens=sum(sequences[:, 1:].numel() for sequences in micro_batches),
         step_ms=(time.perf_counter() - began_at) * 1e3,
-        events=events,
+        actions=actions,
     )
 
 
-def _total_ms(events: Sequence[Event], kinds: Container[EventKind]) -> float:
-    return sum(event.duration_us for event in events if event.kind in kinds) / 1e3
+def _total_ms(actions: Sequence[RecordedAction], kinds: Container[Kind]) -> float:
+    return sum(action.duration_us for action in actions if action.kind in kinds) / 1e3
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """torch's DCP: its planners on our files, and its files made into ours."""
 
+import gc
 import importlib
 import io
 import os
@@ -13,6 +14,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
 from shoal.checkpoint import (
@@ -122,11 +125,48 @@ def fails_on_a_value(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(raised.value)
 
 
+class Unfinished(DefaultSavePlanner):
+    """Cannot finish the plan of one rank."""
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if dist.get_rank() == 1:
+            raise ArithmeticError("no plan")
+        return super().finish_plan(new_plan)
+
+
+def fails_to_plan(path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The error of a save whose planner fails on rank 1, of which DCP tells no writer."""
+
+    def body() -> str:
+        try:
+            dcp.save(state(1.0), storage_writer=DcpWriter(path), planner=Unfinished())
+        except CheckpointException as error:
+            return str(error)
+        return ""
+
+    said = run_local(2, body)
+    gc.collect()
+    return said[0]
+
+
+def test_a_writer_gives_up_what_its_last_save_left(tmp_path: Path) -> None:
+    def body() -> None:
+        writer = DcpWriter(tmp_path / "c")
+        with pytest.raises(CheckpointException, match="no plan"):
+            dcp.save(state(1.0), storage_writer=writer, planner=Unfinished())
+        dcp.save(state(1.0), storage_writer=writer)
+
+    run_local(2, body)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
+    assert verify(tmp_path / "c").world_size == 2
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize(
     ("fails", "texts", "left"),
     [
         (fails_on_a_rank, ("no space left", "on rank 1"), []),
+        (fails_to_plan, ("no plan",), []),
         (fails_to_publish, ("exists already",), ["c"]),
         (fails_on_a_value, ("not readable as a saved tensor",), []),
     ],

@@ -180,16 +180,63 @@ def test_all_changes_to_all_fields(saved: Any) -> None:
 def test_a_learning_rate_that_is_no_number_is_refused_by_name(tmp_path: Path, rate: Any) -> None:
     model, optimizer = build("AdamW", 1)
     save_training(tmp_path / "c", model, optimizer, {})
-    content = json.loads((tmp_path / "c" / NAME).read_text())
-    content.pop("checksum")
-    content["extra"]["optimizer"]["groups"][0]["lr"] = rate
-    (tmp_path / "c" / NAME).write_bytes(sealed(content))
+    saved = edited(tmp_path / "c", "lr", rate)
     before = everything(model, optimizer)
     with pytest.raises(CheckpointError, match="'lr' of parameter group 0"):
         load_training(tmp_path / "c", model, optimizer)
     with pytest.raises(CheckpointError, match="'lr' of parameter group 0"):
-        restore_hyper_parameters(model, optimizer, content["extra"]["optimizer"])
+        restore_hyper_parameters(model, optimizer, saved)
     assert everything(model, optimizer) == before
+
+
+def edited(folder: Path, name: str, value: Any) -> Any:
+    """Let a group of a saved optimizer say something else."""
+    content = json.loads((folder / NAME).read_text())
+    content.pop("checksum")
+    content["extra"]["optimizer"]["groups"][0][name] = value
+    (folder / NAME).write_bytes(sealed(content))
+    return content["extra"]["optimizer"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("lr", -1.0),
+        ("betas", [0.9, 1.0]),
+        ("betas", [-0.1, 0.9]),
+        ("eps", -1e-8),
+        ("weight_decay", -0.01),
+    ],
+)
+def test_a_number_that_no_optimizer_takes_is_refused_before_the_first_write(
+    tmp_path: Path, name: str, value: Any
+) -> None:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    model = torch.nn.ParameterList([parameter])
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_training(tmp_path / "c", model, optimizer, {})
+    saved = edited(tmp_path / "c", name, value)
+    with torch.no_grad():
+        parameter.zero_()
+    before = dict(optimizer.param_groups[0])
+    for restore in (
+        lambda: load_training(tmp_path / "c", model, optimizer),
+        lambda: restore_hyper_parameters(model, optimizer, saved),
+    ):
+        with pytest.raises(CheckpointError, match=f"'{name}' of parameter group 0 .* cannot be"):
+            restore()
+    assert optimizer.param_groups[0] == before
+    assert not parameter.any()
+
+
+def test_an_optimizer_that_has_a_negative_rate_itself_may_load_one(tmp_path: Path) -> None:
+    """It climbs, so that its rates mean something else."""
+    model = torch.nn.ParameterList([torch.nn.Parameter(torch.ones(2))])
+    optimizer = Optimizer(model.parameters(), lr=-0.5)
+    save_training(tmp_path / "c", model, optimizer, {})
+    optimizer.param_groups[0]["lr"] = -0.25
+    load_training(tmp_path / "c", model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == -0.5
 
 
 @pytest.mark.parametrize("name", ["torch", "python", "numpy"])

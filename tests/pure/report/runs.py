@@ -12,13 +12,13 @@ CONFIG: dict[str, object] = {
     "model": {"dim": 256},
 }
 
-EVENTS: list[dict[str, object]] = [
+ACTIONS: list[dict[str, object]] = [
     {"kind": "gather", "unit": "layers.0", "start_us": 100.0, "end_us": 900.0},
-    {"kind": "gather_wait", "unit": "layers.0", "start_us": 500.0, "end_us": 900.0},
+    {"kind": "wait", "unit": "layers.0", "start_us": 500.0, "end_us": 900.0},
     {"kind": "forward", "unit": "layers.0", "start_us": 900.0, "end_us": 4100.0},
     {"kind": "backward", "unit": "layers.0", "start_us": 4100.0, "end_us": 9100.0},
     {"kind": "reduce", "unit": "layers.0", "start_us": 9100.0, "end_us": 9600.0},
-    {"kind": "reduce_wait", "unit": "layers.0", "start_us": 9200.0, "end_us": 9600.0},
+    {"kind": "finish", "unit": "layers.0", "start_us": 9200.0, "end_us": 9600.0},
     {"kind": "optimizer", "unit": "", "start_us": 9600.0, "end_us": 10100.0},
 ]
 
@@ -46,15 +46,15 @@ def make_run(
     *,
     lines: list[str] | None = None,
     config: object = CONFIG,
-    events: list[dict[str, object]] | None = EVENTS,
+    actions: list[dict[str, object]] | None = ACTIONS,
     sample: str | None = "def f():\n    return 1\n",
 ) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     lines = [step_line(step) for step in range(1, 31)] if lines is None else lines
     (folder / "metrics.jsonl").write_text("".join(lines))
-    if events is not None:
-        timeline = {"step": 3, "rank": 1, "events": events}
+    if actions is not None:
+        timeline = {"step": 3, "rank": 1, "actions": actions}
         (folder / "timeline.json").write_text(json.dumps(timeline))
     if sample is not None:
         (folder / "sample.txt").write_text(sample)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from pure.report.runs import EVENTS, make_run, step_line
+from pure.report.runs import ACTIONS, make_run, step_line
 from shoal.cli.report import main
 from shoal.errors import UsageError
 from shoal.report import write_report
@@ -104,12 +104,12 @@ def test_nothing_is_fetched_from_anywhere(tmp_path: Path) -> None:
 def test_text_of_the_run_stays_text(tmp_path: Path) -> None:
     evil = "\" onload=x '></pre></script><script>alert('1')</script>"
     evil += "<img src=x onerror=alert(2)>\"'&amp;"
-    events = [{"kind": "forward", "unit": evil, "start_us": 0, "end_us": 5}]
+    actions = [{"kind": "forward", "unit": evil, "start_us": 0, "end_us": 5}]
     run = make_run(
         tmp_path / "<b>&x",
         sample=evil,
         config={"device": evil, evil: [evil]},
-        events=events,
+        actions=actions,
         lines=[step_line(1), json.dumps({"kind": evil, "step": 1}) + "\n"],
     )
     page = outline(run)
@@ -249,7 +249,7 @@ def test_unreadable_files_are_named(tmp_path: Path) -> None:
     (run / "timeline.json").write_text("[]")
     page = outline(run)
     assert "config.json cannot be read" in page.text
-    assert "timeline.json cannot be read: expected an object with a list 'events'" in page.text
+    assert "timeline.json cannot be read: expected an object with a list 'actions'" in page.text
     assert "metrics.jsonl, line 2: not JSON" in page.text
     assert "… and 10 more like these" in page.text
 
@@ -284,8 +284,8 @@ def test_a_folder_name_reaches_the_terminal_as_letters(
     assert "a\\x1b[31mred" in capsys.readouterr().out
 
 
-def test_a_timeline_without_spans(tmp_path: Path) -> None:
-    assert "No spans of a step" in outline(make_run(tmp_path, events=[])).text
+def test_a_timeline_without_actions(tmp_path: Path) -> None:
+    assert "No actions of a step" in outline(make_run(tmp_path, actions=[])).text
 
 
 def test_time_that_no_part_explains_is_shown_as_other(tmp_path: Path) -> None:
@@ -295,7 +295,7 @@ def test_time_that_no_part_explains_is_shown_as_other(tmp_path: Path) -> None:
 
 
 def test_the_command_prints_the_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    make_run(tmp_path, events=EVENTS)
+    make_run(tmp_path, actions=ACTIONS)
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}\n"
     assert not list(tmp_path.glob(".report*"))

@@ -6,82 +6,107 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shoal.report.timeline import StepTimeline, draw_timeline, lanes, pack, read_timeline
-from shoal.runtime.events import Event, EventKind
+from shoal.report.timeline import (
+    StepTimeline,
+    draw_timeline,
+    lanes,
+    list_actions,
+    pack,
+    read_timeline,
+)
+from shoal.runtime.recorder import OPTIMIZER, RecordedAction
+from shoal.step.action import ActionKind
 
 
 @st.composite
-def events(draw: st.DrawFn) -> Event:
+def performed(draw: st.DrawFn) -> RecordedAction:
     start = draw(st.integers(0, 200))
-    return Event(
-        kind=draw(st.sampled_from(EventKind)),
+    return RecordedAction(
+        kind=draw(st.sampled_from([*ActionKind, OPTIMIZER])),
         unit=draw(st.sampled_from(["", "layers.0", "layers.1.mlp"])),
         start_us=start,
         end_us=start + draw(st.integers(0, 60)),
     )
 
 
-@given(st.lists(events(), max_size=60))
-def test_rows_never_overlap_and_lose_nothing(spans: list[Event]) -> None:
-    rows = pack(spans)
+@given(st.lists(performed(), max_size=60))
+def test_rows_never_overlap_and_lose_nothing(actions: list[RecordedAction]) -> None:
+    rows = pack(actions)
     for row in rows:
         assert all(before.end_us <= after.start_us for before, after in pairwise(row))
-    assert sorted(map(repr, (event for row in rows for event in row))) == sorted(map(repr, spans))
+    assert sorted(map(repr, (one for row in rows for one in row))) == sorted(map(repr, actions))
 
 
-@given(st.lists(events(), max_size=60))
-def test_rows_are_as_few_as_the_deepest_overlap(spans: list[Event]) -> None:
+@given(st.lists(performed(), max_size=60))
+def test_rows_are_as_few_as_the_deepest_overlap(actions: list[RecordedAction]) -> None:
     depth = max(
-        (sum(o.start_us <= span.start_us < o.end_us for o in spans) for span in spans), default=0
+        (sum(o.start_us <= one.start_us < o.end_us for o in actions) for one in actions), default=0
     )
-    longer = [span for span in spans if span.duration_us > 0]
+    longer = [one for one in actions if one.duration_us > 0]
     assert len(pack(longer)) == depth
 
 
-@given(st.lists(events(), max_size=40))
-def test_every_span_is_drawn_in_one_lane(spans: list[Event]) -> None:
-    made = lanes(StepTimeline(step=1, rank=0, events=tuple(spans)))
+UNDRAWN = {
+    ActionKind.WAKE,
+    ActionKind.REST,
+    ActionKind.FOLLOW,
+    ActionKind.REFUSE_CHANGED,
+    ActionKind.REFUSE_BLIND,
+}
+
+
+@given(st.lists(performed(), max_size=40))
+def test_every_action_is_listed_and_what_takes_time_is_drawn_in_one_lane(
+    actions: list[RecordedAction],
+) -> None:
+    timeline = StepTimeline(step=1, rank=0, actions=tuple(actions))
+    made = lanes(timeline)
     assert list(made) == [
         "forward",
         "backward",
-        "gathers in flight",
-        "waits",
-        "reduces in flight",
+        "gather",
+        "wait, finish, cancel",
+        "reduce",
+        "free, keep, drop",
+        "take, sum, place",
         "optimizer",
     ]
-    assert sum(len(row) for rows in made.values() for row in rows) == len(spans)
-    if spans:
-        drawing = draw_timeline(StepTimeline(step=1, rank=0, events=tuple(spans)))
-        assert drawing.count("data-said=") == len(spans)
+    drawn = [action for action in actions if action.kind not in UNDRAWN]
+    assert sum(len(row) for rows in made.values() for row in rows) == len(drawn)
+    if actions:
+        assert draw_timeline(timeline).count("data-said=") == len(drawn)
+        assert list_actions(timeline).count("\n") == len(actions) - 1
 
 
 def test_a_module_lies_above_those_it_contains() -> None:
-    outer = Event(kind=EventKind.FORWARD, unit="", start_us=0, end_us=10)
-    inner = Event(kind=EventKind.FORWARD, unit="layers.0", start_us=0, end_us=5)
+    outer = RecordedAction(kind=ActionKind.FORWARD, unit="", start_us=0, end_us=10)
+    inner = RecordedAction(kind=ActionKind.FORWARD, unit="layers.0", start_us=0, end_us=5)
     assert pack([inner, outer]) == ((outer,), (inner,))
 
 
 def test_a_label_is_the_whole_name_and_stands_only_where_it_could_fit() -> None:
     lengths = {"layers.3.mlp": 900, "layers.4.mlp": 92, "layers.5.mlp": 8}
-    spans: list[Event] = []
+    bars: list[RecordedAction] = []
     for unit, length in lengths.items():
-        start = spans[-1].end_us if spans else 0.0
-        spans.append(
-            Event(kind=EventKind.FORWARD, unit=unit, start_us=start, end_us=start + length)
+        start = bars[-1].end_us if bars else 0.0
+        bars.append(
+            RecordedAction(
+                kind=ActionKind.FORWARD, unit=unit, start_us=start, end_us=start + length
+            )
         )
-    html = draw_timeline(StepTimeline(step=1, rank=0, events=tuple(spans)))
+    html = draw_timeline(StepTimeline(step=1, rank=0, actions=tuple(bars)))
     assert re.findall("<b>(.*?)</b>", html) == ["layers.3.mlp", "layers.4.mlp"]
     for unit in lengths:
         assert f'data-said="{unit}\n' in html
 
 
 def test_a_timeline_is_as_narrow_as_its_page() -> None:
-    span = Event(kind=EventKind.FORWARD, unit="a", start_us=0, end_us=1)
-    html = draw_timeline(StepTimeline(step=1, rank=0, events=(span,)))
+    action = RecordedAction(kind=ActionKind.FORWARD, unit="a", start_us=0, end_us=1)
+    html = draw_timeline(StepTimeline(step=1, rank=0, actions=(action,)))
     assert not re.search(r"min-width|width:[0-9.]+px", html)
 
 
-def test_unreadable_spans_are_named(tmp_path: Path) -> None:
+def test_unreadable_actions_are_named(tmp_path: Path) -> None:
     good = {"kind": "forward", "unit": "a", "start_us": 0, "end_us": 1}
     content = [
         good,
@@ -92,21 +117,37 @@ def test_unreadable_spans_are_named(tmp_path: Path) -> None:
         7,
     ]
     path = tmp_path / "timeline.json"
-    path.write_text(json.dumps({"step": 1, "rank": 0, "events": content}))
+    path.write_text(json.dumps({"step": 1, "rank": 0, "actions": content}))
     timeline, problems = read_timeline(path)
-    assert len(timeline.events) == 1
+    assert len(timeline.actions) == 1
     assert [problem.split(":")[0] for problem in problems] == [
-        f"timeline.json, span {number}" for number in (2, 3, 4, 5, 6)
+        f"timeline.json, action {number}" for number in (2, 3, 4, 5, 6)
     ]
 
 
-def test_bytes_of_collectives_are_told(tmp_path: Path) -> None:
-    span = {"kind": "gather", "unit": "a", "start_us": 0, "end_us": 5}
+def test_bytes_are_told(tmp_path: Path) -> None:
+    action = {"kind": "free", "unit": "a", "start_us": 0, "end_us": 5}
     path = tmp_path / "timeline.json"
-    spans = [{**span, "num_bytes": 3 << 20}, {**span, "num_bytes": -1}, span]
-    path.write_text(json.dumps({"step": 3, "rank": 0, "events": spans}))
+    actions = [{**action, "num_bytes": 3 << 20}, {**action, "num_bytes": -1}, action]
+    path.write_text(json.dumps({"step": 3, "rank": 0, "actions": actions}))
     timeline, problems = read_timeline(path)
-    assert [event.num_bytes for event in timeline.events] == [3 << 20, 0]
+    assert [one.num_bytes for one in timeline.actions] == [3 << 20, 0]
     assert len(problems) == 1
     assert "num_bytes should be a number of bytes" in problems[0]
-    assert "3 MiB" in draw_timeline(timeline)
+    assert "a\nfree\n5.00 µs\n3 MiB" in draw_timeline(timeline)
+    assert "0.000 ms       free  a  3 MiB  5.00 µs\n" in list_actions(timeline)
+
+
+def test_files_of_earlier_runs_are_read(tmp_path: Path) -> None:
+    """There the list was called events, and waits had names that the machine does not use."""
+    span = {"unit": "a", "start_us": 0, "end_us": 5, "num_bytes": 0}
+    kinds = ("forward", "gather", "gather_wait", "reduce", "reduce_wait", "optimizer")
+    path = tmp_path / "timeline.json"
+    spans = [{"kind": kind, **span} for kind in kinds]
+    path.write_text(json.dumps({"step": 3, "rank": 0, "events": spans}))
+    timeline, problems = read_timeline(path)
+    assert problems == []
+    assert [action.kind for action in timeline.actions] == [
+        *(ActionKind.FORWARD, ActionKind.GATHER, ActionKind.WAIT),
+        *(ActionKind.REDUCE, ActionKind.FINISH, OPTIMIZER),
+    ]

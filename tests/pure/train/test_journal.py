@@ -12,7 +12,8 @@ import pytest
 from shoal.errors import CheckpointError
 from shoal.report.metrics import StepRecord, ValidationRecord, read_metrics
 from shoal.report.timeline import read_timeline
-from shoal.runtime.events import Event, EventKind
+from shoal.runtime.recorder import RecordedAction
+from shoal.step.action import ActionKind
 from shoal.train.journal import Journal, MetricsFile, TensorBoard, TimelineFile
 
 
@@ -82,13 +83,15 @@ def test_the_timeline_is_of_the_median_of_the_last_steps(tmp_path):
     assert not path.exists()
     slow = {1: 900.0, 2: 800.0, 16: 700.0}  # of the last nine steps, 12 to 20, only one
     for step in range(1, 21):
-        event = Event(kind=EventKind.FORWARD, unit=f"unit of {step}", start_us=0, end_us=5)
+        action = RecordedAction(
+            kind=ActionKind.FORWARD, unit=f"unit of {step}", start_us=0, end_us=5
+        )
         record = StepRecord(step=step, loss=1.0, step_ms=slow.get(step, 100.0 + step))
-        timeline.on_step(record, (event,))
+        timeline.on_step(record, (action,))
     timeline.close()
     found, problems = read_timeline(path)
     assert (found.step, found.rank, problems) == (17, 0, [])
-    assert found.events[0].unit == "unit of 17"
+    assert found.actions[0].unit == "unit of 17"
 
 
 def test_no_timeline_is_written_into_a_folder_that_took_the_name(tmp_path):

@@ -98,11 +98,18 @@ def test_json_round_trip():
     assert from_json(Outer, tree, where=Path("config.json")) == config
 
 
+def test_a_section_may_be_empty():
+    assert from_json(Outer, {"inner": {}}, where=Path("config.json")) == Outer()
+
+
 @pytest.mark.parametrize(
     ("tree", "message"),
     [
         ({"inner": {"nmber": 4}}, "config.json: unknown option 'inner.nmber'"),
         ({"inner": 4}, "config.json: unknown option 'inner'"),
+        ({"outer": {}}, "config.json: unknown option 'outer'"),
+        ({"outer": {"inner": {}}}, "config.json: unknown option 'outer.inner'"),
+        ({"inner": {"number": {}}}, "config.json: .*--number: expected int"),
         ([1], "config.json: expected a JSON object, got list"),
         ({"inner": {"number": "4"}}, "--number: expected int"),
     ],

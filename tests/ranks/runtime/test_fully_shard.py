@@ -23,7 +23,6 @@ from oracle import (
     shard,
 )
 from shoal.errors import InvariantError, UsageError
-from shoal.runtime.events import EventKind
 from shoal.runtime.fully_shard import FSDPModule, fully_shard
 from shoal.runtime.observe import watch
 from shoal.runtime.policy import MixedPrecisionPolicy
@@ -243,7 +242,7 @@ def test_replaced_parameters_are_found() -> None:
 
 
 @ranks(2)
-def test_events_of_a_step() -> None:
+def test_the_record_of_a_step() -> None:
     model = shard(build())
     ((_, part),) = batches(1, dist.get_rank(), 2)
     with watch(model) as recorder:
@@ -251,16 +250,17 @@ def test_events_of_a_step() -> None:
         with pytest.raises(InvariantError, match="watched already"), watch(model):
             pass
     units = {"root", "blocks.0", "blocks.1", "blocks.2"}
-    events = recorder.events()
-    for kind in EventKind:
-        seen = [event.unit for event in events if event.kind is kind]
-        if kind in (EventKind.GATHER, EventKind.GATHER_WAIT):
-            # The root holds its parameters from forward to backward, the blocks gather twice.
-            assert sorted(seen) == sorted([*units, *(units - {"root"})])
-        elif kind is not EventKind.OPTIMIZER:
-            assert sorted(seen) == sorted(units)
+    actions = recorder.actions()
+    seen: dict[str, list[str]] = {}
+    for action in actions:
+        seen.setdefault(action.kind, []).append(action.unit)
+    for kind in ("forward", "backward", "take", "reduce", "finish"):
+        assert sorted(seen[kind]) == sorted(units)
+    # The root holds its parameters from forward to backward, the blocks gather twice.
+    for kind in ("gather", "wait", "free"):
+        assert sorted(seen[kind]) == sorted([*units, *(units - {"root"})])
     loss_of(model, part).backward()
-    assert len(recorder.events()) == len(events)
+    assert len(recorder.actions()) == len(actions)
 
 
 @ranks(2)

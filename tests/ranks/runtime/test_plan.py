@@ -16,7 +16,6 @@ from harness import ranks
 from shoal.errors import UsageError
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Even, Flat, Layout, Rows, Whole
-from shoal.runtime.events import EventKind
 from shoal.runtime.observe import plan_of, watch
 from shoal.step.action import ActionKind
 
@@ -25,9 +24,8 @@ def launches(model: nn.Module, batch: torch.Tensor) -> tuple[list[str], list[str
     """The units whose gathers and reductions a step launches, in order."""
     with watch(model) as recorder:
         loss_of(model(batch)).backward()
-    events = sorted(recorder.events(), key=lambda event: event.start_us)
-    gathers = [event.unit for event in events if event.kind is EventKind.GATHER]
-    return gathers, [event.unit for event in events if event.kind is EventKind.REDUCE]
+    gathers = [action.unit for action in recorder.actions({ActionKind.GATHER})]
+    return gathers, [action.unit for action in recorder.actions({ActionKind.REDUCE})]
 
 
 def planned(model: nn.Module) -> tuple[list[str], list[str]]:
@@ -76,7 +74,7 @@ def test_a_model_is_planned_before_it_is_sharded(
 
 @ranks(2)
 @pytest.mark.parametrize("layout", [Even(), Flat()], ids=repr)
-def test_spans_have_bytes(layout: Layout) -> None:
+def test_recorded_actions_have_the_bytes_of_the_plan(layout: Layout) -> None:
     model: Any = stack()
     for block in model.blocks:
         fully_shard(block, layout=layout)
@@ -85,15 +83,44 @@ def test_spans_have_bytes(layout: Layout) -> None:
     with watch(model) as recorder:
         loss_of(model(batch)).backward()
     units = {unit.name: unit for unit in plan_of(model).units}
-    for event in recorder.events():
-        unit = units[event.unit]
-        if event.kind is EventKind.GATHER:
-            assert event.num_bytes == unit.gathered_bytes
-        elif event.kind is EventKind.REDUCE:  # columns of a matrix have no gaps between them
-            needed = sum(4 * prod(param.shape) for param in unit.parameters)
-            assert needed <= event.num_bytes <= unit.reduced_bytes
+    performed = recorder.actions()
+    for action, planned in zip(performed, plan_of(model).schedule(), strict=True):
+        assert (action.kind, action.unit) == (planned.kind, planned.unit)
+        if action.kind is ActionKind.REDUCE:  # columns of a matrix have no gaps between them
+            needed = sum(4 * prod(param.shape) for param in units[action.unit].parameters)
+            assert needed <= action.num_bytes <= planned.num_bytes
         else:
-            assert event.num_bytes == 0
+            assert action.num_bytes == planned.num_bytes
+    freed = [action for action in performed if action.kind is ActionKind.FREE]
+    assert freed
+    assert all(action.num_bytes == units[action.unit].gathered_bytes for action in freed)
+    assert str(recorder).count("MiB") == sum(action.num_bytes > 0 for action in performed)
+
+
+@ranks(2)
+def test_a_backward_that_raises_ends_nothing_of_the_next_one() -> None:
+    """Its reductions were in flight; the next step's waits end the next step's."""
+    model = SHOAL.shard(stack())
+    (batch,) = SHOAL.batches(1)
+    loss_of(model(batch)).backward()
+    is_broken = True
+
+    def break_it(_: torch.Tensor) -> None:
+        if is_broken:
+            raise ArithmeticError("broken")
+
+    def arm(_module: nn.Module, _args: Any, out: torch.Tensor) -> None:
+        out.register_hook(break_it)
+
+    model.blocks[0].register_forward_hook(arm)
+    with watch(model) as recorder:
+        with pytest.raises(ArithmeticError, match="broken"):
+            loss_of(model(batch)).backward()
+        is_broken = False
+        loss_of(model(batch)).backward()
+    schedule = plan_of(model).schedule()
+    last = recorder.actions()[-len(schedule) :]
+    assert [(one.kind, one.unit) for one in last] == [(one.kind, one.unit) for one in schedule]
 
 
 class Forked(nn.Module):
@@ -182,7 +209,7 @@ def test_the_engine_does_what_the_machine_says_action_for_action(
         plan = plan_of(model)
         with watch(model) as recorder:
             zoo.loss_of(model, tokens).backward()
-        done = [f"{kind} {unit}" for kind, unit in recorder.actions]
+        done = [f"{action.kind} {action.unit}" for action in recorder.actions()]
         assert done == [str(action) for action in plan.schedule()]
     assert str(plan).count("\n") == len(done)
 

@@ -20,8 +20,8 @@ from differential import (
     train,
 )
 from harness import ranks
-from shoal.runtime.events import EventKind
 from shoal.runtime.observe import watch
+from shoal.step.action import ActionKind
 
 
 class Announcing(nn.Module):
@@ -92,7 +92,7 @@ def test_explicit_prefetch_is_launched_before_the_block_computes(
 
 
 @ranks(2)
-def test_events_show_the_order_of_explicit_prefetch() -> None:
+def test_the_record_shows_the_order_of_explicit_prefetch() -> None:
     model = SHOAL.shard(stack(num=3))
     blocks = list(model.blocks)
     model.set_modules_to_forward_prefetch(blocks)
@@ -100,10 +100,10 @@ def test_events_show_the_order_of_explicit_prefetch() -> None:
     loss_of(model(batch)).backward()
     with watch(model) as recorder:
         loss_of(model(batch)).backward()
-    events = recorder.events()
-    gathers = sorted((e for e in events if e.kind is EventKind.GATHER), key=lambda e: e.start_us)
-    assert [e.unit for e in gathers[:4]] == ["root", "blocks.0", "blocks.1", "blocks.2"]
-    first = min(e.start_us for e in events if e.kind is EventKind.FORWARD and e.unit == "blocks.0")
+    gathers = recorder.actions({ActionKind.GATHER})
+    assert [gather.unit for gather in gathers[:4]] == ["root", "blocks.0", "blocks.1", "blocks.2"]
+    forwards = recorder.actions({ActionKind.FORWARD})
+    first = min(action.start_us for action in forwards if action.unit == "blocks.0")
     assert all(gather.start_us < first for gather in gathers[:4])
 
 

@@ -127,8 +127,17 @@ def test_a_run_leaves_behind_what_it_promises(tmp_path):
     assert len(folder.sample.read_text(encoding="utf-8")) > 0
     assert (folder.checkpoints / "latest").readlink() == Path("step-00000007")
     timeline = json.loads(folder.timeline.read_text())
-    kinds = {event["kind"] for event in timeline["events"]}
-    assert {"forward", "backward", "gather", "reduce", "optimizer"} <= kinds
+    kinds = {action["kind"] for action in timeline["actions"]}
+    assert {
+        "forward",
+        "backward",
+        "gather",
+        "wait",
+        "free",
+        "reduce",
+        "finish",
+        "optimizer",
+    } <= kinds
     assert 1 <= timeline["step"] <= 7
     page = folder.report.read_text(encoding="utf-8")
     assert "Validation loss" in page

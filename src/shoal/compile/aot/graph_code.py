@@ -76,15 +76,15 @@ class DirectGraph:
         """The expression that computes a node."""
         function: Any = node.target
         args = [_text(arg, code, names) for arg in node.args]
-        if node.op == "call_method":
-            return f"{args[0]}.{function}({', '.join(args[1:])})"
         if function is operator.getitem and len(args) == 2:
             return f"{args[0]}[{args[1]}]"
+        args += [f"{key}={_text(value, code, names)}" for key, value in node.kwargs.items()]
+        if node.op == "call_method":
+            return f"{args[0]}.{function}({', '.join(args[1:])})"
         if node.op == "call_module":
             function = self._module.get_submodule(function)
         elif isinstance(function, operators.OpOverload):
             function = bound(function)
-        args += [f"{key}={_text(value, code, names)}" for key, value in node.kwargs.items()]
         return f"{code.name('op', function)}({', '.join(args)})"
 
 

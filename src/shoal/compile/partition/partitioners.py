@@ -63,8 +63,14 @@ def min_cut_rematerialization_partition(
     joint = _prepare(joint_module, num_fwd_outputs, mutated_inputs, dedupe=True)
     places = set(static_lifetime_input_indices or ())
     static = {node for i, node in enumerate(joint.forward_inputs) if i in places}
-    budget = min(memory_budget, settings.memory_budget())
-    kept = without_outputs(joint, keep_within(joint, budget, static=static))
+    budgets = {
+        "memory_budget": memory_budget,
+        "activation_memory_budget": settings.memory_budget(),
+    }
+    for name, budget in budgets.items():  # their minimum would hide one that is too large
+        if not 0 <= budget <= 1:
+            raise ValueError(f"expected a memory budget between 0 and 1, got {name}={budget}")
+    kept = without_outputs(joint, keep_within(joint, min(budgets.values()), static=static))
     return split(joint, as_last_views(joint, kept))
 
 

@@ -25,6 +25,7 @@ from shoal.compile.node_kinds import (
     VIEWS,
     aliased_arguments,
     is_wait,
+    mutated_inputs,
     nodes_in,
     op_name,
     tensors_of,
@@ -66,7 +67,7 @@ class Dependencies:
             return NOWHERE
         if is_wait(node) or _is_opaque(node) or op_name(node).startswith("c10d::"):
             return self.memory(*node.all_input_nodes)
-        return self.memory(*nodes_in(aliased_arguments(node, written=True)))
+        return self.memory(*mutated_inputs(node))
 
     def _connect(self) -> None:
         writes = {node: self.writes(node) for node in self.nodes}

@@ -27,7 +27,9 @@ from shoal.tensor.sharded import ShardedTensor, like_each
 
 MatrixBlock: TypeAlias = tuple[slice, slice]
 """Rows and columns of a matrix."""
-_FINE, _WRONG = range(2)
+_FINE = 0
+_ERRORS = (NotImplementedError, TypeError, ValueError, RuntimeError)
+"""What a rank tells of its error: its number is the place in this list, counted from 1."""
 
 
 def check_matrix(weight: object) -> None:
@@ -98,9 +100,10 @@ def announce(
     """Send `numbers[r]` to each rank r, and give what each rank sent here.
 
     Each rank gets as many numbers from the others as from itself. `problem` is why this rank cannot
-    go on: it is raised here, and an error of the same type on the others.
+    go on: it is raised here, and an error of the same type on the others, of several ranks' errors
+    that of the first.
     """
-    status = _FINE if problem is None else _WRONG
+    status = _FINE if problem is None else _number_of(problem)
     rows = [[status, *row] for row in numbers]
     where = carrier_device(group, device)
     sent = torch.tensor([*itertools.chain(*rows)], dtype=torch.int64, device=where)
@@ -112,10 +115,17 @@ def announce(
     told: list[list[int]] = received.view(group.size(), width).tolist()
     if problem is not None:
         raise problem
-    wrong = [rank for rank, (status, *_) in enumerate(told) if status == _WRONG]
+    wrong = {rank: status for rank, (status, *_) in enumerate(told) if status != _FINE}
     if wrong:
-        raise ValueError(f"{reason}: the arguments on ranks {wrong} of the group are not valid")
+        error = _ERRORS[next(iter(wrong.values())) - 1]
+        raise error(f"{reason}: the arguments on ranks {[*wrong]} of the group are not valid")
     return [row for _, *row in told]
+
+
+def _number_of(problem: Exception) -> int:
+    """The first type in `_ERRORS` that fits; the last one where none does."""
+    fits = (number for number, kind in enumerate(_ERRORS, 1) if isinstance(problem, kind))
+    return next(fits, len(_ERRORS))
 
 
 class Swaps:

@@ -105,8 +105,11 @@ def assemble_without_group(
     _check_strided(metadata.tensor_properties)
     check_shards(metadata.shards_metadata, metadata.size)
     own = tuple(metadata.shards_metadata.index(shard.metadata) for shard in local_shards)
-    placement = _placement(metadata, None, given_spec=spec, own=own)
-    return _assembled(local_shards, placement, metadata.tensor_properties, init_rrefs=False)
+    properties = metadata.tensor_properties
+    options = {"given_spec": spec, "own": own, "is_pinned": properties.pin_memory}
+    return _assembled(
+        local_shards, _placement(metadata, None, **options), properties, init_rrefs=False
+    )
 
 
 def _placement(

@@ -104,3 +104,15 @@ def test_a_budget_is_a_fraction(budget):
     traced = trace_joint(torch.sin, matrices((2, 2)))
     with pytest.raises(ValueError, match="between 0 and 1"):
         keep_within(read_joint(traced.module, 1), budget, static=())
+
+
+@pytest.mark.parametrize("budget", [1.1, -0.1, float("nan")])
+def test_a_budget_is_a_share(budget: float) -> None:
+    traced = trace_joint(lambda x: x.cos().sum(), matrices((SIDE, SIDE)))
+    with pytest.raises(ValueError, match=f"memory_budget={budget}"):
+        intermediate_units(traced, budget)
+    with (
+        torch._functorch.config.patch(activation_memory_budget=budget),
+        pytest.raises(ValueError, match=f"activation_memory_budget={budget}"),
+    ):
+        intermediate_units(traced, 1.0)

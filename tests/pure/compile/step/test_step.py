@@ -58,7 +58,7 @@ def test_a_step_is_that_of_the_program(kind: str) -> None:
     optimizers = [OPTIMIZERS[kind](model.parameters()) for model in (ours, theirs)]
     schedulers = [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in optimizers]
     step = compile_step(ours, functional.mse_loss, optimizers[0], max_norm=0.5)
-    before = len(records())
+    before = {one.number for one in records()}
     for number in range(6):
         x, y = data(number)
         loss = step(x, y)
@@ -67,7 +67,7 @@ def test_a_step_is_that_of_the_program(kind: str) -> None:
         for scheduler in schedulers:
             scheduler.step()
     assert step.num_graphs == 1
-    assert len(records()) == before + 1
+    assert len([one for one in records() if one.number not in before]) == 1
     assert step.why_not_replayed is not None
     assert all(parameter.grad is None for parameter in ours.parameters())
     for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -144,10 +144,10 @@ def test_zeroing_what_waits_for_a_reduction(
 def test_a_step_after_zeroing_what_waits_is_an_ordinary_one(use_orig_params: bool) -> None:
     """Nothing waits any more: no unit is reduced a second time when its backward is over."""
 
-    def actions() -> list[Any]:
+    def actions() -> list[tuple[str, str]]:
         with watch(model) as recorder:
             model(x().requires_grad_() * 1).pow(2).mean().backward()
-        return recorder.actions
+        return [(action.kind, action.unit) for action in recorder.actions()]
 
     model = build(FullyShardedDataParallel, use_orig_params=use_orig_params)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

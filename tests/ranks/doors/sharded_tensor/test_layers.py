@@ -228,6 +228,15 @@ def test_a_mistake_of_one_rank_is_raised_on_all() -> None:
 
 
 @ranks(2)
+def test_a_mistake_of_one_rank_is_of_the_same_type_on_all() -> None:
+    _, ours = weights("one shard each")
+    is_wrong = dist.get_rank() == 1
+    dtype = torch.float64 if is_wrong else torch.float32
+    with pytest.raises(RuntimeError, match="expected an input of" if is_wrong else r"\[1\]"):
+        functional.linear(torch.ones(2, DIM, dtype=dtype), ours)
+
+
+@ranks(2)
 def test_a_rank_outside_of_the_group_has_no_part_in_it() -> None:
     group = dist.new_group([1])
     weight = ones(chunks(0, [1]), 4, 3, process_group=group)

@@ -184,6 +184,21 @@ def test_assembly_without_a_process_group() -> None:
     compare(script)
 
 
+def test_assembly_without_a_process_group_remembers_page_locked_memory() -> None:
+    """Of shards without elements their tensors do not tell."""
+
+    def script(api: Api) -> Any:
+        shards = [api.shard(torch.rand(0, 3), [0, 0], 0)]
+        properties = api.tensor.TensorProperties(pin_memory=True)
+        metadata = api.tensor.ShardedTensorMetadata(
+            [shard.metadata for shard in shards], torch.Size([0, 3]), properties
+        )
+        make = api.tensor.ShardedTensorBase._init_from_local_shards_and_global_metadata
+        return make(shards, sharded_tensor_metadata=metadata).metadata()
+
+    compare(script)
+
+
 def brought(api: Api, **changes: Any) -> Any:
     """Put a (4, 4 x ranks) together of one shard on each rank; rank 1 brings something else."""
     rank = dist.get_rank()
