@@ -29,6 +29,7 @@ LAYERS = (
     "compile",
     "checkpoint",
     "doors",
+    "plan",
     "report",
     "train",
     "bench",

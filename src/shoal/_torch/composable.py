@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import Any, cast
 
 import torch
+from torch.distributed._composable import checkpoint as checkpoint
 from torch.distributed._composable.contract import (
     REGISTRY_KEY,
     STATE_KEY,

@@ -43,6 +43,13 @@ def fused_adam(*, decoupled: bool) -> Callable[..., None]:
     return torch._fused_adamw_ if decoupled else torch._fused_adam_  # pyright: ignore[reportReturnType]
 
 
+FUSED_STEPS: tuple[Any, ...] = (
+    torch.ops.aten._fused_adamw_,
+    torch.ops.aten._fused_adam_,
+    torch.ops.aten._fused_sgd_,
+)
+"""The operators that are an optimizer's whole step, in place."""
+
 unflatten: Callable[[Tensor, list[Tensor]], tuple[Tensor, ...]] = cast(
     Any, torch._C
 )._nn.unflatten_dense_tensors

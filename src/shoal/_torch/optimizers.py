@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any, cast
 
@@ -16,6 +17,25 @@ def offer_foreach(cls: type) -> None:
         classes: list[type] = sys.modules[module]._foreach_supported_types
         if cls not in classes:
             classes.append(cls)
+
+
+@contextmanager
+def as_accelerated(device_type: str) -> Iterator[None]:
+    """Let optimizers take fused and multi-tensor steps on a type of device, in a `with` block."""
+    module: Any = sys.modules["torch.optim.optimizer"]
+    names = ("_get_fused_kernels_supported_devices", "_get_foreach_kernels_supported_devices")
+    before = {name: getattr(module, name) for name in names}
+
+    def also(name: str) -> Callable[[], list[str]]:
+        return lambda: [*before[name](), device_type]
+
+    try:
+        for name in names:
+            setattr(module, name, also(name))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(module, name, function)
 
 
 def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimizer], Any]:

@@ -23,6 +23,7 @@ import torch
 
 from shoal._torch import cuda
 from shoal._torch import storage as torch_storage
+from shoal.comm.imagined_device import imagined, resizer
 
 _CHUNK = 2 << 20
 _FAILED = ctypes.c_void_p(-1).value
@@ -72,7 +73,8 @@ class Arena:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.swaps = torch_storage.can_swap_memory()
+        self._notes = imagined() if device.type == "meta" else None
+        self.swaps = (self._notes or torch_storage).can_swap_memory()
         """Whether storages exchange memory; if not, they are resized."""
         self._buries = self.swaps and device.type == "cpu"
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
@@ -93,7 +95,7 @@ class Arena:
     def bury(self, storage: torch.UntypedStorage) -> None:
         """Leave a new storage without memory."""
         if not self._buries:
-            storage.resize_(0)
+            resizer(storage)(0)
 
     def gather_apart(self) -> None:
         """Keep memory of gathers apart from all other, as slots are where storages exchange it.
@@ -143,7 +145,12 @@ class Arena:
     def take_rows(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Memory to reduce from; what is in there is arbitrary."""
         rows = self._rows[numel, dtype]
-        return rows.pop() if rows else torch.empty(numel, dtype=dtype, device=self.device)
+        if rows:
+            return rows.pop()
+        new = torch.empty(numel, dtype=dtype, device=self.device)
+        if self._notes is not None:
+            self._notes.is_for(new.untyped_storage(), "gradient matrices")
+        return new
 
     def give_rows(self, rows: torch.Tensor) -> None:
         """Return what `take_rows` gave, once the current stream may overwrite it."""
@@ -163,7 +170,10 @@ class Arena:
         self._rows.clear()
 
     def _new(self, num_bytes: int) -> torch.UntypedStorage:
-        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        new = torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
+        if self._notes is not None:
+            self._notes.is_for(new, "gathered parameters")
+        return new
 
     def _grave(self, num_bytes: int) -> torch.Tensor:
         if num_bytes == 0:
@@ -187,7 +197,7 @@ class Buffer:
     def _begin(self, storage: torch.UntypedStorage, arena: Arena) -> None:
         self._storage, self._arena = storage, arena
         self._slot: torch.UntypedStorage | None = None
-        self._resize = None if arena.swaps else storage.resize_
+        self._resize = None if arena.swaps else resizer(storage)
 
     @classmethod
     def around(cls, tensor: torch.Tensor, arena: Arena) -> Buffer:

@@ -188,6 +188,7 @@ class FullParameters:
             nn.Parameter(wrapping.full(data.data), requires_grad=False)
             for wrapping, data in zip(wrappings, datas, strict=True)
         )
+        self._is_imagined = arena.device.type == "meta"
         self._freeable = [p for p in self.parameters if type(p) is nn.Parameter]
         self._kind: type[nn.Parameter] = nn.Parameter
         """What the freeable parameters are now: to be computed with, held, or freed."""
@@ -355,6 +356,9 @@ class FullParameters:
         """Whether a tensor lies in the memory of the parameters."""
         if self.extension is not None and self.extension.holds(tensor):
             return True
+        if self._is_imagined:  # everything is at address 0
+            key = storage.storage_key(tensor)
+            return any(key == storage.storage_key(buffer.bytes) for buffer in self._buffers)
         if type(tensor) is torch.Tensor:  # nearly always, and cheaper than to ask its storage
             pointer = tensor.data_ptr()
             return any(

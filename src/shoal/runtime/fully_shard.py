@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shoal._torch import composable
+from shoal.comm.imagined_device import device_of
 from shoal.errors import InvariantError, MeshError, ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout
 from shoal.mesh import (
@@ -21,7 +22,6 @@ from shoal.mesh import (
     DataParallelMeshInfo,
     DDPMeshInfo,
     FSDPMeshInfo,
-    device_of,
     mesh_info_of,
     post_forward_mesh_info,
 )

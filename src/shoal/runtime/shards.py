@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from shoal._torch import storage
+from shoal.comm.imagined_device import imagined
 from shoal.errors import InvariantError, UsageError
 from shoal.layout import Packing, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
@@ -184,6 +185,8 @@ class Shards:
     def _views(self) -> list[torch.Tensor]:
         """This rank's local tensors: memory of the buffer, but each a tensor of its own."""
         views = shard_views(self.packing, self._rank, self.buffer)
+        if imagined() is not None:  # meta memory has no address to make an alias of
+            return views
         return [
             storage.alias(view.reshape(-1).view(torch.uint8)).view(view.dtype).view(view.shape)
             for view in views

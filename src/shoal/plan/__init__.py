@@ -1,0 +1,12 @@
+"""Foresight: what a run will need, before it runs.
+
+from shoal.plan import forecast
+
+forecast(model, inputs, world=8).memory.reserved_peak_bytes
+"""
+
+from shoal.comm.network import Network
+from shoal.plan.accelerators import Accelerator
+from shoal.plan.forecast import Forecast, forecast
+
+__all__ = ["Accelerator", "Forecast", "Network", "forecast"]

@@ -1,0 +1,110 @@
+"""What operators do on CUDA where meta tensors take the CPU's way.
+
+On meta, torch takes normalisation, attention and dropout apart, as on a CPU, and saves what the
+parts save. While a device is imagined they are the kernels that CUDA has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_aten: Any = torch.ops.aten
+
+
+@contextmanager
+def as_on_cuda() -> Iterator[None]:
+    """Let operators on meta tensors be CUDA's, inside of the `with` block."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name, function in _AS_ON_CUDA.items():
+            library.impl(name, function, "AutogradMeta")
+        yield
+    finally:
+        library._destroy()
+
+
+class _RMSNorm(torch.autograd.Function):
+    """One kernel, which keeps the reciprocal norm of each row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, shape: list[int], weight: Tensor | None, eps: float | None
+    ) -> Tensor:
+        rows = x.shape[: x.dim() - len(shape)]
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rstd = x.new_empty((*rows, *[1] * len(shape)), dtype=dtype)
+        ctx.save_for_backward(x, weight, rstd)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, _ = ctx.saved_tensors
+        wants_x, _, wants_weight, _ = ctx.needs_input_grad
+        grad_x = torch.empty_like(x) if wants_x else None
+        grad_weight = torch.empty_like(weight) if wants_weight and weight is not None else None
+        return grad_x, None, grad_weight, None
+
+
+def _rms_norm(
+    x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None
+) -> Tensor:
+    return _RMSNorm.apply(x, normalized_shape, weight, eps)  # pyright: ignore[reportReturnType]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    if enable_gqa and query.shape[-3] != key.shape[-3]:
+        times = query.shape[-3] // key.shape[-3]
+        key, value = (one.repeat_interleave(times, -3) for one in (key, value))
+    if is_half and attn_mask is None and query.shape[-1] <= 256:
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
+    wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
+    return _aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, wants_grad, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
+    if not train or p == 0:
+        return x
+    return _aten.native_dropout(x, p, train)[0]
+
+
+_AS_ON_CUDA = {
+    "rms_norm": _rms_norm,
+    "scaled_dot_product_attention": _attention,
+    "dropout": _dropout,
+}
+
+
+def temporaries_of(func: Any, args: Sequence[Any]) -> list[int]:
+    """The bytes that CUDA's kernel of an operator takes while it runs, in order."""
+    packet = func.overloadpacket
+    if packet is _aten._scaled_dot_product_flash_attention_backward:
+        query = args[1]
+        batch, heads, length, dim = query.shape
+        rows = batch * heads * _round_up(length, 128)
+        return [rows * 4, rows * _round_up(dim, 32 if dim <= 128 else 64) * 4]
+    return []
+
+
+def _round_up(number: int, multiple: int) -> int:
+    return math.ceil(number / multiple) * multiple

@@ -1,0 +1,104 @@
+"""`shoal plan` on files, good ones and bad ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.main import main
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "plan_file.py"
+GOOD = """
+import torch
+def model():
+    return torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
+def inputs(batch=4):
+    return torch.zeros(batch, 64)
+def units(model):
+    return list(model)
+precision = {"param_dtype": torch.bfloat16}
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "good.py"
+    path.write_text(GOOD)
+    return path
+
+
+def test_json_has_what_scripts_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(file), "--world", "8", "--device", "h200", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"allocated_peak_bytes", "reserved_peak_bytes", "by_category"} <= set(found["memory"])
+    assert {"step_ms", "forward_backward_ms", "exposed_ms"} <= set(found["time"])
+    assert found["fits"] is True
+    assert found["assumptions"]
+    assert 0 < found["memory"]["allocated_peak_bytes"] <= found["memory"]["reserved_peak_bytes"]
+
+
+def test_people_see_categories_and_a_verdict(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(file), "--batch", "16", "--network", "ib", "--world", "64"]) == 0
+    said = capsys.readouterr().out
+    assert "optimizer state" in said
+    assert "fits into" in said
+    assert "exposed" in said
+
+
+def test_the_example_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(EXAMPLE), "--checkpointing", "--sequence", "512"]) == 0
+    assert "0.93 B parameters" in capsys.readouterr().out
+
+
+def test_a_budget_decides_the_exit_code(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(file), "--budget", "80GB"]) == 0
+    assert main(["plan", str(file), "--budget", "0.1GB"]) == 1
+    capsys.readouterr()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def inputs(): pass", "defines no function model()"),
+        ("model = 3\ndef inputs(): pass", "defines no function model()"),
+        ("1 / 0", "raised ZeroDivisionError"),
+        (GOOD + "units = 3", "units is a int, not a function"),
+        (GOOD + "precision = {'dtype': torch.bfloat16}", "expected precision to be a dict"),
+        (GOOD + "precision = {'param_dtype': 16}", "expected a torch.dtype"),
+        (GOOD + "def model(): return 3", "expected model() to return an nn.Module"),
+    ],
+)
+def test_bad_files_are_named(
+    text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.py"
+    path.write_text(text)
+    assert main(["plan", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--sequence", "8"], "--sequence needs inputs(sequence=...)"),
+        (["--world", "0"], "expected a number of 1 or more"),
+        (["--device", "abacus"], "unknown device 'abacus'"),
+        (["--budget", "lots"], "expected gigabytes"),
+        (["--reshard", "maybe"], "expected a number of 1 or more"),
+        (["--wrld", "8"], "Did you mean --world?"),
+    ],
+)
+def test_bad_flags_are_named(
+    flags: list[str], words: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", str(file), *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_missing_file_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(tmp_path / "nothing.py")]) == 2
+    assert "there is no file" in capsys.readouterr().err
