@@ -1,5 +1,7 @@
 """What documents say is what was measured."""
 
+import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -27,6 +29,16 @@ def test_documents_quote_the_stored_results(page: str) -> None:
     assert "<!-- shoal bench: " in text
     written = write_tables(text, stored_results(ROOT / "benchmarks" / "results"))
     assert text == written, "run: python benchmarks/tables.py"
+
+
+def test_the_picture_of_the_hosts_cost_is_of_the_stored_result() -> None:
+    scaling = runpy.run_path(str(ROOT / "benchmarks" / "scaling.py"))
+    (*_, newest) = sorted((ROOT / "benchmarks" / "results").glob("*-scaling-cpu.json"))
+    drawn = scaling["draw"](json.loads(newest.read_text())["figures"])
+    assert (ROOT / "docs" / "images" / "scaling.svg").read_text() == drawn
+    page = (ROOT / "docs" / "bench.md").read_text()
+    assert "(images/scaling.svg)" in page
+    assert newest.name in page
 
 
 def table(results, what: str) -> list[str]:
