@@ -8,22 +8,14 @@ until it is idle again.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shlex
 import statistics
-import sys
 import tempfile
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 
-import torch
-
-from shoal.bench.cases import CASES, Mode, Run
+from shoal.bench.cases import Run
 from shoal.bench.engines import ENGINES
 from shoal.bench.group import join
-from shoal.bench.host import describe_host
+from shoal.bench.script import flags, run_of, store, turns
 from shoal.bench.workbench import Workbench, build_model
 
 NAMES = ("fsdp1", "fsdp2", "shoal", "shoal-flat", "shoal-wrapper")
@@ -31,38 +23,25 @@ NAMES = ("fsdp1", "fsdp2", "shoal", "shoal-flat", "shoal-wrapper")
 
 def main() -> None:
     """Measure, print a table, and write a file if one is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, rounds=16, quick="a tiny model")
     parser.add_argument("--engines", nargs="+", choices=NAMES, default=list(NAMES))
-    parser.add_argument("--rounds", type=int, default=16)
-    parser.add_argument("--quick", action="store_true", help="a tiny model")
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     found = measure(options.engines, options.rounds, quick=options.quick)
     for name, of in found.items():
         print(f"{name:16}" + "".join(f"{key} {value:6.3f}   " for key, value in of.items()))
-    if options.out is not None:
-        record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "host": asdict(describe_host()),
-            "settings": {"rounds": options.rounds, "quick": options.quick},
-            "ms": found,
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {"rounds": options.rounds, "quick": options.quick}
+    store(options.out, settings=settings, ms=found)
 
 
 def measure(names: list[str], rounds: int, *, quick: bool) -> dict[str, dict[str, float]]:
     """Milliseconds of a step, for each engine."""
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    case = CASES[0].quickly() if quick else CASES[0]
-    runs = [Run(case=case, engine=n, mode=Mode.EAGER, device_type=device_type) for n in names]
+    runs = [run_of("B1-8", name, quick=quick) for name in names]
     with tempfile.TemporaryDirectory() as folder:
         join(runs[0], 0, Path(folder) / "store")
         benches = {run.engine: _bench(run) for run in runs}
         taken: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(rounds):
-            for name, bench in benches.items():
-                taken[name] += bench.time_optimizer(1).optimizer_ms
+        for _, name in turns(benches, rounds):
+            taken[name] += benches[name].time_optimizer(1).optimizer_ms
     return {
         name: {"median": statistics.median(of), "fastest": min(of)} for name, of in taken.items()
     }

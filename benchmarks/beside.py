@@ -13,14 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import statistics
 import subprocess
 import sys
 import tempfile
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+from shoal.bench.script import flags, store
 
 NEW = Path(__file__).resolve().parents[1] / "src"
 FIGURES = ("forward_backward_ms", "host_ms", "optimizer_ms")
@@ -30,14 +30,11 @@ Key = tuple[str, str, str, str]
 
 def main() -> None:
     """Measure, print a table, and write a file if one is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, rounds=2, quick="tiny models")
     parser.add_argument("--old", type=Path, required=True, help="the older src folder")
     parser.add_argument("--cases", default="B1-8,B2,B3,B4,B5")
     parser.add_argument("--engines", default="shoal,shoal-flat")
     parser.add_argument("--modes", default="eager")
-    parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="tiny models: measures nothing")
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     versions = {"old": options.old.resolve(), "new": NEW}
     seen: dict[str, dict[Key, list[float]]] = {"old": {}, "new": {}}
@@ -108,8 +105,6 @@ def write(
     host: Any,
 ) -> None:
     """Keep what was measured so far."""
-    if options.out is None:
-        return
     figures = [
         {"case": case, "engine": engine, "mode": mode, "figure": figure, **both}
         for case, engine, mode, figure in sorted(seen["old"].keys() | seen["new"].keys())
@@ -117,14 +112,7 @@ def write(
             {name: seen[name].get((case, engine, mode, figure), []) for name in ("old", "new")}
         ]
     ]
-    kept = {
-        "command": shlex.join(["python", *sys.argv]),
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "host": host,
-        "figures": figures,
-        "failures": failures,
-    }
-    options.out.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
+    store(options.out, host=host, figures=figures, failures=failures)
 
 
 if __name__ == "__main__":

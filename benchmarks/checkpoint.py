@@ -11,29 +11,21 @@ of the processor are kept beside those of the clock, which others on the machine
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import shlex
 import shutil
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import multiprocessing
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from shoal.bench.host import describe_host
+from shoal.bench.script import flags, on_ranks, store
 from shoal.checkpoint import async_save, load, save
 
 Stall = tuple[Callable[[], Any], Callable[[Any], object]]
@@ -42,48 +34,31 @@ Stall = tuple[Callable[[], Any], Callable[[Any], object]]
 
 def main() -> None:
     """Measure, print a table, and write a file if one is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, rounds=5)
     parser.add_argument("--mib", type=int, default=256, help="size of all tensors together")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="where to save; a temporary folder by default")
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        arguments = (options.ranks, options.mib, options.rounds, folder)
-        multiprocessing.spawn(_rank, arguments, nprocs=options.ranks)
-        found = json.loads((Path(folder) / "found.json").read_text())
+        found = on_ranks(options.ranks, _rank, options.mib, options.rounds, folder)
     print(f"{options.mib} MiB on {options.ranks} gloo ranks, median of {options.rounds} rounds")
     for name, of in found.items():
         ratio = of["shoal_ms"] / of["dcp_ms"]
         busy = of["shoal_cpu_ms"] / of["dcp_cpu_ms"]
         times = f"shoal {of['shoal_ms']:8.1f} ms   DCP {of['dcp_ms']:8.1f} ms   {ratio:.2f}"
         print(f"{name:6} {times}   in processor time {busy:.2f}")
-    if options.out is not None:
-        record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "host": asdict(describe_host()),
-            "settings": {"mib": options.mib, "ranks": options.ranks, "rounds": options.rounds},
-            "results": found,
-        }
-        options.out.write_text(json.dumps(record, indent=2) + "\n")
+    settings = {"mib": options.mib, "ranks": options.ranks, "rounds": options.rounds}
+    store(options.out, settings=settings, results=found)
 
 
-def _rank(rank: int, num_ranks: int, mib: int, rounds: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def _rank(mib: int, rounds: int, folder: str) -> dict[str, Any]:
     warnings.filterwarnings("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store = dist.FileStore(f"{folder}/store", num_ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     state, target = _state(mib, 1.0), _state(mib, 0.0)
     found = _measure(Path(folder), rounds, state, target)
     for name, value in state.items():
         if not torch.equal(value.to_local(), target[name].to_local()):
             raise AssertionError(f"{name} did not come back")
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    return found
 
 
 def _state(mib: int, scale: float) -> dict[str, Any]:

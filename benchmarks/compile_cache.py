@@ -12,21 +12,17 @@ included; the rest is Dynamo's, which reads the program and makes guards in ever
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-from shoal.bench.host import describe_host
+from shoal.bench.script import flags, store
 from shoal.train.config import ModelConfig
 from shoal.train.model import Transformer, next_byte_loss
 
@@ -37,10 +33,8 @@ SECONDS = ("first_step_s", "step_s", "compile_s", "ours_s", "dynamo_s")
 
 def main() -> None:
     """Measure, print a table, and write a file if one is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = flags(__doc__, rounds=5)
     parser.add_argument("--inner", choices=INNER, nargs="+", default=list(INNER))
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     parser.add_argument("--measure", choices=INNER, help="measure once, in this process")
     options = parser.parse_args()
     if options.measure is not None:
@@ -51,20 +45,9 @@ def main() -> None:
     for inner, of in found.items():
         for how in ("cold", "warm", "ratio"):
             print(f"{inner:10}{how:8}" + "".join(f"{of[how][name]:14.2f}" for name in SECONDS))
-    if options.out is not None:
-        record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "host": asdict(describe_host()),
-            "settings": {
-                "rounds": options.rounds,
-                "threads": 1,
-                "batch": BATCH,
-                "model": asdict(ModelConfig()),
-            },
-            "results": found,
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    model = asdict(ModelConfig())
+    settings = {"rounds": options.rounds, "threads": 1, "batch": BATCH, "model": model}
+    store(options.out, settings=settings, results=found)
 
 
 def _rounds(inner: str, rounds: int) -> dict[str, Any]:

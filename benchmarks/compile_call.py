@@ -10,21 +10,14 @@ autograd.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shlex
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
 from types import FunctionType
 
 import torch
 from torch import Tensor, nn
 
-from shoal.bench.host import describe_host
+from shoal.bench.script import flags, store
 from shoal.compile.aot.frame_stack import called_on_own_stack
 
 BACKENDS = ("eager", "aot_eager", "shoal")
@@ -75,9 +68,7 @@ PROGRAMS: dict[str, Callable[[], nn.Module]] = {
 
 def main() -> None:
     """Measure, print a table, and write a file if one is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
+    parser = flags(__doc__, rounds=400)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found = {name: measure(build, options.rounds) for name, build in PROGRAMS.items()}
@@ -90,15 +81,8 @@ def main() -> None:
             ("inference", infer, f"{more:+.1f} us to Dynamo alone"),
         ):
             print(f"{program:14}{how:12}" + "".join(f"{t:11.1f}" for t in row.values()), said)
-    if options.out is not None:
-        record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "host": asdict(describe_host()),
-            "settings": {"rounds": options.rounds, "calls": CALLS, "threads": 1, "width": WIDTH},
-            "us": found,
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {"rounds": options.rounds, "calls": CALLS, "threads": 1, "width": WIDTH}
+    store(options.out, settings=settings, us=found)
 
 
 def measure(build: Callable[[], nn.Module], rounds: int) -> dict[str, dict[str, float]]:

@@ -14,15 +14,15 @@ import itertools
 import json
 import multiprocessing
 import pstats
-import tempfile
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from shoal.bench.cases import CASES, Mode, Run
-from shoal.bench.worker import Stage, _Worker
+from shoal.bench.script import built, run_of
+from shoal.bench.workbench import Workbench
+from shoal.bench.worker import Stage
 
 NUM_STEPS = 5
 GAP_NS = 2000
@@ -53,29 +53,22 @@ def main() -> None:
 
 def profile(options: argparse.Namespace, engine: str, connection: Any) -> None:
     """Build an engine and say what its steps do; the answer is text."""
-    case = next(case for case in CASES if case.name == options.case)
-    if options.quick:
-        case = case.quickly()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    run = Run(case=case, engine=engine, mode=Mode(options.mode), device_type=device)
-    with tempfile.TemporaryDirectory() as folder:
-        worker = _Worker(run, 0, Path(folder))
-        worker.answer(Stage.BUILD)
+    run = run_of(options.case, engine, options.mode, quick=options.quick)
+    with built(run) as worker:
         worker.answer(Stage.COMPUTE)
-        bench = worker._workbench
-        assert bench is not None
-        parts = [f"== {case.name} {engine} {options.mode}"]
-        if device == "cuda":
+        bench = worker.workbench
+        parts = [f"== {run}"]
+        if run.device_type == "cuda":
             kernels = _record(bench)
             parts.append(_kernels(kernels, options.top))
             if options.traces is not None:
-                path = options.traces / f"{case.name}-{engine}.json"
+                path = options.traces / f"{options.case}-{engine}.json"
                 path.write_text(json.dumps(kernels), encoding="utf-8")
-        parts.append(_host(bench, case.shape.num_layers + 1, options.top))
+        parts.append(_host(bench, run.case.shape.num_layers + 1, options.top))
     connection.send("\n".join(parts))
 
 
-def _record(bench: Any) -> list[Kernel]:
+def _record(bench: Workbench) -> list[Kernel]:
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -138,13 +131,9 @@ def _union_ms(spans: list[tuple[float, float]]) -> float:
     return total / 1e6
 
 
-def _host(bench: Any, num_units: int, top: int) -> str:
+def _host(bench: Workbench, num_units: int, top: int) -> str:
     forward, backward = cProfile.Profile(), cProfile.Profile()
-    for _ in range(NUM_STEPS):
-        torch.get_device_module(bench._device).synchronize()
-        loss = forward.runcall(bench._model, bench._tokens, bench._targets)
-        backward.runcall(loss.backward)
-        bench._end_step(loss.detach())
+    bench.take_apart(NUM_STEPS, forward.runcall, backward.runcall)
     each = NUM_STEPS * num_units
     lines: list[str] = []
     for when, profiler in (("forward", forward), ("backward", backward)):

@@ -9,27 +9,20 @@ hands out meanwhile, results included, over the larger local shard; on the rank 
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
-import shlex
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import UTC, datetime
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
 from torch.distributed._shard import sharded_tensor, sharding_spec
 from torch.profiler import profile
 
-from shoal.bench.host import describe_host
+from shoal.bench.script import flags, on_ranks, store
 from shoal.tensor.sharded import ShardedTensor
 from shoal.tensor.spec import ChunkShardingSpec
 from shoal.tensor.transfer import MAX_EXTRA
@@ -39,41 +32,25 @@ Action = Callable[[], object]
 
 def main() -> None:
     """Measure, print a table, and write a file if one is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, rounds=6)
     parser.add_argument("--mib", type=int, default=512, help="size of the whole tensor")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (options.ranks, options.mib, options.rounds, folder)
-        multiprocessing.spawn(_rank, arguments, nprocs=options.ranks)
-        found = json.loads((Path(folder) / "found.json").read_text())
+    found = on_ranks(options.ranks, _rank, options.mib, options.rounds)
     print(f"{options.mib} MiB on {options.ranks} gloo ranks; the cap is {MAX_EXTRA} local shards")
     for name, of in found.items():
         print(
             f"{name:20} shoal {of['shoal']['ms']:7.1f} ms, peak {of['shoal']['peak']:.2f} shards   "
             f"torch {of['torch']['ms']:7.1f} ms, peak {of['torch']['peak']:.2f} shards"
         )
-    if options.out is not None:
-        record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "host": asdict(describe_host()),
-            "settings": {"mib": options.mib, "ranks": options.ranks, "rounds": options.rounds},
-            "max_extra": MAX_EXTRA,
-            "results": found,
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    settings = {"mib": options.mib, "ranks": options.ranks, "rounds": options.rounds}
+    store(options.out, settings=settings, max_extra=MAX_EXTRA, results=found)
 
 
-def _rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
-    torch.set_num_threads(1)
+def _rank(mib: int, rounds: int) -> dict[str, Any]:
+    rank, size = dist.get_rank(), dist.get_world_size()
     os.environ["KINETO_LOG_LEVEL"] = "9"  # else the profiler tells when it starts and stops
     warnings.filterwarnings("ignore", category=FutureWarning, message="Please use DTensor")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
-    )
     num_rows = size * 2 ** round(math.log2(math.sqrt(mib * 2**18) / size))
     shape = (num_rows, mib * 2**18 // num_rows)
     local = torch.randn(num_rows // size, shape[1])
@@ -90,10 +67,7 @@ def _rank(rank: int, size: int, mib: int, rounds: int, folder: str) -> None:
             "torch": lambda: _theirs(local, shape).gather(0, whole),
         },
     }
-    results = {name: _measure(arms, rounds, local.nbytes) for name, arms in found.items()}
-    if rank == 0:
-        (Path(folder) / "found.json").write_text(json.dumps(results))
-    dist.destroy_process_group()
+    return {name: _measure(arms, rounds, local.nbytes) for name, arms in found.items()}
 
 
 def _measure(arms: dict[str, Action], rounds: int, shard_bytes: int) -> dict[str, dict[str, float]]:

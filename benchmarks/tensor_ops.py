@@ -10,24 +10,17 @@ of torch come through Python, in this process from then on.
 
 from __future__ import annotations
 
-import argparse
-import json
-import shlex
-import sys
 import time
 import timeit
 from collections.abc import Callable
-from dataclasses import asdict
-from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shoal.bench.host import describe_host
+from shoal.bench.script import flags, store
 from shoal.layout import Flat, ParamSpec
 from shoal.tensor import Listed, Packed, ShardedTensor
 from shoal.tensor.spec import ChunkShardingSpec
@@ -64,10 +57,8 @@ STEPS: dict[str, Callable[[list[Any]], Callable[[], object]]] = {
 
 def main() -> None:
     """Measure, print two tables, and write a file if one is named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser = flags(__doc__, rounds=40)
     parser.add_argument("--params", type=int, default=150, help="parameters of a step")
-    parser.add_argument("--rounds", type=int, default=40)
-    parser.add_argument("--out", type=Path, help="where to write the results as JSON")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
@@ -79,15 +70,7 @@ def main() -> None:
     dist.destroy_process_group()
     _print(f"one operation, in µs; over the local one it may cost {LIMIT_US:.0f}", single)
     _print(f"a step over {options.params} parameters, in µs", steps)
-    if options.out is not None:
-        record = {
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "host": asdict(describe_host()),
-            "operations_us": single,
-            "steps_us": steps,
-        }
-        options.out.write_text(json.dumps(record, indent=1) + "\n")
+    store(options.out, operations_us=single, steps_us=steps)
 
 
 def _local(num: int) -> list[Tensor]:

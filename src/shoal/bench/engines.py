@@ -51,6 +51,11 @@ class Engine:
     gather_apart: Callable[[nn.Module], None] = lambda model: None
     """Lets its gathers share memory with nothing else, after a first step (see `KeptGathers`)."""
 
+    @property
+    def shards(self) -> bool:
+        """Whether each rank keeps a part: these cast, as nobody else does."""
+        return self.casts
+
 
 def refusal(run: Run) -> str | None:
     """Why this run cannot be made on this machine, or None if it can."""

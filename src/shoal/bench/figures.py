@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from enum import StrEnum
 
@@ -77,6 +77,9 @@ class ComputeRound:
     """From an idle device until it is idle again."""
     host_ms: tuple[float, ...]
     """From an idle device until Python has the control back. CUDA only: on CPU it is `wall_ms`."""
+    forward_ms: tuple[float, ...] = ()
+    """CUDA: of the same steps as `forward_backward_ms`, until the last kernel of forward is over.
+    Empty on CPU, and in older files."""
     probe_ms: float | None = None
     """What a little fixed Python took on the chosen core before the round: the host's speed then.
     CUDA only."""
@@ -99,6 +102,16 @@ class Figures(Built):
     host_ms: float | None
     optimizer_ms: float
 
+    @property
+    def device_type(self) -> DeviceType:
+        """Where it was measured, as the memory tells."""
+        return "cpu" if self.memory.allocated_gib is None else "cuda"
+
+
+def of_round(device_type: DeviceType, samples: Sequence[float]) -> float:
+    """What stands for the steps of one round: the median on CUDA, the minimum on CPU."""
+    return float(min(samples) if device_type == "cpu" else statistics.median(samples))
+
 
 def summarise(
     device_type: DeviceType,
@@ -106,14 +119,13 @@ def summarise(
     compute: list[ComputeRound],
     optimizer: list[OptimizerRound],
 ) -> Figures:
-    """Take each round's median on CUDA and its minimum on CPU, and of these the quietest round's.
+    """Take for each figure the round in which it was the smallest (`of_round`).
 
     What else a machine does only ever makes a step slower, and comes and goes in seconds.
     """
-    of_round = min if device_type == "cpu" else statistics.median
 
     def over(rounds: Iterable[tuple[float, ...]]) -> float | None:
-        return min((float(of_round(one)) for one in rounds if one), default=None)
+        return min((of_round(device_type, one) for one in rounds if one), default=None)
 
     def known(value: float | None, name: str) -> float:
         if value is None:

@@ -54,6 +54,16 @@ class ModelShape:
         return max(8 * self.dim // 3 // HIDDEN_MULTIPLE, 1) * HIDDEN_MULTIPLE
 
     @property
+    def block_numel(self) -> int:
+        """Elements of a block's parameters: four projections, three matrices, two norms."""
+        return self.dim * (4 * self.dim + 3 * self.hidden_dim + 2)
+
+    @property
+    def root_numel(self) -> int:
+        """Elements of what is in no block: embedding, head and last norm."""
+        return self.dim * (2 * self.vocab_size + 1)
+
+    @property
     def std(self) -> float:
         """Of all parameters: what keeps the variance of queries, keys and logits at 1."""
         return self.dim**-0.25

@@ -16,12 +16,14 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from shoal import files
 from shoal.bench.cases import Case, Mode
 from shoal.bench.figures import ComputeRound, Figures, Gathers, OptimizerRound
+from shoal.bench.floor import Floor, floor_of
 from shoal.bench.host import Host
 from shoal.errors import UsageError
 
 SCHEMA = 2
 _READ = (1, SCHEMA)
 """Schema 1 has the memory of each round beside its times; the figures say the same."""
+_FLOORS = "floors"
 
 
 class Status(StrEnum):
@@ -96,6 +98,14 @@ class Results:
             if record.case not in self.cases or record.source >= len(self.sources):
                 raise ValueError(f"{record.key} refers to a case or source that is not there")
 
+    def floor(self, case: str, mode: Mode) -> Floor | str:
+        """The limit for sharded engines in a case and mode, or why there is none."""
+        plain = self.find(case, "plain", mode)
+        if plain is None or plain.figures is None:
+            return "plain was not measured"
+        described = self.cases[case]
+        return floor_of(described, plain.device, plain.figures, plain.compute_rounds)
+
     def find(self, case: str, engine: str, mode: Mode) -> Record | None:
         """The record of one run."""
         for record in self.records:
@@ -114,8 +124,21 @@ def describe_case(case: Case) -> dict[str, object]:
 def write_results(results: Results, path: Path) -> None:
     """Write the file in one piece, so that a cut never leaves half of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    document = {"schema": SCHEMA, **asdict(results)}
+    document = {"schema": SCHEMA, **asdict(results), _FLOORS: _floors(results)}
     files.replace(path, (json.dumps(document, indent=1) + "\n").encode()).close()
+
+
+def _floors(results: Results) -> list[dict[str, object]]:
+    """The limits beside the figures, for who reads the file. They follow from what it says."""
+    found: list[dict[str, object]] = []
+    for case, mode in dict.fromkeys((r.case, r.mode) for r in results.records if r.figures):
+        floor = results.floor(case, mode)
+        if isinstance(floor, Floor):
+            told = {**asdict(floor), "plain_ms": floor.plain_ms, "ms": floor.ms}
+            found.append({"case": case, "mode": mode, **told, "ratio": floor.ratio})
+        else:
+            found.append({"case": case, "mode": mode, "reason": floor})
+    return found
 
 
 def read_results(path: Path) -> Results:
@@ -134,6 +157,7 @@ def read_results(path: Path) -> Results:
             "name a file `shoal bench` wrote, or measure again"
         )
     del document["schema"]
+    document.pop(_FLOORS, None)  # made anew by whoever asks
     try:
         return _read(Results, document)
     except (AttributeError, TypeError, ValueError) as error:

@@ -8,7 +8,9 @@ every step, warm-up included, is looked at when the steps are over. The optimize
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +24,13 @@ from shoal.comm.modelled import ModelledGroup
 from shoal.optim import AdamW
 
 SEED = 0
+
+Call = Callable[..., Any]
+"""Calls the function it is given with the arguments that follow, and returns the result."""
+
+
+def _call(function: Callable[..., Any], *args: object) -> Any:
+    return function(*args)
 
 
 def build_model(run: Run) -> BenchTransformer:
@@ -54,12 +63,23 @@ class Workbench:
         gc.collect()
         self.rest()
 
-    def step(self) -> Tensor:
-        """Forward and backward; returns the loss."""
+    @property
+    def model(self) -> nn.Module:
+        """The wrapped model."""
+        return self._model
+
+    def step(
+        self,
+        forward: Call = _call,
+        between: Callable[[], object] = lambda: None,
+        backward: Call = _call,
+    ) -> Tensor:
+        """Forward and backward, either called by what is passed; returns the loss."""
         if self._run.mode is Mode.CUDAGRAPHS:
             torch.compiler.cudagraph_mark_step_begin()
-        loss = self._model(self._tokens, self._targets)
-        loss.backward()
+        loss: Tensor = forward(self._model, self._tokens, self._targets)
+        between()
+        backward(loss.backward)
         return loss.detach()
 
     def warm_up(self, steps: int) -> None:
@@ -93,11 +113,19 @@ class Workbench:
         self._train(steps)
         return read_peak(self._device)
 
+    def take_apart(self, steps: int, forward: Call, backward: Call) -> None:
+        """Untimed steps, each from an idle device, whose halves are called by others: profilers."""
+        for _ in range(steps):
+            self._synchronize()
+            self._end_step(self.step(forward=forward, backward=backward))
+        self._check_losses()
+
     def time_compute(self, steps: int) -> ComputeRound:
         """Time forward+backward: in a row on CUDA, then a few from an idle device."""
         in_a_row: tuple[float, ...] = ()
+        forward_ms: tuple[float, ...] = ()
         if self._device.type == "cuda":
-            in_a_row = self._in_a_row(steps)
+            in_a_row, forward_ms = self._in_a_row(steps)
             steps = -(-steps // 3)
         wall_ms: list[float] = []
         host_ms: list[float] = []
@@ -115,6 +143,7 @@ class Workbench:
             forward_backward_ms=in_a_row or tuple(wall_ms),
             wall_ms=tuple(wall_ms),
             host_ms=tuple(host_ms) if self._device.type == "cuda" else (),
+            forward_ms=forward_ms,
         )
 
     def time_optimizer(self, steps: int) -> OptimizerRound:
@@ -141,19 +170,20 @@ class Workbench:
         self._check_losses()
         return tuple(optimizer_ms)
 
-    def _in_a_row(self, steps: int) -> tuple[float, ...]:
-        spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+    def _in_a_row(self, steps: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Of each step, the time of all of it and that of its forward."""
+        spans: list[tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event]] = []
         for _ in range(steps):
-            start = torch.cuda.Event(enable_timing=True)
-            end = torch.cuda.Event(enable_timing=True)
+            start, middle, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
             start.record()
-            loss = self.step()
+            loss = self.step(between=middle.record)
             end.record()
             self._end_step(loss)
             del loss  # a graph that is replayed wants its memory back
-            spans.append((start, end))
+            spans.append((start, middle, end))
         self._synchronize()
-        return tuple(start.elapsed_time(end) for start, end in spans)
+        whole = tuple(start.elapsed_time(end) for start, _, end in spans)
+        return whole, tuple(start.elapsed_time(middle) for start, middle, _ in spans)
 
     def _end_step(self, loss: Tensor) -> None:
         """Keep the loss, drop the gradients."""

@@ -53,7 +53,7 @@ def serve(run: Run, rank: int, folder: Path, rests: bool, connection: Connection
     The ranks of a run share a folder. `rests` gives up memory after each request.
     """
     _enter(log_path(folder, rank))
-    worker = _Worker(run, rank, folder, rests=rests)
+    worker = Worker(run, rank, folder, rests=rests)
     while True:
         try:
             stage, core = connection.recv()
@@ -78,7 +78,9 @@ def _enter(log_path: Path) -> None:
     os.close(log)
 
 
-class _Worker:
+class Worker:
+    """One rank of a run: builds first, then times as often as it is asked."""
+
     def __init__(self, run: Run, rank: int, folder: Path, *, rests: bool = False) -> None:
         self._run = run
         self._rank = rank
@@ -88,18 +90,24 @@ class _Worker:
         self._gathers: Gathers | None = None
         self._workbench: Workbench | None = None
 
+    @property
+    def workbench(self) -> Workbench:
+        """The model and the stopwatch, once they are built."""
+        if self._workbench is None:
+            raise RuntimeError("there is no workbench before build")
+        return self._workbench
+
     def answer(
         self, stage: Stage, core: int | None = None
     ) -> Built | ComputeRound | OptimizerRound:
+        """Do a stage, on a core."""
         reply = self._build() if stage is Stage.BUILD else self._time(stage, core)
         if self._rests and self._workbench is not None:
             self._workbench.rest()
         return reply
 
     def _time(self, stage: Stage, core: int | None) -> ComputeRound | OptimizerRound:
-        workbench, pace = self._workbench, self._run.case.pace
-        if workbench is None:
-            raise RuntimeError(f"{stage.name.lower()} was asked for before build")
+        workbench, pace = self.workbench, self._run.case.pace
         probe_ms = None
         if self._run.device_type == "cuda":
             # Not before the first round, because Inductor compiles on all cores.

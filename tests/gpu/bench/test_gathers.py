@@ -16,7 +16,7 @@ from shoal.bench.engines import ENGINES
 from shoal.bench.figures import Gathers
 from shoal.bench.group import join
 from shoal.bench.workbench import Workbench, build_model
-from shoal.bench.worker import Stage, _Worker
+from shoal.bench.worker import Stage, Worker
 
 SHAPE = replace(CASES[0].shape, dim=512, num_layers=6, num_heads=8, vocab_size=4096)
 CASE = replace(CASES[0], shape=SHAPE, batch_size=2, seq_len=256)
@@ -71,7 +71,7 @@ def test_memory_of_gathers_keeps_its_values(engine: str, case: Case, tmp_path: P
 @pytest.mark.parametrize("engine", [*EAGER, "ddp", "plain"])
 def test_a_worker_keeps_gathers_while_it_times(engine: str, tmp_path: Path) -> None:
     run = Run(case=CASE, engine=engine, mode=Mode.EAGER, device_type="cuda")
-    worker = _Worker(run, 0, tmp_path, rests=True)
+    worker = Worker(run, 0, tmp_path, rests=True)
     built = worker.answer(Stage.BUILD)
     assert getattr(built, "gathers", "?") == (None if engine == "plain" else Gathers.KEPT)
     for stage in (Stage.COMPUTE, Stage.OPTIMIZE):

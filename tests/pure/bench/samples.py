@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.bench.cases import Mode
+from dataclasses import replace
+
+from shoal.bench.cases import CASES, Case, Mode
 from shoal.bench.figures import (
     Built,
     Collectives,
@@ -13,7 +15,7 @@ from shoal.bench.figures import (
     summarise,
 )
 from shoal.bench.host import Host
-from shoal.bench.results import Record, Results, Source, Status
+from shoal.bench.results import Record, Results, Source, Status, describe_case
 
 HOST = Host(
     torch="2.13.0",
@@ -91,3 +93,18 @@ def make_results(
         cases={name: {"name": name, "title": f"what {name} is"} for name in names},
         records=records,
     )
+
+
+H200 = "NVIDIA H200"
+B1 = CASES[0]
+
+
+def make_b1(engine: str, ms: float, *, mode: Mode = Mode.EAGER) -> Record:
+    """A record of B1-8 on a device whose memory bandwidth is known."""
+    record = make_record(engine, ms, case=B1.name, device=H200, mode=mode)
+    assert record.figures is not None
+    return replace(record, figures=replace(record.figures, num_parameters=928_057_344))
+
+
+def make_b1_results(*records: Record, case: Case = B1) -> Results:
+    return replace(make_results(*records), cases={B1.name: describe_case(case)})

@@ -1,8 +1,15 @@
+from dataclasses import replace
 from io import StringIO
 
 from rich.console import Console
 
-from pure.bench.samples import make_missing, make_record, make_results
+from pure.bench.samples import (
+    make_b1,
+    make_b1_results,
+    make_missing,
+    make_record,
+    make_results,
+)
 from shoal.bench.cases import Mode
 from shoal.bench.results import Results, Status, merge
 from shoal.bench.table import describe_record, render
@@ -24,14 +31,14 @@ def test_ratios_are_to_plain_and_to_fsdp2() -> None:
     results = make_results(
         make_record("plain", 30.0), make_record("fsdp2", 90.0), make_record("shoal", 45.0)
     )
-    assert cells(results, "plain")[3:6] == ["30.0", "1.00", "0.33"]
+    assert cells(results, "plain")[3:6] == ["30.0", "1.00", "0.33 (0.33)"]
     assert cells(results, "shoal") == [
         "",
         "shoal",
         "eager",
         "45.0",
-        "1.50",
-        "0.50",
+        "1.50 (1.50)",
+        "0.50 (0.50)",
         "22.5",
         "0.25",
         "11.30 / 17.10",
@@ -48,8 +55,39 @@ def test_a_reference_from_elsewhere_is_marked() -> None:
     plain, shoal = make_results(make_record("plain", 30.0)), make_results(make_record("shoal", 45))
     results = merge([("a", plain), ("b", shoal)], "merge")
     assert cells(results, "shoal")[4] == "1.50†"
-    assert "† the reference was measured by another call" in text(results)
+    assert "† not within rounds: the reference was measured by another call" in text(results)
     assert "†" not in text(plain)
+
+
+def test_the_limit_for_sharded_engines_stands_under_them() -> None:
+    plain, shoal = make_b1("plain", 40.0), make_b1("shoal", 44.0)
+    results = make_b1_results(plain, shoal, make_b1("ddp", 40.5))
+    assert cells(results, "floor")[2:5] == ["eager", "41.4", "1.04"]
+    assert cells(results, "floor")[-1] == "49 · 7,062.7 MB"
+    assert "§" not in text(results), "DDP has whole parameters, and another limit"
+    assert "no floor" not in text(results)
+
+
+def test_better_than_the_limit_is_marked() -> None:
+    results = make_b1_results(make_b1("plain", 40.0), make_b1("shoal", 41.0))
+    assert cells(results, "shoal")[3:5] == ["41.0§", "1.02 (1.02)§"]
+    assert "§ better than the floor" in text(results)
+
+
+def test_a_floor_of_a_host_bound_case_counts_launches() -> None:
+    plain = make_b1("plain", 40.0)
+    assert plain.figures is not None
+    busy = replace(plain, figures=replace(plain.figures, host_ms=39.0))
+    assert "the host is the limit, 39.0 of plain's 40.0 ms; sharding's 83" in text(
+        make_b1_results(busy)
+    )
+    assert "the host is the limit" not in text(make_b1_results(plain))
+
+
+def test_without_a_floor_the_reason_is_told() -> None:
+    results = make_results(make_record("plain", 30.0))
+    assert "no floor for B4 eager: the memory bandwidth of a GPU is not in" in text(results)
+    assert "│ floor " not in text(results)
 
 
 def test_failures_and_refusals_are_shown_with_their_reason() -> None:

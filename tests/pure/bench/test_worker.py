@@ -13,7 +13,7 @@ import torch.distributed as dist
 from shoal.bench.cases import CASES, Mode, Pace, Run
 from shoal.bench.figures import Built, Gathers
 from shoal.bench.model import ValuesError
-from shoal.bench.worker import Stage, _Worker
+from shoal.bench.worker import Stage, Worker
 from shoal.comm.calls import Call, Slots
 from shoal.comm.collectives import Kind
 from shoal.comm.imagined_ranks import receive
@@ -33,9 +33,9 @@ def leave() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def make_worker(engine: str, folder: Path) -> _Worker:
+def make_worker(engine: str, folder: Path) -> Worker:
     run = Run(case=CASE, engine=engine, mode=Mode.EAGER, device_type="cpu")
-    return _Worker(run, 0, folder)
+    return Worker(run, 0, folder)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
