@@ -19,10 +19,12 @@ from harness import ranks
 from oracle import batches, build, full, loss_of, shard
 from shoal.compile import backend, communication
 from shoal.compile.aot.inner import Task, directly
+from shoal.compile.passes.memory import GraphMemory, Use, memory_of
 from shoal.compile.passes.pipeline import sharded
 from shoal.compile.step.compile_step import compile_step
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
+from shoal.passes import Pass
 
 LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Block(5), Whole()]
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -210,7 +212,7 @@ def test_one_gather_and_one_reduction_per_unit(reshards: bool, bucket_mb: float)
 @ranks(2)
 @pytest.mark.parametrize("whole", [False, True])
 def test_as_many_units_are_gathered_ahead_as_setters_say(whole: bool) -> None:
-    """The bound of bytes in flight is that of the unit which computes and of those ahead."""
+    """The bound of gathered bytes is that of the unit which computes and of those ahead."""
     model: Any = build()
     for block in model.blocks:
         fully_shard(block)
@@ -218,7 +220,7 @@ def test_as_many_units_are_gathered_ahead_as_setters_say(whole: bool) -> None:
     bounds: list[int] = []
 
     def bounded(**how: Any) -> Any:
-        bounds.append(how["max_in_flight_bytes"])
+        bounds.append(how["max_gathered_bytes"])
         return sharded(**how)
 
     with patch.object(communication, "sharded", bounded):
@@ -228,6 +230,29 @@ def test_as_many_units_are_gathered_ahead_as_setters_say(whole: bool) -> None:
             step()
     forwards = bounds if whole else bounds[::2]
     assert forwards[0] < forwards[1] <= 2 * forwards[0]
+
+
+@ranks(2)
+def test_two_units_are_gathered_and_one_is_reduced_at_a_time() -> None:
+    """As in the eager engine: the one that computes and the next; and the root, whose use spans."""
+    model: Any = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8)))
+    for layer in model[1:-1]:
+        fully_shard(layer, layout=Flat())
+    fully_shard(model, layout=Flat())
+    memories: list[GraphMemory] = []
+    note = Pass(name="memory", run=lambda graph: memories.append(memory_of(graph)))
+    run = torch.compile(
+        model,
+        backend="shoal",
+        fullgraph=True,
+        options={"bucket_mb": 1e-6, "passes": lambda passes: passes.after("overlap", note)},
+    )
+    run(torch.ones(2, 16)).sum().backward()
+    forward, backward = memories
+    unit, root = 4 * 16 * 16, 2 * 4 * 16 * 16
+    assert forward.most(Use.GATHERED) == root + 2 * unit
+    assert backward.most(Use.GATHERED) == 2 * unit
+    assert backward.most(Use.SENT) == root, "rows of gradients, of which the root's is the largest"
 
 
 @ranks(2)
