@@ -60,7 +60,7 @@ class Bounds:
     What is read by those that run while many others come and go, as the root's, does not count.
     """
     reduced: int | None = None
-    """Bytes of reductions on their way."""
+    """Bytes of reductions on their way, until the last of all collectives starts."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -319,6 +319,10 @@ class _ScheduleWalk:
             heapq.heappop(self.ready)
             self._finish(launch.nodes)
 
+    def _is_last(self, launch: _PendingCollective) -> bool:
+        """Whether all others have started."""
+        return all(one is launch or one.block.comm_node in self.done for one in self.launches)
+
     def _fits(self, launch: _PendingCollective) -> bool:
         if launch.counts:
             held = [*self.gathered, *(one for one in self.in_flight if one.counts)]
@@ -328,12 +332,13 @@ class _ScheduleWalk:
 
     def _in_the_way(self, launch: _PendingCollective) -> _PendingCollective | None:
         """The collective to wait for first, so that there is room for another one."""
-        reductions = [one for one in self.in_flight if not one.gathers]
-        if not launch.gathers and _is_too_much(reductions, launch, self.bounds.reduced):
-            return reductions[0]
         if _is_too_much(self.in_flight, launch, self.bounds.in_flight):
             return self.in_flight[0]
-        return None
+        reductions = [one for one in self.in_flight if not one.gathers]
+        # By the last one all else is freed, and the link would stand still.
+        if launch.gathers or self._is_last(launch):
+            return None
+        return reductions[0] if _is_too_much(reductions, launch, self.bounds.reduced) else None
 
 
 def _is_too_much(
