@@ -162,8 +162,9 @@ def _pieces(
             continue
         held = value(node)
         for name in dependencies.memory(node) - dependencies.memory(*node.all_input_nodes):
-            made_here = isinstance(name, tuple) and name[0] is node
-            one = held[name[1]] if made_here and isinstance(held, list | tuple) else held
+            one = held
+            if isinstance(name, tuple) and name[0] is node and isinstance(held, list | tuple):
+                one = held[name[1]]
             pieces.setdefault(name, _Piece(node=node, num_bytes=held_bytes(one), last=place))
     return pieces
 
@@ -171,7 +172,7 @@ def _pieces(
 def places_of_work(index: Mapping[fx.Node, int], fused: Collection[fx.Node]) -> dict[fx.Node, int]:
     """The place at which each node runs at last: fused ones where those run that read them."""
     places: dict[fx.Node, int] = {}
-    for node in reversed(index):
+    for node in reversed(list(index)):
         readers = (places[user] for user in node.users) if node in fused else (index[node],)
         places[node] = max(readers, default=index[node])
     return places
