@@ -17,7 +17,9 @@ from shoal.compile.options import BackendOptions
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.contract import Pipeline, Report
 from shoal.compile.passes.cost import Costs
+from shoal.compile.passes.memory import memory_of
 from shoal.compile.passes.pipeline import Target, after_collectives, sharded
+from shoal.compile.passes.schedule import Bounds
 from shoal.compile.passes.traffic import timeline
 from shoal.errors import UsageError
 
@@ -41,7 +43,7 @@ def schedule_collectives(lowered: Lowered, options: BackendOptions, prefetch_dep
             if found or options.passes is not None:
                 passes = _passes(found, options, prefetch_depth)
                 report = run_passes(f"collectives, {phase}", passes, module)
-                _log(report, module)
+                _log(report, module, lowered, options)
             run_passes(
                 f"after_collectives, {phase}", after_collectives(Target(options.inner)), module
             )
@@ -51,17 +53,25 @@ def schedule_collectives(lowered: Lowered, options: BackendOptions, prefetch_dep
         raise
 
 
-def _log(report: Report, module: GraphModule) -> None:
-    say(Topic.COLLECTIVES, lambda: f"{report}\n{timeline(module.graph, Costs())}")
+def _log(report: Report, module: GraphModule, lowered: Lowered, options: BackendOptions) -> None:
+    def text() -> str:
+        freed = lowered.freed_in(module)
+        memory = memory_of(module.graph, freed, fuses=options.inner == "inductor")
+        return f"{report}\n{timeline(module.graph, Costs())}\n{memory}"
+
+    say(Topic.COLLECTIVES, text)
 
 
 def _passes(blocks: Sequence[CommBlock], options: BackendOptions, prefetch_depth: int) -> Pipeline:
     """The passes over the collectives of one graph, edited by the user's option if that is set."""
     bucket_bytes = max(1, int(options.bucket_mb * MIB))
+    bounds = _bounds(blocks, bucket_bytes, options.in_flight_mb, prefetch_depth)
     passes = sharded(
         bucket_bytes=bucket_bytes,
         first_bytes=_first_bytes(blocks),
-        max_in_flight_bytes=_bound(blocks, bucket_bytes, options.in_flight_mb, prefetch_depth),
+        max_in_flight_bytes=bounds.in_flight,
+        max_gathered_bytes=bounds.gathered,
+        max_reduced_bytes=bounds.reduced,
         costs=Costs() if options.prefetch == "just_in_time" else None,
     )
     return passes if options.passes is None else _edited(passes, options.passes)
@@ -87,17 +97,27 @@ def _first_bytes(blocks: Sequence[CommBlock]) -> int | None:
     return FIRST_BUCKET_BYTES if reduced > 2 * FIRST_BUCKET_BYTES else None
 
 
-def _bound(
+def _bounds(
     blocks: Sequence[CommBlock], bucket_bytes: int, in_flight_mb: float | None, prefetch_depth: int
-) -> int | None:
-    """How many bytes may be on their way at a time; None for as many as there are.
+) -> Bounds:
+    """How much memory collectives may have at a time.
 
-    By default as many as the largest collectives have: that of the unit which computes, and those
-    of the units ahead.
+    By default as much as in the eager engine: the unit that computes and those ahead are gathered,
+    and one is reduced. They are counted by the largest, so that small ones need not wait.
     """
     if in_flight_mb is not None:
-        return max(1, int(in_flight_mb * MIB))
+        return Bounds(in_flight=max(1, int(in_flight_mb * MIB)))
     if all(block.key.kind in SAME_SIZE for block in blocks):
-        return None
-    sizes = sorted(max(bucket_bytes, block.num_bytes) for block in blocks)
-    return sum(sizes[-1 - prefetch_depth :])
+        return Bounds()
+    gathers = [block for block in blocks if block.key.kind is CommKind.ALL_GATHER]
+    others = [block for block in blocks if block.key.kind is not CommKind.ALL_GATHER]
+    return Bounds(
+        gathered=_of_largest(1 + prefetch_depth, gathers, bucket_bytes),
+        reduced=_of_largest(1, others, bucket_bytes),
+    )
+
+
+def _of_largest(num: int, blocks: Sequence[CommBlock], bucket_bytes: int) -> int | None:
+    """The bytes of so many collectives when all are in buckets; None if there are none."""
+    sizes = sorted((max(bucket_bytes, block.num_bytes) for block in blocks), reverse=True)
+    return sum(sizes[:num]) or None

@@ -14,6 +14,7 @@ from shoal.compile.passes.contract import Fact, Pass, Pipeline, Report
 from shoal.compile.passes.cost import Costs
 from shoal.compile.passes.cost import Hardware as Machine
 from shoal.compile.passes.in_place import average_in_place
+from shoal.compile.passes.memory import GraphMemory, memory_of
 from shoal.compile.passes.metadata import check_graph
 from shoal.compile.passes.pipeline import replicated, sharded
 from shoal.compile.passes.schedule import delay_waits, overlap
@@ -26,6 +27,7 @@ __all__ = [
     "CommKey",
     "Costs",
     "Fact",
+    "GraphMemory",
     "Limits",
     "Machine",
     "Pass",
@@ -44,6 +46,7 @@ __all__ = [
     "get_all_comm_blocks",
     "get_comm_block",
     "keep_gathered",
+    "memory_of",
     "overlap",
     "replicated",
     "sharded",

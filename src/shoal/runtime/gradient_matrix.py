@@ -363,10 +363,11 @@ class MatrixParts:
 
     def __init__(self, packing: Packing, num_columns: int, width: int) -> None:
         self._num_rows = packing.world_size
-        self._bounds = [
+        self.bounds = [
             (start, min(start + width, num_columns)) for start in range(0, num_columns, width)
         ]
-        self._cuts = [_cuts_of(packing, start, stop) for start, stop in self._bounds]
+        """Where each part begins and ends in a row."""
+        self._cuts = [_cuts_of(packing, start, stop) for start, stop in self.bounds]
 
     @classmethod
     def of(cls, packing: Packing, dtype: torch.dtype, part_bytes: int) -> MatrixParts | None:
@@ -386,7 +387,7 @@ class MatrixParts:
     ) -> list[Batch]:
         """A launch for each part, in new memory."""
         batches: list[Batch] = []
-        for (start, stop), cuts in zip(self._bounds, self._cuts, strict=True):
+        for (start, stop), cuts in zip(self.bounds, self._cuts, strict=True):
             rows = torch.empty(self._num_rows * (stop - start), dtype=dtype, device=device)
             batches.append(Batch([rows], partial(self._copy_part, grads, rows, cuts)))
         return batches
@@ -410,7 +411,7 @@ class MatrixParts:
 
     def outputs(self, output: torch.Tensor) -> list[torch.Tensor]:
         """Where each part goes in this rank's row."""
-        return [output[start:stop] for start, stop in self._bounds]
+        return [output[start:stop] for start, stop in self.bounds]
 
 
 def _cuts_of(packing: Packing, start: int, stop: int) -> list[_Cut]:

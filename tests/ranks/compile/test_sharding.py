@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +20,14 @@ from harness import ranks
 from oracle import batches, build, full, loss_of, shard
 from shoal.compile import backend, communication
 from shoal.compile.aot.inner import Task, directly
+from shoal.compile.lowering.graph_unit import GraphUnit
+from shoal.compile.passes.memory import GraphMemory, Use, memory_of
 from shoal.compile.passes.pipeline import sharded
 from shoal.compile.step.compile_step import compile_step
 from shoal.fsdp import MixedPrecisionPolicy, fully_shard
 from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
+from shoal.passes import Pass
+from shoal.runtime import gradient_matrix
 
 LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Block(5), Whole()]
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -210,7 +215,7 @@ def test_one_gather_and_one_reduction_per_unit(reshards: bool, bucket_mb: float)
 @ranks(2)
 @pytest.mark.parametrize("whole", [False, True])
 def test_as_many_units_are_gathered_ahead_as_setters_say(whole: bool) -> None:
-    """The bound of bytes in flight is that of the unit which computes and of those ahead."""
+    """The bound of gathered bytes is that of the unit which computes and of those ahead."""
     model: Any = build()
     for block in model.blocks:
         fully_shard(block)
@@ -218,7 +223,7 @@ def test_as_many_units_are_gathered_ahead_as_setters_say(whole: bool) -> None:
     bounds: list[int] = []
 
     def bounded(**how: Any) -> Any:
-        bounds.append(how["max_in_flight_bytes"])
+        bounds.append(how["max_gathered_bytes"])
         return sharded(**how)
 
     with patch.object(communication, "sharded", bounded):
@@ -228,6 +233,59 @@ def test_as_many_units_are_gathered_ahead_as_setters_say(whole: bool) -> None:
             step()
     forwards = bounds if whole else bounds[::2]
     assert forwards[0] < forwards[1] <= 2 * forwards[0]
+
+
+@ranks(2)
+def test_two_units_are_gathered_and_one_is_reduced_at_a_time() -> None:
+    """As in the eager engine: the one that computes and the next; and the root, whose use spans."""
+    sizes = [8, *[16] * 7, 8]  # the root has as much as a unit
+    model: Any = nn.Sequential(*(nn.Linear(*of, bias=False) for of in itertools.pairwise(sizes)))
+    for layer in model[1:-1]:
+        fully_shard(layer, layout=Flat())
+    fully_shard(model, layout=Flat())
+    memories: list[GraphMemory] = []
+    note = Pass(name="memory", run=lambda graph: memories.append(memory_of(graph)))
+    run = torch.compile(
+        model,
+        backend="shoal",
+        fullgraph=True,
+        options={"bucket_mb": 1e-6, "passes": lambda passes: passes.after("overlap", note)},
+    )
+    run(torch.ones(2, 8)).sum().backward()
+    forward, backward = memories
+    unit = 4 * 16 * 16
+    assert forward.most(Use.GATHERED) == 3 * unit
+    assert backward.most(Use.GATHERED) == 2 * unit
+    sent = backward.by_use[Use.SENT]
+    rows = [place for place, name in enumerate(backward.nodes) if name.startswith("lay_in_row")]
+    assert [sent[place] for place in rows] == [unit] * 6 + [2 * unit], "the last need not wait"
+
+
+@ranks(2)
+@pytest.mark.parametrize("sizes", [[8, *[16] * 3, 40], [5, *[7] * 3, 13]], ids=str)
+def test_a_large_matrix_is_reduced_in_parts_to_the_same_bits(sizes: list[int]) -> None:
+    """As the engine does on CUDA: no other unit has memory of that size."""
+
+    def gradients(large: int) -> tuple[list[torch.Tensor], int]:
+        torch.manual_seed(0)
+        torch._dynamo.reset()
+        model: Any = nn.Sequential(*(nn.Linear(*of) for of in itertools.pairwise(sizes)))
+        for layer in model[1:-1]:
+            fully_shard(layer, layout=Flat(), mp_policy=HALF)
+        fully_shard(model, layout=Flat(), mp_policy=HALF)
+        counts: dict[str, Counter[Any]] = {}
+        on_cuda = patch.object(GraphUnit, "allocates", True)
+        with patch.object(gradient_matrix, "LARGE_BYTES", large), on_cuda:
+            with counting_collectives(counts):
+                options = {"bucket_mb": 1e-6, "cache": False}
+                run = torch.compile(model, backend="shoal", fullgraph=True, options=options)
+                run(torch.randn(4, sizes[0])).float().square().sum().backward()
+        return [full(p.grad) for p in model.parameters()], counts["backward"][REDUCE]
+
+    (whole, num_whole), (parts, num_parts) = gradients(1 << 40), gradients(1)
+    assert num_parts > num_whole
+    for a, b in zip(whole, parts, strict=True):
+        assert torch.equal(a, b)
 
 
 @ranks(2)

@@ -47,6 +47,14 @@ class Lowered:
         """The outputs of forward that are saved for backward: tensors, then symbols."""
         return outputs_of(self.forward)[self.num_visible :]
 
+    def freed_in(self, module: GraphModule) -> list[str]:
+        """The inputs of a graph that nobody keeps: of backward's, what forward made for it."""
+        if module is not self.backward:
+            return []
+        kept = {node.name for node in self.forward.graph.find_nodes(op="placeholder")}
+        inputs = module.graph.find_nodes(op="placeholder")
+        return [node.name for node in inputs if node.name not in kept]
+
     @property
     def free_dims(self) -> dict[int, tuple[int, ...]]:
         """For saved tensors, the dims whose sizes differ from call to call.

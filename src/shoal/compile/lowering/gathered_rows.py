@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from shoal._torch import kernels
+from shoal.errors import InvariantError
 from shoal.layout.even import EvenPacking
 from shoal.layout.packing import Packing
 from shoal.runtime.gradient_matrix import cut
@@ -81,6 +82,45 @@ def matrix_of(
         for stripe in packing.stripes(index):
             stripe.of_rows(matrix).copy_(stripe.of_full(grad.reshape(-1)))
     return matrix
+
+
+def parts_of(
+    packing: Packing,
+    grads: tuple[Tensor | None, ...],
+    dtype: torch.dtype,
+    bounds: Sequence[tuple[int, int]],
+) -> list[Tensor]:
+    """The matrix of gradients in parts, each with some of its columns, laid end to end.
+
+    For packings in which every parameter lies in one run.
+    """
+    runs = _runs(packing)
+    if runs is None:
+        raise InvariantError(f"expected parameters that lie in one run each, got {packing}")
+    num_columns = packing.shard_bytes // packing.params[0].itemsize
+    new_zeros = next(grad for grad in grads if grad is not None).new_zeros
+    pieces: list[tuple[int, Tensor]] = []
+    start = 0
+    for numel, index in _with_gaps(runs, packing.world_size * num_columns):
+        grad = grads[index] if index >= 0 else None
+        pieces.append((start, new_zeros(numel) if grad is None else grad.reshape(-1)))
+        start += numel
+    parts: list[Tensor] = []
+    for first, stop in bounds:
+        row: list[Tensor] = []
+        for rank in range(packing.world_size):
+            lowest, highest = rank * num_columns + first, rank * num_columns + stop
+            for at, piece in pieces:
+                begin, end = max(lowest - at, 0), min(highest - at, piece.numel())
+                if begin < end:
+                    row.append(piece[begin:end])
+        parts.append(lay_in_row(row, dtype))
+    return parts
+
+
+def lies_in_runs(packing: Packing) -> bool:
+    """Whether every parameter lies in one run of the gathered rows."""
+    return _runs(packing) is not None
 
 
 def _runs(packing: Packing) -> Runs | None:

@@ -24,10 +24,16 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from shoal._torch import collectives, dynamo, kernels, storage, traces
-from shoal.compile.lowering.gathered_rows import full_in, matrix_of, place_of
+from shoal.compile.lowering.gathered_rows import (
+    full_in,
+    lies_in_runs,
+    matrix_of,
+    parts_of,
+    place_of,
+)
 from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
-from shoal.runtime.gradient_matrix import cut, examples_of
+from shoal.runtime.gradient_matrix import MatrixParts, cut, examples_of
 from shoal.runtime.module_state import LOWERINGS, ModuleState
 from shoal.runtime.reduction import Division
 from shoal.runtime.unit import Unit
@@ -40,6 +46,9 @@ _REDUCTIONS = {ReduceOp.SUM: "sum", ReduceOp.AVG: "avg"}
 
 _GRAPH_UNIT = "_shoal_graph_unit"
 
+MOST_ROWS = 64
+"""Of a matrix that graphs cut in parts: each row's piece of a part is a node or more."""
+
 
 class GraphUnit:
     """How one unit is gathered and reduced by a graph."""
@@ -47,6 +56,8 @@ class GraphUnit:
     gathers_again: bool
     """Whether backward gathers again, so that full parameters need not be kept for it."""
     prefetch_depth: int
+    allocates = False
+    """Whether it counts also on CPU that memory of a size that nobody else has is kept for it."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
@@ -78,6 +89,10 @@ class GraphUnit:
         self._division = Division.of(
             self.reduce_dtype, unit.size, num_replicas, None, only_sums=unit.device.type == "cpu"
         )
+        in_parts = self.allocates or unit.device.type == "cuda"
+        parts = _parts_of(unit, self.stored, self.reduce_dtype) if in_parts else None
+        self._bounds = [] if parts is None else parts.bounds
+        """The columns of each part of a matrix that is too large to be reduced at once."""
         self.full_leaves = tuple(self._new_full_leaf(index) for index in range(len(self.trained)))
         """For each parameter one of its full shape, without memory: what full gradients are for."""
         self.gather: Callable[..., tuple[Tensor, ...]] = dynamo.allowed_in_graph(self._gather)
@@ -171,7 +186,16 @@ class GraphUnit:
     def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Reduce gradients to this rank's shard of them."""
         zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self.leaf.device)
-        shard = matrix_of(self.stored, grads, self.reduce_dtype, zeros).view(-1)
+        if self._bounds:
+            parts = parts_of(self.stored, grads, self.reduce_dtype, self._bounds)
+            shard = torch.cat([self._reduced(part) for part in parts])
+        else:
+            matrix = matrix_of(self.stored, grads, self.reduce_dtype, zeros)
+            shard = self._reduced(matrix.view(-1))
+        return shard.to(self.leaf.dtype)
+
+    def _reduced(self, shard: Tensor) -> Tensor:
+        """This rank's part of a matrix, or of some of its columns, over all ranks."""
         before, after = self._division.before, self._division.after
         if before not in (None, 1):
             shard = shard / before
@@ -181,9 +205,7 @@ class GraphUnit:
         if self._replicas is not None:
             how = _REDUCTIONS[self._division.all_reduce_op]
             shard = collectives.all_reduce_in_graph(shard, self._replicas, how)
-        if after not in (None, 1):
-            shard = shard / after
-        return shard.to(self.leaf.dtype)
+        return shard if after in (None, 1) else shard / after
 
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """One parameter's part of this rank's shard, or of its gradient; a graph may look at it."""
@@ -233,6 +255,15 @@ class GraphUnit:
                 "between the forward and the backward of a captured graph, so these gradients are "
                 "not theirs. Make such changes before forward, or after backward."
             )
+
+
+def _parts_of(unit: Unit, packing: Packing, dtype: torch.dtype) -> MatrixParts | None:
+    """In which parts a graph reduces a unit: as the engine does, for the allocator's sake."""
+    part_bytes = unit.matrix.part_bytes
+    if part_bytes is None or not 1 < unit.size <= MOST_ROWS or not lies_in_runs(packing):
+        return None
+    whole = packing.with_dtypes([dtype] * len(packing.params))
+    return MatrixParts.of(whole, dtype, part_bytes)
 
 
 def _weakly(method: Callable[..., None], unit: GraphUnit, *args: Any) -> Callable[[Tensor], None]:

@@ -18,10 +18,11 @@ SYMBOL_BYTES = 8
 
 def kept_bytes(node: fx.Node) -> int:
     """The memory that stays alive while a node's value is kept; of a view, all that it shows of."""
-    return _bytes(value(node))
+    return held_bytes(value(node))
 
 
-def _bytes(held: Any) -> int:
+def held_bytes(held: Any) -> int:
+    """The memory behind a value: a tensor, several, or a number."""
     if isinstance(held, Tensor):
         own = symbols.num_bytes(held)
         if storage.storage_key(held) is None:
@@ -32,7 +33,7 @@ def _bytes(held: Any) -> int:
         is_expanded = any(isinstance(one, int) and one == 0 for one in held.stride())
         return min(own, whole) if is_expanded else whole
     if isinstance(held, list | tuple):
-        return sum(map(_bytes, held))
+        return sum(map(held_bytes, held))
     return SYMBOL_BYTES
 
 

@@ -150,19 +150,22 @@ def sharded(
     *,
     bucket_bytes: int,
     max_in_flight_bytes: int | None,
+    max_gathered_bytes: int | None = None,
+    max_reduced_bytes: int | None = None,
     first_bytes: int | None = FIRST_BUCKET_BYTES,
     costs: Costs | None = None,
 ) -> Pipeline:
     """For graphs that gather parameters and scatter gradients, or average whole ones.
 
     These are the passes that a user's option `passes` edits. The first bucket of whole gradients
-    may be smaller, so that it is on its way early. With costs, gathers start just in time instead
-    of as early as there is room.
+    may be smaller, so that it is on its way early. The bounds are those of `overlap`. With costs,
+    gathers start just in time instead of as early as there is room.
     """
     limits = Limits(num_bytes=bucket_bytes)
     first_bytes = None if first_bytes is None else min(bucket_bytes, first_bytes)
     first = Limits(num_bytes=bucket_bytes, first_bytes=first_bytes)
-    bounded = () if max_in_flight_bytes is None else (Fact.BOUNDED_BYTES,)
+    bounds = (max_in_flight_bytes, max_gathered_bytes, max_reduced_bytes)
+    bounded = () if all(bound is None for bound in bounds) else (Fact.BOUNDED_BYTES,)
     # Buckets first, if at all: they would undo an order of single collectives.
     unordered = {Fact.NOT_IN_ORDER_YET}
     buckets = (
@@ -181,6 +184,8 @@ def sharded(
                 provides={Fact.EARLY_STARTS, Fact.LATE_WAITS, *bounded},
                 undoes=unordered,
                 max_in_flight_bytes=max_in_flight_bytes,
+                max_gathered_bytes=max_gathered_bytes,
+                max_reduced_bytes=max_reduced_bytes,
                 costs=costs,
             ),
         ),

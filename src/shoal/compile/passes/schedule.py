@@ -2,10 +2,11 @@
 
 One walk over a graph in its order. What computes keeps its order; around it
 
-- a collective starts as soon as what it sends is there, and the bytes in flight stay within a
-  bound: those whose results are needed first go first;
+- a collective starts as soon as what it sends is there, and there is room for it within the
+  bounds: those whose results are needed first go first;
 - at its own place a reduction starts in any case. If there is no room by then, the oldest ones in
-  flight are waited for. A gather is held back until there is room, or somebody needs it;
+  flight are waited for, before its gradients are laid in a row, so that the memory of the last row
+  is there for the next. A gather is held back until there is room, or somebody needs it;
 - a wait, with views of its result and cheap work on it alone, stands right before the first node
   that needs it.
 
@@ -17,23 +18,28 @@ from __future__ import annotations
 
 import bisect
 import heapq
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate
 
 from torch import fx
 
 from shoal.comm.collectives import Kind as CommKind
-from shoal.compile.node_kinds import NodeKind, closure, is_wait, kind
+from shoal.compile.node_kinds import NodeKind, closure, is_wait, kind, op_name
 from shoal.compile.passes.collectives import collective
 from shoal.compile.passes.comm_block import CommBlock, get_all_comm_blocks
 from shoal.compile.passes.cost import Costs
 from shoal.compile.passes.dependencies import Dependencies, put_in_order
+from shoal.compile.passes.memory import fused_nodes, places_of_work
 from shoal.errors import UsageError
 
 CHEAP = (NodeKind.VIEW, NodeKind.ITEM, NodeKind.CHEAP, NodeKind.SIZE)
 """The kinds of nodes that may move with a collective: cheap to do early, or to put off."""
+
+
+LAY_IN_ROW = "shoal::lay_in_row"
+"""Puts gradients in a row to be reduced: an operator of its own, but nothing computes in it."""
 
 
 def delay_waits(graph: fx.Graph, kinds: Collection[CommKind] = tuple(CommKind)) -> None:
@@ -42,17 +48,43 @@ def delay_waits(graph: fx.Graph, kinds: Collection[CommKind] = tuple(CommKind)) 
     _schedule(graph, blocks, early=False)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """How much memory collectives may have at a time; None: as much as they ask for."""
+
+    in_flight: int | None = None
+    """Bytes of all collectives on their way."""
+    gathered: int | None = None
+    """Bytes of gathers, from the start until the result is read for the last time.
+
+    What is read by those that run while many others come and go, as the root's, does not count.
+    """
+    reduced: int | None = None
+    """Bytes of reductions on their way, until the last of all collectives starts."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            bound = getattr(self, field.name)
+            if bound is not None and bound <= 0:
+                raise UsageError(f"expected a bound above 0 bytes, got {bound}: {field.name}")
+
+
 def overlap(
-    graph: fx.Graph, max_in_flight_bytes: int | None = None, costs: Costs | None = None
+    graph: fx.Graph,
+    max_in_flight_bytes: int | None = None,
+    costs: Costs | None = None,
+    *,
+    max_gathered_bytes: int | None = None,
+    max_reduced_bytes: int | None = None,
 ) -> None:
-    """Start collectives early and wait late, with a bound on what is on its way at a time.
+    """Start collectives early and wait late, with bounds on what they hold at a time (`Bounds`).
 
     With costs, gathers start no earlier than they have to, so that less memory is taken.
     """
-    if max_in_flight_bytes is not None and max_in_flight_bytes <= 0:
-        raise UsageError(f"expected a bound above 0 bytes, got {max_in_flight_bytes}")
-    blocks = get_all_comm_blocks(graph)
-    _schedule(graph, blocks, early=True, bound=max_in_flight_bytes, costs=costs)
+    bounds = Bounds(
+        in_flight=max_in_flight_bytes, gathered=max_gathered_bytes, reduced=max_reduced_bytes
+    )
+    _schedule(graph, get_all_comm_blocks(graph), early=True, bounds=bounds, costs=costs)
 
 
 def _schedule(
@@ -60,12 +92,13 @@ def _schedule(
     blocks: Sequence[CommBlock],
     *,
     early: bool,
-    bound: int | None = None,
+    bounds: Bounds | None = None,
     costs: Costs | None = None,
 ) -> None:
     """Put the nodes of a graph in the order in which they should run."""
     if blocks:
-        walk = _ScheduleWalk(Dependencies(graph), blocks, early=early, bound=bound)
+        bounds = bounds or Bounds()
+        walk = _ScheduleWalk(Dependencies(graph), blocks, early=early, bounds=bounds)
         if costs is not None:
             needs = {one.block.comm_node: one.need for one in walk.launches}
             walk.not_before = start_places(walk.nodes, blocks, needs, costs)
@@ -86,6 +119,13 @@ class _PendingCollective:
     """How many nodes from elsewhere must still run."""
     unfinished: set[fx.Node]
     """The waits that have not run."""
+    counts: bool = False
+    """Whether its result counts as gathered until it is read for the last time."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it is a gather."""
+        return self.block.key.kind is CommKind.ALL_GATHER
 
 
 class _ScheduleWalk:
@@ -97,11 +137,11 @@ class _ScheduleWalk:
         blocks: Sequence[CommBlock],
         *,
         early: bool,
-        bound: int | None,
+        bounds: Bounds,
     ) -> None:
         self.before, self.index = dependencies.before, dependencies.index
         self.nodes = dependencies.nodes
-        self.early, self.bound = early, bound
+        self.early, self.bounds = early, bounds
         self.order: list[fx.Node] = []
         self.done: set[fx.Node] = set()
         self.lazy = self._lazy(blocks)
@@ -111,6 +151,10 @@ class _ScheduleWalk:
         self.prepared = {node for one in self.launches for node in one.nodes}
         self.wait_of = {wait: one for one in self.launches for wait in one.block.wait_nodes}
         self.in_flight: deque[_PendingCollective] = deque()
+        self.gathered: set[_PendingCollective] = set()
+        """Gathers that have ended and whose results are still read."""
+        self.freed_by: defaultdict[fx.Node, list[_PendingCollective]] = defaultdict(list)
+        """By the node that reads the result of a gather for the last time."""
         self.pressing: set[_PendingCollective] = set()
         self.ready: list[tuple[int, int, _PendingCollective]] = []
         self.waiting: dict[fx.Node, list[_PendingCollective]] = {}
@@ -119,6 +163,7 @@ class _ScheduleWalk:
         self.place = 0
         if early:
             self._watch()
+            self._find_last_readers()
 
     def run(self) -> list[fx.Node]:
         """Walk once over the graph."""
@@ -130,7 +175,7 @@ class _ScheduleWalk:
             self._start_early()
             launch = self.start_of.get(node)
             if launch is not None and self._is_due(launch):
-                self._finish(launch.nodes)
+                self._start(launch)
             elif node not in self.lazy and node not in self.prepared:
                 # After the waits that it needs, and after what their end makes room for.
                 self._finish(self.before[node])
@@ -167,14 +212,34 @@ class _ScheduleWalk:
             unfinished=set(block.wait_nodes),
         )
 
+    def _find_last_readers(self) -> None:
+        """Note who reads the result of each gather for the last time, where that frees memory.
+
+        Kernels may be fused: then cheap nodes read when the kernel runs that they end up in.
+        """
+        last = places_of_work(self.index, fused_nodes(self.nodes[0].graph) | self.lazy)
+        gathers = [one for one in self.launches if one.gathers]
+        ends = {one: max(last[wait] for wait in one.block.wait_nodes) for one in gathers}
+        for one, end in ends.items():
+            if end >= len(self.nodes) - 1:
+                continue  # it leaves the graph
+            meanwhile = sum(one.need < other.need < end for other in gathers)
+            one.counts = meanwhile <= 1  # the next one may be needed before this one is done with
+            self.freed_by[self.nodes[end]].append(one)
+
     def _preparation(self, comm_node: fx.Node) -> list[fx.Node]:
-        """The cheap nodes before a collective that serve nothing else, in order."""
+        """The cheap nodes before a collective that serve nothing else, in order.
+
+        And the one that lays gradients in a row: before it has run there is no row.
+        """
         found = {comm_node}
         pending = [comm_node]
         while pending:
             for node in self.before[pending.pop()] - found - self.lazy:
                 own = node.op == "call_function" and all(user in found for user in node.users)
-                if own and kind(node) in CHEAP:
+                if own and op_name(node) == LAY_IN_ROW:
+                    found.add(node)
+                elif own and kind(node) in CHEAP:
                     found.add(node)
                     pending.append(node)
         return sorted(found - {comm_node}, key=self.index.__getitem__)
@@ -189,6 +254,12 @@ class _ScheduleWalk:
                 self.waiting.setdefault(one, []).append(launch)
             if not needed:
                 self._is_ready(launch)
+
+    def _start(self, launch: _PendingCollective) -> None:
+        """Start a collective whose place has come."""
+        if not launch.missing:
+            self._make_room(launch)
+        self._finish(launch.nodes)
 
     def _finish(self, nodes: Iterable[fx.Node]) -> None:
         """Run those of some nodes that were put off, and what they need, in their order."""
@@ -210,6 +281,9 @@ class _ScheduleWalk:
             waited.unfinished.discard(node)
             if not waited.unfinished:
                 self.in_flight.remove(waited)
+                if waited.counts:
+                    self.gathered.add(waited)
+        self.gathered.difference_update(self.freed_by.get(node, ()))
         for one in self.waiting.pop(node, ()):
             one.missing -= 1
             if not one.missing:
@@ -220,8 +294,8 @@ class _ScheduleWalk:
         if launch in self.pressing:
             return  # one in flight needs it to end: this is on the way to room already
         self.pressing.add(launch)
-        while self.in_flight and not self._fits(launch):
-            self._finish(self.in_flight[0].block.wait_nodes)
+        while (others := self._in_the_way(launch)) is not None:
+            self._finish(others.block.wait_nodes)
 
     def _is_ready(self, launch: _PendingCollective) -> None:
         heapq.heappush(self.ready, (launch.need, self.index[launch.block.comm_node], launch))
@@ -232,9 +306,7 @@ class _ScheduleWalk:
         Held back, a gather costs nothing: its result is larger than what it reads. A reduction
         would keep the larger side alive. Without a bound all that is ready has started.
         """
-        return (
-            launch.missing > 0 or not self.early or launch.block.key.kind is not CommKind.ALL_GATHER
-        )
+        return launch.missing > 0 or not self.early or not launch.gathers
 
     def _start_early(self) -> None:
         """Start collectives that are ready, as long as there is room."""
@@ -247,11 +319,35 @@ class _ScheduleWalk:
             heapq.heappop(self.ready)
             self._finish(launch.nodes)
 
+    def _is_last(self, launch: _PendingCollective) -> bool:
+        """Whether all others have started."""
+        return all(one is launch or one.block.comm_node in self.done for one in self.launches)
+
     def _fits(self, launch: _PendingCollective) -> bool:
-        if self.bound is None or not self.in_flight:
-            return True
-        in_flight = sum(one.block.num_bytes for one in self.in_flight)
-        return in_flight + launch.block.num_bytes <= self.bound
+        if launch.counts:
+            held = [*self.gathered, *(one for one in self.in_flight if one.counts)]
+            if _is_too_much(held, launch, self.bounds.gathered):
+                return False
+        return self._in_the_way(launch) is None
+
+    def _in_the_way(self, launch: _PendingCollective) -> _PendingCollective | None:
+        """The collective to wait for first, so that there is room for another one."""
+        if _is_too_much(self.in_flight, launch, self.bounds.in_flight):
+            return self.in_flight[0]
+        reductions = [one for one in self.in_flight if not one.gathers]
+        # By the last one all else is freed, and the link would stand still.
+        if launch.gathers or self._is_last(launch):
+            return None
+        return reductions[0] if _is_too_much(reductions, launch, self.bounds.reduced) else None
+
+
+def _is_too_much(
+    others: Collection[_PendingCollective], launch: _PendingCollective, bound: int | None
+) -> bool:
+    """Whether a collective and others are more than a bound; never if there are no others."""
+    if bound is None or not others:
+        return False
+    return sum(one.block.num_bytes for one in (*others, launch)) > bound
 
 
 MARGIN = 2.0

@@ -20,6 +20,7 @@ from comm_graphs import (
     scatter,
     wait,
 )
+from shoal.compile.lowering.gathered_rows import lay_in_row
 from shoal.errors import UsageError
 from shoal.passes import count_traffic, delay_waits, overlap
 
@@ -178,7 +179,95 @@ def test_inputs_stay_in_front():
     assert kinds == sorted(kinds, key=["placeholder", "call_function", "output"].index)
 
 
-def test_bounds_are_checked():
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_weights_that_are_read_count_as_gathered(num):
+    """The next gather takes the place of the weight that was read for the last time."""
+    run = functools.partial(overlap, max_gathered_bytes=num * SIZE)
+    module = check_same(capture(layers, *layer_args()), layer_args(), run)
+    order = ops(module.graph)
+    products = [place for place, op in enumerate(order) if op == "mm"]
+    started = [order[:place].count("all_gather_into_tensor") for place in products]
+    assert started == [min(5, place + num) for place in range(5)], order
+
+
+def test_a_weight_counts_until_the_kernel_has_run_that_reads_it_last():
+    """A compiler fuses the bias into the cheap work after the product that follows it."""
+
+    def fn(x: Tensor, *shards: Tensor) -> Tensor:
+        for shard in shards:
+            full = wait(gather(shard))
+            scaled = full * 2
+            x = torch.relu(x @ x) + scaled
+        return x
+
+    args = (integers(4, 4), *(integers(4, 4) for _ in range(3)))
+    run = functools.partial(overlap, max_gathered_bytes=SIZE)
+    order = ops(check_same(capture(fn, *args), args, run).graph)
+    adds = [place for place, op in enumerate(order) if op == "add"]
+    gathers = [place for place, op in enumerate(order) if op == "all_gather_into_tensor"]
+    assert gathers[0] < adds[0] < gathers[1] < adds[1] < gathers[2], order
+
+
+def test_what_is_read_in_the_beginning_and_the_end_does_not_count():
+    def fn(x: Tensor, root: Tensor, *shards: Tensor) -> Tensor:
+        full = wait(gather(root))
+        return layers(x @ full, *shards) @ full
+
+    args = (integers(2, 4), integers(4, 4), *layer_args()[1:])
+    run = functools.partial(overlap, max_gathered_bytes=2 * SIZE)
+    order = ops(check_same(capture(fn, *args), args, run).graph)
+    products = [place for place, op in enumerate(order) if op == "mm"]
+    started = [order[:place].count("all_gather_into_tensor") for place in products]
+    assert started == [3, 3, 4, 5, 6, 6, 6], order
+
+
+def backward(x: Tensor, *shards: Tensor) -> list[Tensor]:
+    """Each layer gathers its weight, and reduces the gradients that its end has."""
+    reduced = []
+    for shard in shards:
+        first = x @ wait(gather(shard))
+        second = first @ first
+        reduced.append(scatter(lay_in_row([first, second], torch.float64)))
+        x = second.sign()
+    return [wait(one) + 1 for one in reduced]
+
+
+ROW = 4 * SIZE
+"""Bytes of what a layer reduces."""
+
+
+def test_memory_of_a_row_is_there_for_the_next():
+    """A reduction that has no room is waited for before gradients are laid in another row."""
+    args = (integers(4, 4), *layer_args()[1:])
+    args = (args[0], *(one.float() for one in args[1:]))
+    run = functools.partial(overlap, max_gathered_bytes=2 * SIZE, max_reduced_bytes=ROW)
+    module = check_same(capture(backward, *args), args, run)
+    order = ops(module.graph)
+    rows = [place for place, op in enumerate(order) if op == "lay_in_row"]
+    before = [order[place - 1] == "wait_tensor" for place in rows]
+    assert before == [False, True, True, True, False], "by the last one all else is freed"
+    assert [order[place + 1] for place in rows] == ["reduce_scatter_tensor"] * 5, order
+
+
+def test_gathers_do_not_make_room_for_reductions():
+    """They go first, and are waited for where their results are read."""
+    args = (integers(4, 4), *(one.float() for one in layer_args()[1:]))
+    run = functools.partial(overlap, max_gathered_bytes=2 * SIZE, max_reduced_bytes=ROW)
+    graph = check_same(capture(backward, *args), args, run).graph
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    gathers = [node for node in graph.nodes if "all_gather" in str(node.target)]
+    reductions = [node for node in graph.nodes if "reduce_scatter" in str(node.target)]
+    products = [at for node, at in place.items() if "mm" in str(node.target)]
+    for gathered in gathers:
+        (waited,) = gathered.users
+        first = min(place[user] for user in waited.users)
+        assert not any(place[waited] < at < first for at in products), graph
+    for reduced, following in zip(reductions, gathers[2:], strict=False):
+        assert place[following] < place[reduced], graph
+
+
+@pytest.mark.parametrize("bound", ["in_flight", "gathered", "reduced"])
+def test_bounds_are_checked(bound):
     graph = capture(layers, *layer_args()).graph
-    with pytest.raises(UsageError, match="above 0 bytes, got -1"):
-        overlap(graph, -1)
+    with pytest.raises(UsageError, match=f"above 0 bytes, got -1: {bound}"):
+        overlap(graph, **{f"max_{bound}_bytes": -1})
