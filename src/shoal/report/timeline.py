@@ -67,7 +67,7 @@ _LANES = (
     ),
     _Lane("reduce", (ActionKind.REDUCE,), "in flight"),
     _Lane("free", (ActionKind.FREE, ActionKind.KEEP, ActionKind.DROP)),
-    _Lane("gradients", (ActionKind.TAKE, ActionKind.SUM, ActionKind.PLACE)),
+    _Lane("gradients", (ActionKind.TAKE, ActionKind.SUM, ActionKind.PACK, ActionKind.PLACE)),
     _Lane("optimizer", (OPTIMIZER,)),
 )
 """From top to bottom. Kinds that are in none take no time and move no bytes."""

@@ -20,7 +20,7 @@ from shoal.errors import InvariantError
 from shoal.runtime.arena import Arena
 from shoal.runtime.gradient_matrix import limit_parts
 from shoal.runtime.recorder import Recorder
-from shoal.runtime.reduction import Reduction
+from shoal.runtime.reduction import Packed, Reduction
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import PERFORM, Unit
 from shoal.step.action import OF_FULL, Action, ActionKind, Actions
@@ -44,8 +44,8 @@ class Context:
         """The output that backward was last arranged to be noticed at, and by what."""
         self._taken: dict[Unit, dict[int, torch.Tensor]] = {}
         """Gradients between the moment that they are taken and that of their reduction."""
-        self._num_reduced = 0
-        """In this backward."""
+        self._packed: dict[Unit, Packed | None] = {}
+        """The same, once they are in one matrix; None: there is nothing to reduce."""
         self._reductions: deque[Reduction | None] = deque()
         """Those in flight, as the machine counts them; None: there was nothing to reduce."""
         self._arrived: deque[Reduction] = deque()
@@ -155,7 +155,6 @@ class Context:
                 "(module.compile()), or the step with torch.compile(model, backend='shoal')"
             )
         self.clear_broken_backward()
-        self._num_reduced = 0
         # All units at once, and not each when its turn comes: a third of the time.
         for unit in self.units:
             unit.gradients.settle_marks()
@@ -201,6 +200,7 @@ class Context:
         """Free what an unfinished step has gathered."""
         self._end = None
         self._taken.clear()
+        self._packed.clear()
         for unit in self.units:
             unit.noted = None
         self._perform(self.machine.abandon())
@@ -225,7 +225,9 @@ class Context:
         gradients, which is seen by marks that are left on the parameters.
         """
         for unit in self.units:
-            unit.gradients.keep_broken(self._taken.pop(unit, None))
+            packed = self._packed.pop(unit, None)
+            taken = self._taken.pop(unit, None) if packed is None else unit.reducer.unpack(packed)
+            unit.gradients.keep_broken(taken)
         for reduction in self._unfinished():
             reduction.unit.gradients.mark(reduction.indices)
 
@@ -293,10 +295,14 @@ class Context:
     def _take(self, unit: Unit) -> None:
         self._taken[unit] = unit.gradients.take()
 
+    def _pack(self, unit: Unit) -> None:
+        self._packed[unit] = unit.gradients.pack(self._taken.pop(unit))
+
     def _reduce(self, unit: Unit) -> None:
-        beside = self._num_reduced >= _NUM_COPIED_AT_ONCE
-        self._num_reduced += 1
-        self._reductions.append(unit.gradients.launch_reduce(self._taken.pop(unit), beside=beside))
+        packed = self._packed[unit]
+        reduction = None if packed is None else unit.reducer.launch(packed)
+        del self._packed[unit]  # now, since what raises must not lose gradients
+        self._reductions.append(reduction)
 
     def _finish_reduction(self, _: Unit) -> None:
         reduction = self._reductions.popleft()
@@ -321,12 +327,6 @@ class Context:
     def _take_arrived(self) -> None:
         while self._arrived:  # one by one: a user's hook may raise
             self._arrived.popleft().finish()
-
-
-_NUM_COPIED_AT_ONCE = 2
-"""So many reductions of a backward copy gradients in compute's order, and give their memory back
-at once: then the memory of activations is at its peak. Later ones are copied beside compute, which
-is faster, and keeps gradients until they are reduced."""
 
 
 def _compute(_: Context, __: Unit) -> None:
@@ -357,6 +357,7 @@ _PERFORM: dict[ActionKind, Callable[[Context, Unit], None]] = {
     ActionKind.REFUSE_BLIND: _refuse_blind,
     ActionKind.TAKE: Context._take,
     ActionKind.SUM: lambda _, unit: unit.gradients.keep(),
+    ActionKind.PACK: Context._pack,
     ActionKind.REDUCE: Context._reduce,
     ActionKind.FINISH: Context._finish_reduction,
     ActionKind.PLACE: Context._place,

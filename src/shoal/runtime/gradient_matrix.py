@@ -289,6 +289,38 @@ class GradientMatrix:
             self._targets[rows.data_ptr()] = targets
         return targets
 
+    def copy_out(
+        self, indices: Sequence[int], inputs: Sequence[torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """The gradients that were copied to inputs, in new memory and the matrix' dtype."""
+        members = self._unit.shards.members
+        if self._packing is None:
+            return {i: self._column_of(i, inputs).view(members[i].spec.shape) for i in indices}
+        (rows,) = inputs
+        stripes = self._stripes_in(rows)
+        grads: dict[int, torch.Tensor] = {}
+        for index in indices:
+            if self._is_zero_copy[index]:
+                (grads[index],) = (one.clone() for one in stripes[index])
+                continue
+            grad = rows.new_empty(members[index].spec.shape)
+            flat = grad.view(-1)
+            into = [stripe.of_full(flat) for stripe in self._packing.stripes(index)]
+            kernels.foreach_copy(into, stripes[index])
+            grads[index] = grad
+        return grads
+
+    def _column_of(self, index: int, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A gradient among sections and columns, flat and in new memory."""
+        numel = prod(self._unit.shards.members[index].spec.shape)
+        if index in self._alone:
+            return inputs[self._alone.index(index)][:numel].clone()
+        rows = inputs[-1].view(self._unit.size, -1)
+        if numel == 0:
+            return rows.new_empty(0)
+        widths = [self._chunks[i] for i in self._in_order]
+        return rows.split(widths, dim=1)[self._in_order.index(index)].reshape(-1)[:numel].clone()
+
     def _stripes_in(self, rows: torch.Tensor) -> list[list[torch.Tensor]]:
         assert self._packing is not None
         matrix = rows.view(self._unit.size, -1)
@@ -440,18 +472,16 @@ def real_of(row: torch.Tensor) -> torch.Tensor:
 
 
 def limit_parts(matrices: Sequence[GradientMatrix]) -> None:
-    """Let matrices of a size that no other unit has go in parts of half a size that several have.
+    """Let matrices of a size that no other unit has go in parts of a size that several have.
 
-    In halves, because the last reduction of a size that several have may still be in flight: then
-    two blocks of the size of a gather in half the bytes are free. It depends on the declared units
-    alone, so that all ranks cut alike.
+    It depends on the declared units alone, so that all ranks cut alike.
     """
     sizes = Counter(matrix.whole_bytes for matrix in matrices)
     shared = [size for size, count in sizes.items() if count > 1]
     for matrix in matrices:
         own = matrix.whole_bytes
         smaller = [size for size in shared if size < own]
-        matrix.part_bytes = max(smaller) // 2 if sizes[own] == 1 and smaller else None
+        matrix.part_bytes = max(smaller) if sizes[own] == 1 and smaller else None
 
 
 Shape = tuple[int, ...]

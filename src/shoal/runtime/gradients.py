@@ -12,7 +12,7 @@ from shoal._torch import autograd
 from shoal.errors import InvariantError
 from shoal.runtime.full import drop_own_grad, own_grad
 from shoal.runtime.gradient_matrix import Cuts
-from shoal.runtime.reduction import Reduction
+from shoal.runtime.reduction import Packed
 from shoal.runtime.shards import Member
 
 if TYPE_CHECKING:
@@ -105,11 +105,8 @@ class Gradients:
         assert self.unit.notices is not None
         self.unit.notices(self.unit, is_handed_over=True)
 
-    def launch_reduce(self, grads: dict[int, torch.Tensor], *, beside: bool) -> Reduction | None:
-        """Start the reduction of gradients, with those kept from earlier.
-
-        `beside` says that they are copied together beside compute, where there are lanes.
-        """
+    def pack(self, grads: dict[int, torch.Tensor]) -> Packed | None:
+        """Lay gradients out for their reduction, with those kept from earlier, if there are any."""
         kept_unused: set[int] = set()
         if self._kept or self._unused or self.unit.step.has_sums:  # which users may have dropped
             for index, kept in self._kept.items():
@@ -118,7 +115,7 @@ class Gradients:
             self.note_waiting()
         if not grads and not kept_unused and not self.unit.options.reduces_unused:
             return None
-        return self.unit.reducer.launch(grads, kept_unused, beside=beside)
+        return self.unit.reducer.pack(grads, kept_unused)
 
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor

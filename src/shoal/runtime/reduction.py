@@ -151,6 +151,41 @@ class Reduction:
         return mark
 
 
+class Packed:
+    """Gradients of a unit that are laid out for their reduction."""
+
+    __slots__ = ("batches", "division", "grads", "indices", "is_copied", "present", "rows")
+
+    def __init__(
+        self,
+        indices: tuple[int, ...],
+        present: tuple[int, ...],
+        grads: dict[int, torch.Tensor],
+        batches: list[Batch],
+        rows: torch.Tensor | None,
+        division: Division,
+    ) -> None:
+        self.indices = indices
+        """The parameters whose gradients are reduced."""
+        self.present = present
+        """Those of which this rank has gradients."""
+        self.grads = grads
+        """The gradients, until they are copied."""
+        self.batches = batches
+        self.rows = rows
+        """What goes back to the arena afterwards."""
+        self.division = division
+        self.is_copied = False
+
+    def copy(self) -> None:
+        """Copy them to the one batch there is, and give their memory back."""
+        if not self.is_copied:
+            ((batch),) = self.batches
+            batch.copy()
+            self.grads.clear()
+            self.is_copied = True
+
+
 class UnitReducer:
     """Reduces the gradients of one unit: over the ranks that shard, then over replicas."""
 
@@ -161,17 +196,13 @@ class UnitReducer:
         self._division: tuple[object, Division] | None = None
         self._scatters: Callable[[torch.Tensor, Sequence[Pair]], object] | None = None
 
-    def launch(
-        self,
-        grads: dict[int, torch.Tensor],
-        unused: AbstractSet[int] = frozenset(),
-        *,
-        beside: bool = True,
-    ) -> Reduction:
-        """Copy gradients in, zeros for those that other ranks may have, and start reducing.
+    def pack(
+        self, grads: dict[int, torch.Tensor], unused: AbstractSet[int] = frozenset()
+    ) -> Packed:
+        """Lay gradients out, with zeros for those that other ranks may have.
 
-        `beside` says that the copy is made on the lane, and not by compute, which can then give
-        the gradients' memory away.
+        On CUDA they are copied now, in compute's order, and give their memory back: what is
+        gathered next can have it. A matrix in parts is copied part by part when it is reduced.
         """
         unit, matrix = self._unit, self._unit.matrix
         trained = unit.trained
@@ -187,7 +218,17 @@ class UnitReducer:
         batches, rows = matrix.lay_out(
             grads, self._take, in_parts=self._is_plain(), is_written=division.is_before
         )
-        return self._reduce(indices, grads, batches, rows, division, beside=beside)
+        packed = Packed(indices, tuple(sorted(grads)), grads, batches, rows, division)
+        if unit.streams.reducing is not None and len(batches) == 1:
+            packed.copy()
+        return packed
+
+    def unpack(self, packed: Packed) -> dict[int, torch.Tensor]:
+        """Take gradients back that will not be reduced now."""
+        if not packed.is_copied:
+            return packed.grads
+        ((batch),) = packed.batches
+        return self._unit.matrix.copy_out(packed.present, batch.inputs)
 
     def _is_plain(self) -> bool:
         """Whether reductions are the engine's own, on its own stream."""
@@ -213,28 +254,19 @@ class UnitReducer:
             dtypes = {self._unit.full.parameters[index].dtype for index in trained}
         return functools.reduce(torch.promote_types, dtypes)
 
-    def _reduce(
-        self,
-        indices: tuple[int, ...],
-        grads: dict[int, torch.Tensor],
-        batches: list[Batch],
-        rows: torch.Tensor | None,
-        division: Division,
-        *,
-        beside: bool,
-    ) -> Reduction:
-        """Copy gradients together and reduce them; `rows` goes back to the arena afterwards."""
-        unit = self._unit
+    def launch(self, packed: Packed) -> Reduction:
+        """Start reducing."""
+        unit, division, batches = self._unit, packed.division, packed.batches
+        indices = packed.indices
         inputs = [one for batch in batches for one in batch.inputs]
         scatters = unit.transport is not None and unit.size > 1
         output = self._output(inputs[0].dtype, custom=scatters)
         outputs = iter(unit.matrix.outputs(output, len(inputs)))
-        kept = rows if unit.options.reduce_scatter is None else None  # a custom one's does not
+        # The memory of a custom collective does not go back to the arena.
+        kept = packed.rows if unit.options.reduce_scatter is None else None
         lane = unit.streams.reducing
         if lane is None:
-            (batch,) = batches
-            batch.copy()
-            grads.clear()  # their memory may serve the collective
+            packed.copy()
             pairs = list(zip(outputs, inputs, strict=True))
             if scatters and self._is_single(division):
                 pending = self._scatter(output, pairs, division)
@@ -248,12 +280,10 @@ class UnitReducer:
             (rows_of_part,) = part.inputs
             with lane:
                 self._scatter_now(division, output, [(next(outputs), rows_of_part)])
-        if not beside:
+        if not packed.is_copied:
             last.copy()
-            grads.clear()
+            packed.grads.clear()
         with lane:
-            if beside:
-                last.copy()
             self._scatter_now(division, output, list(zip(outputs, last.inputs, strict=True)))
             indices, used = self._complete(indices, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
@@ -265,7 +295,7 @@ class UnitReducer:
             output if host is None else host,
             partial(lane.join, mark),
             # What the lane still reads may not be given to others before compute has joined it.
-            (grads, inputs, output, used),
+            (inputs, output, used),
         )
         if host is not None:
             reduction.host_mark = mark

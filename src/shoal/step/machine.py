@@ -218,8 +218,7 @@ class Machine:
                 if unit.phase is Phase.SHARDED:
                     actions += unit.release()  # a piece kept in vain
                     actions.append(unit.do(ActionKind.FOLLOW))
-                # Nothing computes any more, so there is memory for one more.
-                self._reduce(unit, actions, num_more=1)
+                self._reduce(unit, actions)
             self._settle(unit, actions)
         self._turns.clear()
         for unit in self.units:
@@ -308,12 +307,10 @@ class Machine:
         unit: UnitStep,
         actions: list[Action],
         before: Callable[[UnitStep, list[Action]], None] | None = None,
-        num_more: int = 0,
     ) -> None:
         """Reduce a unit's gradients, if there are some, or keep them.
 
-        `before` says what to launch before that, when the unit is freed. So many reductions more
-        than usual may be in flight.
+        `before` says what to launch before that, when gradients have given their memory back.
         """
         if not unit.settings.reduces:
             # Other ranks may have gradients of it: they have to count on the same ones later.
@@ -324,10 +321,11 @@ class Machine:
             return
         actions.append(unit.do(ActionKind.TAKE))
         self._free(unit, actions)  # before memory is needed for the reduction
+        while len(self._in_flight) >= unit.settings.max_reductions:
+            actions.append(self._in_flight.popleft().do(ActionKind.FINISH))
+        actions.append(unit.do(ActionKind.PACK))
         if before is not None:
             before(unit, actions)
-        while len(self._in_flight) >= unit.settings.max_reductions + num_more:
-            actions.append(self._in_flight.popleft().do(ActionKind.FINISH))
         actions.append(unit.do(ActionKind.REDUCE))
         unit.is_reduced = True
         self._in_flight.append(unit)

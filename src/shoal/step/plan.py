@@ -166,7 +166,7 @@ class Plan:
                 peak = max(peak, now + unit.gathered_bytes)
             elif action.kind in (ActionKind.FREE, ActionKind.KEEP, ActionKind.CANCEL):
                 now -= unit.gathered_bytes
-            elif action.kind is ActionKind.REDUCE:
+            elif action.kind is ActionKind.PACK:
                 now += unit.reduced_bytes
             elif action.kind is ActionKind.FINISH:
                 now -= unit.reduced_bytes

@@ -68,7 +68,7 @@ def test_every_action_is_listed_and_what_takes_time_is_drawn_in_one_lane(
         "wait, finish, cancel",
         "reduce",
         "free, keep, drop",
-        "take, sum, place",
+        "take, sum, pack, place",
         "optimizer",
     ]
     drawn = [action for action in actions if action.kind not in UNDRAWN]

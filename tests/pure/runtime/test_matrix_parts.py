@@ -87,4 +87,4 @@ def test_only_a_size_that_no_other_has_goes_in_parts() -> None:
     sizes = [100, 100, 30, 30, 250, 60]
     all_rows = [SimpleNamespace(whole_bytes=size, part_bytes=-1) for size in sizes]
     limit_parts(cast(Any, all_rows))
-    assert [rows.part_bytes for rows in all_rows] == [None, None, None, None, 50, 15]
+    assert [rows.part_bytes for rows in all_rows] == [None, None, None, None, 100, 30]

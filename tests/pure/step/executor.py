@@ -28,6 +28,7 @@ class Account:
     grads: int = 0
     """How many gradients are on the full parameters."""
     taken: int | None = None
+    packed: int | None = None
     sums: int = 0
     """How many wait for a later reduction."""
     reduced: int = 0
@@ -42,8 +43,6 @@ class Ledger:
     log: list[str] = field(default_factory=list)
     in_flight: list[tuple[UnitStep, int]] = field(default_factory=list)
     refused: list[Action] = field(default_factory=list)
-    is_ending: bool = False
-    """Whether nothing computes any more, so that one more reduction may be in flight."""
 
     def perform(self, actions: Iterable[Action]) -> None:
         for action in actions:
@@ -76,12 +75,17 @@ class Ledger:
                 account.sums += account.grads
                 account.grads = 0
                 unit.has_sums = account.sums > 0
-            case ActionKind.REDUCE:
+            case ActionKind.PACK:
                 assert account.taken is not None, self.log
-                limit = unit.settings.max_reductions + self.is_ending
-                assert len(self.in_flight) < limit, self.log
-                self.in_flight.append((unit, account.taken + account.sums))
+                assert account.packed is None, self.log
+                assert len(self.in_flight) < unit.settings.max_reductions, self.log
+                account.packed = account.taken + account.sums
                 account.taken, account.sums, unit.has_sums = None, 0, False
+            case ActionKind.REDUCE:
+                assert account.packed is not None, self.log
+                assert len(self.in_flight) < unit.settings.max_reductions, self.log
+                self.in_flight.append((unit, account.packed))
+                account.packed = None
             case ActionKind.FINISH:
                 first, num = self.in_flight.pop(0)
                 assert first is unit, self.log

@@ -113,9 +113,7 @@ class Driver:
             if self.draw(st.integers(0, 5)) == 0:
                 self._arrive(unit)
         ledger.note_grads()
-        ledger.is_ending = True
         ledger.perform(machine.end_backward())
-        ledger.is_ending = False
         ledger.check_phases()
         self._check_ended()
 
@@ -196,7 +194,6 @@ def test_a_rehearsed_step_reduces_every_unit_once(
     names = ["root", *order]
     paths = {by_name[name]: path for name, path in PATHS.items()}
     actions = rehearse(machine, [by_name[name] for name in names], paths)
-    ledger.is_ending = True
     ledger.perform(actions)
     reduced = [action.unit.name for action in actions if action.kind is ActionKind.REDUCE]
     assert sorted(reduced) == sorted(set(names) - frozen)
@@ -213,9 +210,10 @@ def test_a_step_of_two_blocks() -> None:
         *("wait a", "forward a", "gather b", "free a"),
         *("wait b", "forward b", "free b", "rest root"),
         *("wake root", "backward root", "gather b"),
-        *("wait b", "backward b", "gather a", "take b", "free b", "reduce b"),
-        *("wait a", "backward a", "take a", "free a", "finish b", "reduce a"),
-        *("take root", "free root", "reduce root", "finish a", "finish root", "place root"),
+        *("wait b", "backward b", "gather a", "take b", "free b", "pack b", "reduce b"),
+        *("wait a", "backward a", "take a", "free a", "finish b", "pack a", "reduce a"),
+        *("take root", "free root", "finish a", "pack root", "reduce root"),
+        *("finish root", "place root"),
     ]
 
 
@@ -224,11 +222,11 @@ def test_gathers_go_before_reductions() -> None:
     machine = Machine(steps, steps[:1])
     paths: Any = {step: () if step.name == "root" else (step.name,) for step in steps}
     log = [str(action) for action in rehearse(machine, steps, paths)]
-    assert log[log.index("backward d") :][:7] == [
-        *("backward d", "gather c", "take d", "free d", "gather b", "reduce d", "wait c")
+    assert log[log.index("backward d") :][:8] == [
+        *("backward d", "gather c", "take d", "free d", "pack d", "gather b", "reduce d", "wait c")
     ]
-    assert log[log.index("backward c") :][:6] == [
-        *("backward c", "take c", "free c", "gather a", "finish d", "reduce c")
+    assert log[log.index("backward c") :][:7] == [
+        *("backward c", "take c", "free c", "finish d", "pack c", "gather a", "reduce c")
     ]
 
 

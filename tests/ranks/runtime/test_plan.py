@@ -163,8 +163,8 @@ def test_bytes_and_fingerprints(world_size: int) -> None:
     assert [unit.gathered_bytes for unit in flat.units] == [2 * weight] * 2
     assert [unit.reduced_bytes for unit in flat.units] == [4 * weight] * 2
     assert [unit.shard_bytes for unit in flat.units] == [4 * weight // world_size] * 2
-    # The last block is still being reduced when the first one's reduction begins.
-    assert flat.peak_bytes() == 2 * 4 * weight
+    # The last block is still being reduced when the first one computes.
+    assert flat.peak_bytes() == 4 * weight + 2 * weight
     assert flat.fingerprint == plan(layout=Flat(), mp_policy=half).fingerprint
     others = [plan(layout=Flat()), plan(layout=Whole(), mp_policy=half), plan(mp_policy=half)]
     assert len({flat.fingerprint, *(other.fingerprint for other in others)}) == 4

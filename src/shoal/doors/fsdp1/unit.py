@@ -12,7 +12,7 @@ from shoal.layout.buffer import full_tensors
 from shoal.layout.region import flat_span
 from shoal.runtime.gradients import Gradients
 from shoal.runtime.module_state import Reach, map_tensors
-from shoal.runtime.reduction import Reduction
+from shoal.runtime.reduction import Packed
 from shoal.runtime.unit import Unit
 from shoal.step.phase import COMPUTING, Phase
 
@@ -48,10 +48,10 @@ class WrappedGradients(Gradients):
             parameter.grad.data = grad
             self._shown[index] = parameter.grad
 
-    def launch_reduce(self, *args: Any, **kwargs: Any) -> Reduction | None:
-        """See `Gradients.launch_reduce`."""
+    def pack(self, grads: dict[int, torch.Tensor]) -> Packed | None:
+        """See `Gradients.pack`."""
         self._kept = self._taken_back()
-        return super().launch_reduce(*args, **kwargs)
+        return super().pack(grads)
 
     def mark_waiting(self) -> None:
         """See `Gradients.mark_waiting`; what waits for a whole reduction is on the parameters."""
