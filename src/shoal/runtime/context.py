@@ -20,7 +20,7 @@ from shoal.errors import InvariantError
 from shoal.runtime.arena import Arena
 from shoal.runtime.gradient_matrix import limit_parts
 from shoal.runtime.recorder import Recorder
-from shoal.runtime.reduction import Packed, Reduction
+from shoal.runtime.reduction import PackedGradients, Reduction
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import PERFORM, Unit
 from shoal.step.action import OF_FULL, Action, ActionKind, Actions
@@ -44,7 +44,7 @@ class Context:
         """The output that backward was last arranged to be noticed at, and by what."""
         self._taken: dict[Unit, dict[int, torch.Tensor]] = {}
         """Gradients between the moment that they are taken and that of their reduction."""
-        self._packed: dict[Unit, Packed | None] = {}
+        self._packed: dict[Unit, PackedGradients | None] = {}
         """The same, once they are in one matrix; None: there is nothing to reduce."""
         self._reductions: deque[Reduction | None] = deque()
         """Those in flight, as the machine counts them; None: there was nothing to reduce."""

@@ -12,7 +12,7 @@ from shoal._torch import autograd
 from shoal.errors import InvariantError
 from shoal.runtime.full import drop_own_grad, own_grad
 from shoal.runtime.gradient_matrix import Cuts
-from shoal.runtime.reduction import Packed
+from shoal.runtime.reduction import PackedGradients
 from shoal.runtime.shards import Member
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Gradients:
         assert self.unit.notices is not None
         self.unit.notices(self.unit, is_handed_over=True)
 
-    def pack(self, grads: dict[int, torch.Tensor]) -> Packed | None:
+    def pack(self, grads: dict[int, torch.Tensor]) -> PackedGradients | None:
         """Lay gradients out for their reduction, with those kept from earlier, if there are any."""
         kept_unused: set[int] = set()
         if self._kept or self._unused or self.unit.step.has_sums:  # which users may have dropped

@@ -151,7 +151,7 @@ class Reduction:
         return mark
 
 
-class Packed:
+class PackedGradients:
     """Gradients of a unit that are laid out for their reduction."""
 
     __slots__ = ("batches", "division", "grads", "indices", "is_copied", "present", "rows")
@@ -198,7 +198,7 @@ class UnitReducer:
 
     def pack(
         self, grads: dict[int, torch.Tensor], unused: AbstractSet[int] = frozenset()
-    ) -> Packed:
+    ) -> PackedGradients:
         """Lay gradients out, with zeros for those that other ranks may have.
 
         On CUDA they are copied now, in compute's order, and give their memory back: what is
@@ -218,12 +218,12 @@ class UnitReducer:
         batches, rows = matrix.lay_out(
             grads, self._take, in_parts=self._is_plain(), is_written=division.is_before
         )
-        packed = Packed(indices, tuple(sorted(grads)), grads, batches, rows, division)
+        packed = PackedGradients(indices, tuple(sorted(grads)), grads, batches, rows, division)
         if unit.streams.reducing is not None and len(batches) == 1:
             packed.copy()
         return packed
 
-    def unpack(self, packed: Packed) -> dict[int, torch.Tensor]:
+    def unpack(self, packed: PackedGradients) -> dict[int, torch.Tensor]:
         """Take gradients back that will not be reduced now."""
         if not packed.is_copied:
             return packed.grads
@@ -254,7 +254,7 @@ class UnitReducer:
             dtypes = {self._unit.full.parameters[index].dtype for index in trained}
         return functools.reduce(torch.promote_types, dtypes)
 
-    def launch(self, packed: Packed) -> Reduction:
+    def launch(self, packed: PackedGradients) -> Reduction:
         """Start reducing."""
         unit, division, batches = self._unit, packed.division, packed.batches
         indices = packed.indices

@@ -60,8 +60,9 @@ def test_a_spin_takes_its_time_whatever_the_clock_does() -> None:
                 factor @ factor
         cuda.spin(200_000)
 
-    found_ms = elapsed_ms(spin_beside_products, head_start_ms=100)
-    assert found_ms == pytest.approx(200, rel=0.01)
+    with torch.cuda.stream(torch.cuda.Stream(priority=-1)):  # as the engine's lanes
+        found_ms = elapsed_ms(spin_beside_products, head_start_ms=100)
+    assert found_ms == pytest.approx(200, rel=0.02)  # it waits for products to leave it a place
     assert not other.query()
 
 

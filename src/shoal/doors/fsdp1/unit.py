@@ -12,7 +12,7 @@ from shoal.layout.buffer import full_tensors
 from shoal.layout.region import flat_span
 from shoal.runtime.gradients import Gradients
 from shoal.runtime.module_state import Reach, map_tensors
-from shoal.runtime.reduction import Packed
+from shoal.runtime.reduction import PackedGradients
 from shoal.runtime.unit import Unit
 from shoal.step.phase import COMPUTING, Phase
 
@@ -48,7 +48,7 @@ class WrappedGradients(Gradients):
             parameter.grad.data = grad
             self._shown[index] = parameter.grad
 
-    def pack(self, grads: dict[int, torch.Tensor]) -> Packed | None:
+    def pack(self, grads: dict[int, torch.Tensor]) -> PackedGradients | None:
         """See `Gradients.pack`."""
         self._kept = self._taken_back()
         return super().pack(grads)
