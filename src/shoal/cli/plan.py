@@ -142,7 +142,7 @@ def show(found: Forecast, console: Console) -> None:
     verdict = "fits" if found.fits else "does NOT fit"
     console.print(
         f"memory    {memory.allocated_peak_bytes / GIB:.2f} GiB allocated, "
-        f"{memory.reserved_peak_bytes / GIB:.2f} reserved, {needed / GIB:.2f} with CUDA and NCCL: "
+        f"{memory.reserved_peak_bytes / GIB:.2f} reserved, {needed / GIB:.2f} with CUDA: "
         f"{verdict} into {found.device_bytes / GIB:.1f}"
     )
     console.print(

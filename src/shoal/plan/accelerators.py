@@ -32,8 +32,8 @@ class Accelerator:
     """What each kernel takes beside."""
     host_us: float = 25.0
     """What the host takes to launch an operator."""
-    context_bytes: int = GIB // 2
-    """What CUDA and NCCL take beside the allocator."""
+    context_bytes: int = 685 << 20
+    """What CUDA's context and loaded kernels take beside the allocator, as on an H200."""
     is_measured: bool = False
 
     def kernel_time_us(self, flops: int, num_bytes: int, dtype: str) -> float:

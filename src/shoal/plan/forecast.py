@@ -49,7 +49,7 @@ class Forecast:
     memory: MemoryForecast
     time: TimeForecast
     fits: bool
-    """Whether what is reserved, and what CUDA and NCCL take, is less than the device has."""
+    """Whether what is reserved, and what CUDA takes beside, is less than the device has."""
     device_bytes: int
     context_bytes: int
     assumptions: tuple[str, ...]
@@ -269,7 +269,8 @@ def _assumptions(chosen: Accelerator) -> tuple[str, ...]:
         "the model is sharded on the meta device, and gets memory by to_empty",
         "bf16 and fp16 attention without a mask is flash attention, other attention is the "
         "memory-efficient kernel",
-        f"CUDA and NCCL take {chosen.context_bytes / (1 << 20):.0f} MiB beside the allocator",
+        f"CUDA takes {chosen.context_bytes / (1 << 20):.0f} MiB beside the allocator; NCCL's "
+        "buffers are not counted",
         "time is from a table: kernels reach a part of the data sheet's peak, launches take a "
         "constant",
     ]

@@ -52,6 +52,7 @@ def test_a_spin_takes_its_time_whatever_the_clock_does() -> None:
     cuda.spin(1)  # compiles it
     assert elapsed_ms(lambda: cuda.spin(20_000)) == pytest.approx(20, rel=0.01)
     factor = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16)
+    factor @ factor  # loads its library, for longer than the head start
     other = torch.cuda.Stream()
 
     def spin_beside_products() -> None:
@@ -60,9 +61,8 @@ def test_a_spin_takes_its_time_whatever_the_clock_does() -> None:
                 factor @ factor
         cuda.spin(200_000)
 
-    with torch.cuda.stream(torch.cuda.Stream(priority=-1)):  # as the engine's lanes
-        found_ms = elapsed_ms(spin_beside_products, head_start_ms=100)
-    assert found_ms == pytest.approx(200, rel=0.02)  # it waits for products to leave it a place
+    found_ms = elapsed_ms(spin_beside_products, head_start_ms=100)
+    assert found_ms == pytest.approx(200, rel=0.01)
     assert not other.query()
 
 
