@@ -128,7 +128,7 @@ class CompiledStep:
 
     def _known(self, data: StepData) -> _Captured | None:
         """The graph of a step that read what this one would read."""
-        if settings.what_intercepts() is not None:
+        if _what_intercepts() is not None:
             return None
         for at, captured in enumerate(self._captured):
             if captured.holds_for(data):
@@ -168,7 +168,7 @@ class CompiledStep:
             return "no parameter requires a gradient"
         if any(one.averages and one.reducer.has_own for one in replicas_of(self._whole)):
             return "the step before ran in no_sync(), and its reducer has to begin anew"
-        return settings.what_intercepts()
+        return _what_intercepts()
 
     def _is_repeated(self, read: Fingerprint, data: StepData) -> bool:
         """Whether the step before read the same, so that one more graph may be of use."""
@@ -337,6 +337,13 @@ def _leaving_python(read: Fingerprint) -> Iterator[None]:
             "graph would repeat one draw for ever. Draw outside of the step and give it the "
             "result, or draw with torch and compute with the tensor."
         )
+
+
+def _what_intercepts() -> str | None:
+    """Something that looks at every operator of a step, which a graph would not let it."""
+    if torch.is_anomaly_enabled():
+        return "torch.autograd.set_detect_anomaly is on"
+    return settings.what_intercepts()
 
 
 def _check_recomputed(nodes: Sequence[Any]) -> None:

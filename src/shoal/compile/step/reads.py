@@ -6,6 +6,7 @@ A captured step does not run Python again, so all that its code can see has to b
 
 from __future__ import annotations
 
+import math
 import os
 import types
 from collections import deque
@@ -99,11 +100,16 @@ class _Column:
         self.objects = [one for _, one in found]
         self.values = list(map(read, self.objects))
         self.types = list(map(type, self.parts_of(self.values)))
+        self.zeros = _Zeros(self.parts_of(self.values))
 
     def is_same(self) -> bool:
         now = list(map(self.read, self.objects))
-        # 1, 1.0 and True are equal, but not the same to a program.
-        return now == self.values and list(map(type, self.parts_of(now))) == self.types
+        # 1, 1.0 and True are equal, and so are 0.0 and -0.0, but not the same to a program.
+        return (
+            now == self.values
+            and list(map(type, self.parts_of(now))) == self.types
+            and self.zeros.are_same(self.parts_of(now))
+        )
 
     def parts_of(self, values: list[Any]) -> Iterable[Any]:
         """The values one by one, where `read` gives several of each object."""
@@ -131,6 +137,30 @@ class _Column:
 
     def write(self, one: Any, before: Any) -> None:
         """Put a value back, where that is not done as a part of another."""
+
+
+class _Zeros:
+    """The signs of the zeros among some values: 1 / 0.0 is not 1 / -0.0."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        signs = list(map(_sign_of_zero, values))
+        self._at = [at for at, sign in enumerate(signs) if sign is not None]
+        self._signs = [signs[at] for at in self._at]
+
+    def are_same(self, values: Iterable[Any]) -> bool:
+        if not self._at:
+            return True
+        now = list(values)
+        return [_sign_of_zero(now[at]) for at in self._at] == self._signs
+
+
+def _sign_of_zero(value: object) -> tuple[float, ...] | None:
+    """The sign of a number that is zero, of each part of a complex one; None for all else."""
+    if type(value) is float:
+        return None if value else (math.copysign(1.0, value),)
+    if type(value) is complex and not (value.real and value.imag):
+        return math.copysign(1.0, value.real), math.copysign(1.0, value.imag)
+    return None
 
 
 class _Cells(_Column):
@@ -199,10 +229,14 @@ class _Containers(_Column):
     def is_same(self) -> bool:
         return self.objects == self.values and self._details_now() == self._details
 
-    def _details_now(self) -> tuple[list[Any], list[Any]]:
-        """What equality does not tell: the order of keys, and the types of equal numbers."""
-        items = chain(map(dict.values, self._dicts), self._lists)
-        return list(map(tuple, self._dicts)), list(map(type, chain.from_iterable(items)))
+    def _details_now(self) -> tuple[list[Any], ...]:
+        """What equality does not tell: orders of keys, types of equal numbers, signs of zeros."""
+        items = list(chain.from_iterable(chain(map(dict.values, self._dicts), self._lists)))
+        return (
+            list(map(tuple, self._dicts)),
+            list(map(type, items)),
+            list(map(_sign_of_zero, items)),
+        )
 
     def write(self, one: Any, before: Any) -> None:
         if not _are_same(_copy_of(one), before):
@@ -260,7 +294,7 @@ def _copy_of(one: Any) -> Any:
 def _are_same(one: Any, other: Any) -> bool:
     if one is other:
         return True
-    if type(one) is not type(other):
+    if type(one) is not type(other) or _sign_of_zero(one) != _sign_of_zero(other):
         return False
     try:
         if isinstance(one, (tuple, list, deque)):

@@ -43,7 +43,9 @@ class StepData:
         found: list[Any] = []
         for at, one in enumerate(self.values):
             if not isinstance(one, Tensor):
-                found.append((type(one), _checked(one)))
+                value = _checked(one)
+                # Words tell -0.0 from 0.0, and are equal for two NaNs.
+                found.append((type(one), repr(value) if type(value) in (float, complex) else value))
                 continue
             if one.requires_grad:
                 raise UsageError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -466,3 +467,40 @@ def test_values_read_on_the_host_are_refused_in_plain_words() -> None:
     step(*data())
     with pytest.raises(NotImplementedError, match="on the host"):
         step(*data())
+
+
+def test_signs_of_zeros_among_the_inputs_select_graphs_and_nans_do_not() -> None:
+    class Signed(nn.Linear):
+        def forward(self, x: Tensor, sign: float) -> Tensor:
+            return super().forward(x) * math.copysign(1.0, sign)
+
+    models = [Signed(6, 3), Signed(6, 3)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [SGD(model.parameters()) for model in models]
+    step = compile_step(models[0], functional.mse_loss, optimizers[0])
+    x, y = data()
+    for sign in (0.0, 0.0, -0.0, -0.0, 0.0, float("nan"), float("nan"), float("nan")):
+        step((x, sign), y)
+        optimizers[1].zero_grad()
+        functional.mse_loss(models[1](x, sign), y).backward()
+        optimizers[1].step()
+        torch.testing.assert_close(models[0].weight, models[1].weight)
+    assert step.num_graphs == 3
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.filterwarnings("ignore:Error detected in")
+def test_anomalies_are_found_while_they_are_looked_for() -> None:
+    class Root(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).mul(0).sqrt() * 0
+
+    model = Root(6, 3)
+    step = compile_step(model, functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(3):
+        step(*data())
+    assert step.num_graphs == 1
+    with torch.autograd.set_detect_anomaly(True):
+        with pytest.raises(RuntimeError, match="returned nan values"):
+            step(*data())
+    assert step.why_not_captured == "torch.autograd.set_detect_anomaly is on"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import operator
 import os
 import random
@@ -85,6 +86,7 @@ class Net(nn.Module):
         self.layer, self.read = nn.Linear(4, 4), read
         self.gain, self.flag, self.slots = 1.0, 1, Slots()
         self.factors = {"add": 1.0, "multiply": 3.0}
+        self.zero, self.zeros, self.complex_zero = 0.0, [1.0, 0.0], 0j
         self.last, self.rows = torch.zeros(2, 4), [torch.zeros(2, 4)]
         self.own = random.Random(0)
 
@@ -100,6 +102,10 @@ def in_order(model: Any, h: Tensor) -> Tensor:
     for kind, factor in model.factors.items():
         h = h + factor if kind == "add" else h * factor
     return h
+
+
+def by_sign(value: float, h: Tensor) -> Tensor:
+    return h * math.copysign(2.0, value)
 
 
 def set_scale(_: Any) -> None:
@@ -135,6 +141,15 @@ READS: dict[str, tuple[Callable[[Any, Tensor], Tensor], Callable[[Any], Any]]] =
         lambda _: os.environ.update(SHOAL_TEST_FACTOR="3"),
     ),
     "default": (with_default, set_defaults),
+    "sign of zero": (lambda m, h: by_sign(m.zero, h), lambda m: setattr(m, "zero", -0.0)),
+    "sign of zero in a list": (
+        lambda m, h: by_sign(m.zeros[1], h),
+        lambda m: m.zeros.__setitem__(1, -0.0),
+    ),
+    "sign of complex zero": (
+        lambda m, h: by_sign(m.complex_zero.imag, h),
+        lambda m: setattr(m, "complex_zero", complex(0.0, -0.0)),
+    ),
 }
 
 
