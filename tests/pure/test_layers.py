@@ -28,6 +28,7 @@ LAYERS = (
     "watch",
     "compile",
     "checkpoint",
+    "survive",
     "doors",
     "plan",
     "report",
