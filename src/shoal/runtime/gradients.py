@@ -117,6 +117,11 @@ class Gradients:
             return None
         return self.unit.reducer.pack(grads, kept_unused)
 
+    @property
+    def has_partial(self) -> bool:
+        """Whether gradients were reduced to which the replicas have still to add theirs."""
+        return self._partial is not None
+
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor
     ) -> tuple[tuple[int, ...], torch.Tensor | None]:

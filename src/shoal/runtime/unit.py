@@ -56,6 +56,24 @@ class InGraph(Protocol):
     """Full parameters of the leaf, which gets reduced gradients, or of both, where full ones do."""
 
 
+class Inspector(Protocol):
+    """Looks at what a unit communicates, on the way; nothing does unless somebody asked for it."""
+
+    def on_gathered(
+        self, unit: Unit, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
+        """A gather is over: what this rank has sent to each part of it, and received."""
+        ...
+
+    def on_reducing(self, unit: Unit, matrices: Sequence[torch.Tensor]) -> None:
+        """Matrices of gradients, a row for each rank, are about to be reduced."""
+        ...
+
+    def on_reduced(self, unit: Unit, output: torch.Tensor) -> None:
+        """This rank's row was reduced, and lies on its parameters."""
+        ...
+
+
 class Unit:
     """The parameters communicated together."""
 
@@ -100,6 +118,7 @@ class Unit:
         self._post: PostForward | None = None
         self.in_graph: InGraph | None = None
         """How graphs gather and reduce it, once one was captured."""
+        self.inspector: Inspector | None = None
         self.num_updates = 0
         self.noted: int | None = None
         """What `note_operations` saw, while a backward of the model runs."""
@@ -411,6 +430,9 @@ class Unit:
     def finish_gather(self) -> None:
         """Wait, lay the parameters out, register them on the modules."""
         self.wait_gather()
+        if self.inspector is not None and (self.post is None or not self.post.is_active):
+            gather = self.gather if self._kept is None else self._kept[1]
+            self.inspector.on_gathered(self, gather.sent, gather.received)
         if self.post is not None and self.post.is_active:
             self.post.restore(self.full)
         else:
