@@ -90,6 +90,7 @@ def trained(engine: Engine, name: str, *, with_real: bool = False, **options: An
     return [*seen, snapshot(model, optimizer)]
 
 
+@pytest.mark.compose("complex parameters", "fully_shard", "every layout")
 @ranks(2, 4)
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -111,6 +112,7 @@ def test_torchs_engine_gives_the_same(dtypes: Any) -> None:
     check_like_plain(ours, plain)
 
 
+@pytest.mark.compose("complex parameters", "HSDP")
 @ranks(4)
 @pytest.mark.parametrize("layout", [Even(), Flat()], ids=repr)
 def test_replicas(layout: Layout) -> None:
@@ -118,6 +120,7 @@ def test_replicas(layout: Layout) -> None:
     check_like_plain(trained(SHOAL, "sgd", layout=layout, mesh=two_axes()), plain)
 
 
+@pytest.mark.compose("complex parameters", "wrapper")
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_the_wrapper(use_orig_params: bool) -> None:
