@@ -1,6 +1,6 @@
-"""What composes with what: a table of features against doors, layouts and meshes, read off the tests.
+"""What composes with what: features against doors, layouts and meshes, read off the tests.
 
-    @pytest.mark.compose("0-d parameters", "fully_shard", "wrapper", LAYOUTS)
+    @pytest.mark.compose("0-d parameters", "fully_shard", "wrapper", "every layout")
     @pytest.mark.compose("0-d parameters", "TP", refused="a ShardedTensor has no other axes")
 
 A cell is claimed by the marker of a test, and by nothing else: the source of the tests is read, no
@@ -217,8 +217,8 @@ _WHOLE = {True: "all", False: "those that apply"}
 _INTRODUCTION = """\
 # What composes with what
 
-A cell links to a test that claims it with `@pytest.mark.compose`. *Untested* says that no test does: it may
-work. The page is written by `python tests/compose.py`, and a test compares it; if branches met here, write it anew.
+A cell links to a test that claims it with `@pytest.mark.compose`. *Untested* says that no test
+does: it may work. The page is written by `python tests/compose.py`, and a test compares the two.
 """
 
 
