@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 from shoal._torch import composable, subclasses
 from shoal.errors import ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout, ParamSpec
+from shoal.layout.strides import shares_elements, strides_of
 from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo, own_mesh_info
 from shoal.runtime.gather_hooks import has_hooks_before_sharding, refusal
 from shoal.runtime.module_state import state_of
@@ -162,13 +163,19 @@ def check(found: Sequence[Found]) -> None:
                 f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "
                 "numel equal to 1."
             )
-        if not parameter.is_contiguous():
-            raise NotImplementedError(
-                f"FSDP does not support non-contiguous parameters: {name!r} has shape "
-                f"{tuple(parameter.shape)} and strides {parameter.stride()}; replace it by a "
-                "contiguous copy before fully_shard"
-            )
-        has_hooks_before_sharding(name, bytes_of(parameter))
+        check_strides(name, bytes_of(parameter))
+
+
+def check_strides(name: str, tensor: torch.Tensor) -> None:
+    """Refuse strides that no full parameter can have."""
+    if shares_elements(tensor):
+        raise UsageError(
+            f"parameter {name!r} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, by "
+            "which several of its elements are one, so that no optimizer can step it: replace it "
+            "by a copy (parameter.contiguous()) before it is sharded"
+        )
+    if has_hooks_before_sharding(name, tensor) and strides_of(tensor) is not None:
+        raise refusal(name, f"strides of {tensor.stride()}: make it contiguous")
 
 
 def group(

@@ -258,7 +258,11 @@ class PostForward:
         views = shard_views(self._packing, self._transport.rank, self._shard)
         for member, data, view in zip(self._unit.shards.members, datas, views, strict=True):
             spec = distributed_tensor.dtensor_spec(
-                self._info.mesh, (Replicate(), Shard(0)), data.shape, data.stride(), data.dtype
+                self._info.mesh,
+                (Replicate(), Shard(0)),
+                data.shape,
+                torch.empty(data.shape, device="meta").stride(),
+                data.dtype,
             )
             parameter = nn.Parameter(
                 distributed_tensor.dtensor(view, spec), requires_grad=member.sharded.requires_grad
@@ -288,6 +292,7 @@ class PostForward:
         with torch.no_grad():
             if targets:
                 kernels.foreach_copy(targets, sources)
+            full.turn()
         self.drop()
 
     def drop(self) -> None:

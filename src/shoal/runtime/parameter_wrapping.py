@@ -181,7 +181,7 @@ def dtensor_wrapping(
         info.mesh,
         _data_placements(info, Shard(dim)),
         parameter.shape,
-        parameter.stride(),
+        torch.empty(parameter.shape, device="meta").stride(),
         parameter.dtype,
     )
     return DTensorWrapping(spec=spec)

@@ -33,6 +33,7 @@ from shoal.compile.lowering.gathered_rows import (
 )
 from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
+from shoal.layout.strides import with_strides
 from shoal.runtime.gradient_matrix import MatrixParts, cut, examples_of
 from shoal.runtime.module_state import LOWERINGS, ModuleState
 from shoal.runtime.reduction import Division
@@ -66,6 +67,7 @@ class GraphUnit:
         self._pieces = tuple(
             place_of(self.stored, i, unit.rank) for i in range(len(self.stored.params))
         )
+        self._strides = [member.strides for member in unit.shards.members]
         starts = {i: (start, shape) for i, (start, _, shape) in enumerate(self._pieces)}
         shapes, wanted = cut(starts)
         self._examples, self._wanted = examples_of(shapes), sorted(wanted)
@@ -181,7 +183,10 @@ class GraphUnit:
         if self._gather_group is not None:
             shard = collectives.gather_in_graph(shard, self.size, self._gather_group)
         rows = shard.view(self.size, -1)
-        return tuple(full_in(self.stored, i, rows) for i in range(len(self.stored.params)))
+        return tuple(
+            with_strides(full_in(self.stored, index, rows), strides)
+            for index, strides in enumerate(self._strides)
+        )
 
     def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Reduce gradients to this rank's shard of them."""
