@@ -194,7 +194,9 @@ class FullParameters:
         """Where the parameters lie, so that it is needed as long as they."""
         # `.data` gives a parameter a version counter of its own, so that writing a gather into
         # the buffer does not look like an in-place change of what autograd saved.
-        self._datas = datas
+        self._datas = datas = [
+            member.wrapping.shaped(data) for member, data in zip(members, datas, strict=True)
+        ]
         self.parameters = tuple(
             nn.Parameter(member.wrapping.full(data.data), requires_grad=False)
             for member, data in zip(members, datas, strict=True)

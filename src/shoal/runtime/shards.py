@@ -94,6 +94,7 @@ class Shards:
         self._offload = offload
         tensors = [bytes_of(source.parameter.detach()) for source in sources]
         strides = [strides_of(tensor) for tensor in tensors]
+        tensors = [one.wrapping.packed(t) for one, t in zip(sources, tensors, strict=True)]
         self._leave_out(tensors)
         stored = [
             torch.empty(param.shape, dtype=param.dtype, device=tensor.device)
