@@ -262,15 +262,26 @@ class PostForward:
 
     def keep(self, full: FullParameters) -> None:
         """Keep this rank's piece of the full parameters, and register it on the modules."""
-        datas = [parameter.detach() for parameter in full.parameters]
+        members = self._unit.shards.members
+        datas = [
+            member.wrapping.packed(parameter.detach())
+            for member, parameter in zip(members, full.parameters, strict=True)
+        ]
         if self._packing is None or self._packing.params != self._unit.compute_packing.params:
             params = self._unit.compute_packing.params
             self._packing = Even().pack(params, self._transport.size)
         self._shard = shard_of(self._packing, self._transport.rank, datas)
         views = shard_views(self._packing, self._transport.rank, self._shard)
-        for member, data, view in zip(self._unit.shards.members, datas, views, strict=True):
+        for member, data, view in zip(members, datas, views, strict=True):
+            if not member.sharded.dim():
+                member.register(member.sharded)
+                continue
             spec = distributed_tensor.dtensor_spec(
-                self._info.mesh, (Replicate(), Shard(0)), data.shape, data.stride(), data.dtype
+                self._info.mesh,
+                (Replicate(), Shard(0)),
+                data.shape,
+                torch.empty(data.shape, device="meta").stride(),
+                data.dtype,
             )
             parameter = nn.Parameter(
                 distributed_tensor.dtensor(view, spec), requires_grad=member.sharded.requires_grad
@@ -300,6 +311,7 @@ class PostForward:
         with torch.no_grad():
             if targets:
                 kernels.foreach_copy(targets, sources)
+            full.turn()
         self.drop()
 
     def drop(self) -> None:

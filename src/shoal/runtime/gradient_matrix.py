@@ -517,5 +517,5 @@ def cut(
 
 def examples_of(shapes: list[Shape]) -> list[torch.Tensor]:
     """Tensors of these shapes, with no memory behind them."""
-    blank = torch.empty(1)
+    blank = torch.empty(())
     return [blank.expand(shape) for shape in shapes]

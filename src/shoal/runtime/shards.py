@@ -20,6 +20,7 @@ from shoal.errors import InvariantError, UsageError
 from shoal.layout import Packing, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
 from shoal.layout.even import EvenPacking
+from shoal.layout.strides import Strides, strides_of
 from shoal.runtime.gather_hooks import cut, has_hooks, without
 from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
@@ -50,10 +51,14 @@ class ParameterSource:
 class Member:
     """One sharded parameter of a unit."""
 
-    __slots__ = ("dtype", "homes", "local", "places", "sharded", "spec", "wrapping")
+    __slots__ = ("dtype", "homes", "local", "places", "sharded", "spec", "strides", "wrapping")
 
-    def __init__(self, source: ParameterSource, sharded: nn.Parameter) -> None:
+    def __init__(
+        self, source: ParameterSource, sharded: nn.Parameter, strides: Strides | None
+    ) -> None:
         self.spec = source.spec
+        self.strides = strides
+        """Those of the full parameter, unless it is row-major."""
         self.homes = source.homes
         self.wrapping = source.wrapping
         # Straight into the dictionaries: `setattr` on a module costs ten times as much.
@@ -88,6 +93,8 @@ class Shards:
         self._rank = rank
         self._offload = offload
         tensors = [bytes_of(source.parameter.detach()) for source in sources]
+        strides = [strides_of(tensor) for tensor in tensors]
+        tensors = [one.wrapping.packed(t) for one, t in zip(sources, tensors, strict=True)]
         self._leave_out(tensors)
         stored = [
             torch.empty(param.shape, dtype=param.dtype, device=tensor.device)
@@ -100,7 +107,7 @@ class Shards:
         for index in self.extended:
             locals_[index] = self._cut(index, tensors[index])
         self.members = tuple(
-            Member(source, self._adopt(source, local, index in self.extended))
+            Member(source, self._adopt(source, local, index in self.extended), strides[index])
             for index, (source, local) in enumerate(zip(sources, locals_, strict=True))
         )
         self.rename(unit)

@@ -160,8 +160,8 @@ class Unit:
         compute = [self.policy.compute_dtype(dtype) for dtype in stored]
         self.compute_packing = packing if stored == compute else packing.with_dtypes(compute)
         gather_dtype = compute[0] if len(set(compute)) == 1 else torch.uint8
-        wrappings = [member.wrapping for member in self.shards.members]
-        self.full = FullParameters(self.name, self.compute_packing, wrappings, arena, gather_dtype)
+        members = self.shards.members
+        self.full = FullParameters(self.name, self.compute_packing, members, arena, gather_dtype)
         self.gather, self._kept = self._gather_from(self.shards), None
         self.full.settle()
         self.extension = Extension(self) if self.shards.extended else None

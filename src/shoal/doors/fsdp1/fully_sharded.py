@@ -314,11 +314,6 @@ def _check(found: Sequence[Found], mesh: DeviceMesh | None) -> None:
                 f"parameter {item.name!r} is a DTensor, so the wrapper must know its own axis of "
                 "the same mesh: pass device_mesh=mesh[...] instead of a process group"
             )
-        if item.parameter.dim() == 0:
-            raise ValueError(
-                f"FSDP doesn't support scalar parameters. Change {item.name} to a 1D tensor with "
-                "numel equal to 1."
-            )
 
 
 def _check_kind(name: str, given: object, kind: type) -> None:

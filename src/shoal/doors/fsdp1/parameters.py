@@ -20,6 +20,7 @@ from torch import nn
 
 from shoal._torch import wrapping
 from shoal.doors.fsdp1.tensor_parallel import Spec, spec_of, view, whole
+from shoal.layout.strides import Strides, strides_of, with_strides
 from shoal.runtime.collect import Found
 from shoal.runtime.full import FreedParameter
 from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of, local_grad
@@ -95,12 +96,20 @@ class UserParameter:
     homes: tuple[Home, ...]
     before: Spec
     """How the parameter is distributed over other axes."""
+    strides: Strides | None
+    """Those of the local tensor, unless it is row-major."""
 
     @classmethod
     def of(cls, found: Found) -> Self:
         """Describe a parameter before it is sharded."""
-        local, before = bytes_of(found.parameter), spec_of(found.parameter)
-        return cls(name=found.name, shape=local.shape, homes=found.homes, before=before)
+        local = bytes_of(found.parameter)
+        return cls(
+            name=found.name,
+            shape=local.shape,
+            homes=found.homes,
+            before=spec_of(found.parameter),
+            strides=strides_of(local),
+        )
 
 
 def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembers]:
@@ -162,9 +171,12 @@ class FlatMembers:
         """When the views were made: the step, and the modes of autograd."""
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The elements of each, in its shape."""
+        """The elements of each, in its shape; a copy of those that are not row-major."""
         pieces = flat.split(self._sizes)
-        return [p.view(m.shape) for p, m in zip(pieces, self.members, strict=True)]
+        return [
+            with_strides(p.view(m.shape), m.strides)
+            for p, m in zip(pieces, self.members, strict=True)
+        ]
 
     def ranges(self, piece: slice) -> Iterator[tuple[UserParameter, slice]]:
         """Each member with its elements of a piece of the flat parameter."""
@@ -211,11 +223,12 @@ class FlatMembers:
         try:
             yield
         finally:
-            for member, local in zip(self.members, views, strict=True):
+            rows = flat.data.split(self._sizes)
+            for member, local in zip(self.members, rows, strict=True):
                 found = [home.module._parameters.pop(home.name, None) for home in member.homes]
                 data = None if found[0] is None else bytes_of(found[0].data)
                 if data is not None and data.data_ptr() != local.data_ptr():
-                    local.copy_(data)
+                    local.copy_(data.reshape(-1))
             for home, before in zip(homes, shown, strict=True):
                 if before is not None:
                     vars(home.module)[home.name] = before

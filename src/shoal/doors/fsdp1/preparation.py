@@ -15,7 +15,7 @@ from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
 from shoal.doors.fsdp1.wrapper import wrappers_below
 from shoal.errors import ShardedTwiceError
-from shoal.runtime.collect import Found, collect
+from shoal.runtime.collect import Found, check_strides, collect
 from shoal.runtime.module_state import state_of
 from shoal.runtime.parameter_wrapping import bytes_of
 from shoal.runtime.rank_guard import check_tensors_agree
@@ -158,7 +158,12 @@ def prepared(
     found = collect([module], ignored_params)
     parameters = [item.parameter for item in found]
     buffers = [buffer for child in modules for buffer in child.buffers(recurse=False)]
+    for item in found:
+        check_strides(item.name, bytes_of(item.parameter))
     _move([*parameters, *buffers], device if moves else None)
+    for buffer in buffers:
+        if not buffer.is_contiguous():
+            buffer.data = buffer.contiguous()
     if not moves and any(p.device.type != device.type for p in parameters):
         warnings.warn(
             f"The passed-in `module` is on CPU and will compute on {device}: sharding on the CPU "
@@ -209,8 +214,6 @@ def _move(tensors: Sequence[torch.Tensor], device: torch.device | None) -> None:
     for tensor in tensors:
         if device is not None and tensor.device != device:
             tensor.data = tensor.to(device)
-        if not tensor.is_contiguous():
-            tensor.data = tensor.contiguous()
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ from shoal._torch import wrapping
 from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
+from shoal.layout.strides import with_strides
 from shoal.runtime.fsdp_module import UnshardHandle
 from shoal.runtime.module_state import state_of
 from shoal.runtime.parameter_wrapping import bytes_of
@@ -219,6 +220,7 @@ def _whole(
     local = [parameter.data for parameter in parameters]
     local_grads = [parameter.grad for parameter in parameters]
     for member, parameter, tensor in zip(unit.shards.members, parameters, whole, strict=True):
+        tensor = with_strides(tensor, member.strides)
         parameter.data = data = tensor if device is None else tensor.to(device)
         full = member.wrapping.full(data)
         if full is not data:  # tensor parallelism has distributed it
