@@ -54,11 +54,17 @@ class Member:
 
     def __init__(self, source: ParameterSource, sharded: nn.Parameter) -> None:
         self.spec = source.spec
-        self.homes = source.homes
+        self.homes: tuple[Home, ...] = ()
         self.wrapping = source.wrapping
         # Straight into the dictionaries: `setattr` on a module costs ten times as much.
-        self.places = [(home.module._parameters, home.name) for home in source.homes]
+        self.places: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self.add(source.homes)
         self.take(sharded)
+
+    def add(self, homes: Sequence[Home]) -> None:
+        """Know of more places where the parameter is registered."""
+        self.homes += tuple(homes)
+        self.places += [(home.module._parameters, home.name) for home in homes]
 
     def take(self, sharded: nn.Parameter) -> None:
         """Hold a sharded parameter, and the very object that is its local tensor."""
@@ -195,6 +201,12 @@ class Shards:
     def home_device(self, device: torch.device) -> torch.device:
         """Where the shards live, when `device` computes."""
         return torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device
+
+    def share(self, member: Member, homes: Sequence[Home]) -> None:
+        """Register one of the parameters at more places, whose modules use it too."""
+        member.add(homes)
+        self._remember()
+        member.register(member.sharded)
 
     def register(self) -> None:
         """Put the sharded parameters on the modules."""
