@@ -38,7 +38,7 @@ from shoal.runtime.parameter_wrapping import (
 from shoal.runtime.policy import MixedPrecisionPolicy, ShardPlacementResult
 from shoal.runtime.shards import Home, Member, ParameterSource
 from shoal.runtime.unit import Borrowed, Unit
-from shoal.runtime.updates import owners_known, replaced_home
+from shoal.runtime.updates import is_kept, owners_known, replaced_home
 from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor
 
@@ -132,17 +132,18 @@ def without_borrowed(found: Sequence[Found]) -> tuple[list[Found], list[Borrowed
     borrowed: list[Borrowed] = []
     for item in found:
         home = replaced_home(item.parameter)
-        unit, member = owners.get(id(item.parameter) if home is None else home, (None, None))
-        if member is None or set(item.homes) & set(member.homes):
+        owner = owners.get(id(item.parameter) if home is None else home)
+        if owner is None or set(item.homes) & set(owner[1].homes):
             own.append(item)
         else:
+            unit, member = owner
             borrowed.append(Borrowed(unit=unit, member=member, homes=item.homes, name=item.name))
     return own, borrowed
 
 
 def _may_be_borrowed(item: Found) -> bool:
     parameter = item.parameter
-    is_shard = isinstance(parameter, (DTensor, ShardedTensor))
+    is_shard = isinstance(parameter, (DTensor, ShardedTensor)) or is_kept(parameter)
     return is_shard or replaced_home(parameter) is not None
 
 

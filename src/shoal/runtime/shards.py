@@ -23,7 +23,7 @@ from shoal.layout.even import EvenPacking
 from shoal.runtime.gather_hooks import cut, has_hooks, without
 from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
-from shoal.runtime.updates import mark_replaced, note_change
+from shoal.runtime.updates import mark_kept, mark_replaced, note_change
 from shoal.tensor.sharded import ShardedTensor
 
 _version_of = attrgetter("_version")
@@ -174,6 +174,7 @@ class Shards:
         original = source.parameter
         sharded = source.wrapping.adopt(original, local)
         if sharded is original:
+            mark_kept(original)
             return sharded
         if not is_extended:  # there the attributes are the tensor itself
             vars(sharded).update(vars(original))
