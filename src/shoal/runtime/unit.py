@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import ClassVar, Protocol, TypeAlias
@@ -32,7 +33,7 @@ from shoal.runtime.gradient_matrix import GradientMatrix
 from shoal.runtime.gradients import Gradients
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, UnitOptions
 from shoal.runtime.reduction import UnitReducer
-from shoal.runtime.shards import Member, ParameterSource, Shards
+from shoal.runtime.shards import Home, Member, ParameterSource, Shards
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
 from shoal.step.action import ActionKind, Actions
@@ -321,6 +322,13 @@ class Unit:
             return self.version
         return self.num_updates, self.shards.num_changes, self.noted
 
+    def share(self, member: Member, homes: Sequence[Home]) -> None:
+        """Let modules of another call use one of the parameters (tied weights)."""
+        self.reshard()
+        self.shards.share(member, homes)
+        if self._prepared is not None:
+            self._find_registrations()
+
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
         return [member.sharded for member in self.shards.members]
@@ -537,6 +545,17 @@ class Unit:
         """Let users see the gradients of shards; the phase tells where it broke until the next."""
         if self.phase not in (Phase.SHARDED, Phase.GATHERING):
             self.full.rest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrowed:
+    """A parameter that another call has sharded, whose unit is gathered for these modules too."""
+
+    unit: Unit
+    member: Member
+    homes: tuple[Home, ...]
+    name: str
+    """Below the modules that borrow it."""
 
 
 PERFORM: dict[ActionKind, Callable[[Unit], None]] = {

@@ -37,11 +37,22 @@ class Updatable(Protocol):
 
 
 _REPLACED = "_shoal_replaced"
+_KEPT = "_shoal_kept"
 
 
 def mark_replaced(parameter: nn.Parameter, name: str, home: object) -> None:
     """Note on an original parameter that shards have taken its place, and where that is."""
     setattr(parameter, _REPLACED, (name, home))
+
+
+def mark_kept(parameter: nn.Parameter) -> None:
+    """Note on an original parameter that it is the shard itself now."""
+    setattr(parameter, _KEPT, True)
+
+
+def is_kept(parameter: nn.Parameter) -> bool:
+    """Whether an original parameter has become the shard itself."""
+    return getattr(parameter, _KEPT, False)
 
 
 def replaced_name(parameter: nn.Parameter) -> str | None:
