@@ -29,6 +29,7 @@ LAYERS = (
     "compile",
     "checkpoint",
     "doors",
+    "uneven",
     "plan",
     "report",
     "train",
