@@ -30,6 +30,7 @@ LAYERS = (
     "checkpoint",
     "survive",
     "doors",
+    "uneven",
     "plan",
     "report",
     "train",

@@ -160,10 +160,7 @@ class Context:
                 "(module.compile()), or the step with torch.compile(model, backend='shoal')"
             )
         self.clear_broken_backward()
-        # All units at once, and not each when its turn comes: a third of the time.
-        for unit in self.units:
-            unit.gradients.settle_marks()
-            unit.note_operations()
+        self._note_shards()
 
         def end() -> None:
             try:
@@ -178,6 +175,13 @@ class Context:
         autograd.call_after_backward(end)
         self._perform(self.machine.begin_backward())
 
+    def _note_shards(self) -> None:
+        """Look at what users have done to shards and gradients before this backward."""
+        # All units at once, and not each when its turn comes: a third of the time.
+        for unit in self.units:
+            unit.gradients.settle_marks()
+            unit.note_operations()
+
     def _end_backward(self) -> None:
         with subclasses.no_torch_function_subclass():  # freed parameters would answer in Python
             for unit in self.units:
@@ -185,6 +189,21 @@ class Context:
                 unit.noted = None
         self._perform(self.machine.end_backward())
         self._end = None
+
+    # Moments of another rank's step, which this rank has no inputs for.
+
+    def shadow(self, name: str, answer: Callable[[], Actions]) -> None:
+        """Do what the machine answers to a moment that another rank's machine was told."""
+        if name == "abandon":
+            self._clear_away()
+            return
+        if name == "begin_backward":
+            self._note_shards()
+        actions = answer()
+        if name == "end_backward":
+            for unit in self.units:
+                unit.noted = None
+        self._perform(actions)
 
     # A step that does not end as planned.
 

@@ -328,7 +328,8 @@ class UnitReducer:
     def _is_single(self, division: Division) -> bool:
         """Whether one collective is all there is to do."""
         steps = (self._unit.replicas, self._unit.options.all_reduce_hook)
-        return division.is_in_collective and not any(step is not None for step in steps)
+        is_scaled = self._unit.gradient_scale != 1
+        return division.is_in_collective and not is_scaled and steps == (None, None)
 
     def _complete(
         self, indices: tuple[int, ...], output: torch.Tensor, division: Division
@@ -340,6 +341,8 @@ class UnitReducer:
         """
         unit, options = self._unit, self._unit.options
         used = None
+        if unit.gradient_scale != 1:
+            output.mul_(unit.gradient_scale)
         if unit.replicas is not None:
             indices, used = unit.gradients.add_partial(indices, output)
             if not options.all_reduces:

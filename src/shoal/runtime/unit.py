@@ -129,6 +129,10 @@ class Unit:
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
         self.notices: Callable[..., None] | None = None
+        self.told: Callable[[str, Actions], None] | None = None
+        """Hears what is asked of the unit past the step machine: a request, and what it takes."""
+        self.gradient_scale = 1.0
+        """What reduced gradients are multiplied by, where fewer ranks have inputs."""
         self._counted: set[int] = set()
         self._watches_all = False
         self.trained: tuple[int, ...] = ()
@@ -337,20 +341,25 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start the gather, unless the full parameters are there or on their way."""
-        self._perform(self.step.prefetch())
+        self._perform(self._asked("prefetch", self.step.prefetch()))
 
     def hold(self) -> None:
         """Make the full parameters valid, from whatever phase this is."""
-        self._perform(self.step.hold())
+        self._perform(self._asked("hold", self.step.hold()))
 
     def reshard(self) -> None:
         """Let go of the full parameters, from whatever phase this is, and of casts of shards.
 
         State dicts ask for it, through which shards may be written with nothing counted.
         """
-        self._perform(self.step.release())
+        self._perform(self._asked("release", self.step.release()))
         if self._kept is not None:
             self._kept[0].forget()
+
+    def _asked(self, name: str, actions: Actions) -> Actions:
+        if self.told is not None:
+            self.told(name, actions)
+        return actions
 
     def _perform(self, actions: Actions) -> None:
         for number, action in enumerate(actions):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import nn
@@ -123,6 +124,12 @@ def count_updates(owner: Updatable) -> None:
 def owners_known() -> list[Any]:
     """All units that are alive, of whatever model."""
     return [*_owners]
+
+
+def optimizers_of(owners: Iterable[Updatable]) -> list[Optimizer]:
+    """The optimizers that have stepped parameters of these owners, in the order of their first."""
+    wanted = {*owners}
+    return [one for one, known in _owners_in.items() if not wanted.isdisjoint(known.owners)]
 
 
 def _held(optimizer: Optimizer) -> list[int]:

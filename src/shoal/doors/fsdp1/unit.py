@@ -34,6 +34,10 @@ class WrappedGradients(Gradients):
         self.num_backwards = 0
         """How often gradients were taken, or given up."""
 
+    def _waiting_indices(self) -> set[int]:
+        members = self.unit.shards.members
+        return {i for i, shown in self._shown.items() if members[i].sharded.grad is shown}
+
     def take(self) -> dict[int, torch.Tensor]:
         """See `Gradients.take`."""
         self.num_backwards += 1
