@@ -341,6 +341,7 @@ SCENES: dict[str, Callable[[], Names]] = {
     "compile.md 0": beginning,
     "ddp.md 0": replicating,
     "faults.md 0": watching,
+    "index.md 0": beginning,
     "migration.md 0": old_checkpoints,
     "migration.md 1": ddp_checkpoints,
     "migration.md 2": taking_over,
