@@ -20,7 +20,8 @@ from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal import fully_shard
-from shoal.fsdp import FullyShardedDataParallel, OptimStateKeyType
+from shoal.fsdp import FullyShardedDataParallel as FSDP
+from shoal.fsdp import OptimStateKeyType
 
 
 def steps(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> list[float]:
@@ -40,9 +41,7 @@ def sharded(weights: dict, state: dict) -> tuple[nn.Module, torch.optim.Optimize
     """A sharded model with what a DDP run saved."""
     model = Model()
     consume_prefix_in_state_dict_if_present(weights, "module.")
-    state = FullyShardedDataParallel.rekey_optim_state_dict(
-        state, OptimStateKeyType.PARAM_NAME, model
-    )
+    state = FSDP.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_NAME, model)
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)

@@ -63,6 +63,11 @@ def nothing() -> Names:
     return {}
 
 
+def forecasting() -> Names:
+    """It imagines the ranks."""
+    return {}
+
+
 def script() -> Names:
     """The ranks of this test have a process group already."""
     dist.init_process_group = lambda: None  # pyright: ignore
@@ -347,6 +352,7 @@ SCENES: dict[str, Callable[[], Names]] = {
     "migration.md 2": taking_over,
     "passes.md 0": whole_steps,
     "passes.md 1": beginning,
+    "plan.md 0": forecasting,
     "report.md 0": reporting,
     "runtime.md 0": planning,
     "runtime.md 1": exporting,
@@ -359,7 +365,7 @@ SCENES: dict[str, Callable[[], Names]] = {
 }
 
 
-ALONE = (local_ranks, modelled)
+ALONE = (forecasting, local_ranks, modelled)
 """Those that make ranks of their own."""
 
 
