@@ -12,6 +12,9 @@ ROOT = Path(__file__).parents[1]
 OUTSIDE = re.compile(r"\]\((?:\.\./)+(examples/[\w.]+)\)")
 """A link of a page to a script, which lies beside `docs/` in the repository."""
 
+WORKER = re.compile(r'<script src="https://unpkg.com/iframe-worker/shim"></script>')
+"""What lets search run on pages from a disk, fetched from the network; `file_worker.js` does it."""
+
 
 def on_files(files: Any, config: Any, **_: Any) -> Any:
     """Add the scripts, as text that a browser shows."""
@@ -26,3 +29,14 @@ def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
     """Let links to scripts point at these files."""
     up = "../" * page.file.src_uri.count("/")
     return OUTSIDE.sub(lambda found: f"]({up}{found[1]}.txt)", markdown)
+
+
+def on_post_page(output: str, *, page: Any, **_: Any) -> str:
+    """Load what search needs from the site itself."""
+    up = "../" * page.file.src_uri.count("/")
+    return WORKER.sub(f'<script src="{up}scripts/file_worker.js"></script>', output)
+
+
+def on_post_template(output: str, **_: Any) -> str:
+    """The same for the page that says that there is no such page."""
+    return WORKER.sub('<script src="/scripts/file_worker.js"></script>', output)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -70,3 +73,36 @@ def test_the_site_loads_nothing_from_the_network() -> None:
     assert "font: false" in config
     assert "  - offline" in config
     assert "strict: true" in config
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_the_built_site_needs_no_network_and_its_search_finds(tmp_path: Path) -> None:
+    mkdocs = ROOT / ".venv-docs" / "bin" / "mkdocs"
+    if not mkdocs.exists():
+        pytest.skip("needs the environment that `make docs` makes")
+    subprocess.run(
+        [mkdocs, "build", "--quiet", "--site-dir", tmp_path / "site"],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        check=True,
+    )
+    for page in (tmp_path / "site").rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|link|img)[^>]+(?:src|href)=\"(https?:[^\"]+)", page.read_text()
+        )
+        assert not loaded, page
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("the rest needs chromium")
+    url = f"file://{tmp_path}/site/tasks/start.html?q=watchdog"
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    profile = f"--user-data-dir={tmp_path / 'profile'}"
+    dom = subprocess.run(
+        [chromium, *options, profile, "--virtual-time-budget=20000", "--dump-dom", url],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    assert "debug_a_hang.html" in dom.split('class="md-search-result__list"')[1].split("</ol>")[0]
