@@ -9,9 +9,8 @@ from typing import Any
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[1]
-OUTSIDE = re.compile(r"\]\((?:\.\./)+(examples/[\w.]+)\)")
-"""A link of a page to a script, which lies beside `docs/` in the repository."""
-
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(((?:\.\./)+)([^)\s]+)\)")
+"""A link of a page to what lies in a folder above it, with its text."""
 WORKER = re.compile(r'<script src="https://unpkg.com/iframe-worker/shim"></script>')
 """What lets search run on pages from a disk, fetched from the network; `file_worker.js` does it."""
 
@@ -26,9 +25,18 @@ def on_files(files: Any, config: Any, **_: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
-    """Let links to scripts point at these files."""
-    up = "../" * page.file.src_uri.count("/")
-    return OUTSIDE.sub(lambda found: f"]({up}{found[1]}.txt)", markdown)
+    """Let links to scripts point at these files; of links to other files keep the text."""
+    depth = page.file.src_uri.count("/")
+
+    def on_site(found: re.Match[str]) -> str:
+        text, up, target = found.groups()
+        if up.count("../") <= depth:
+            return found[0]
+        if target.startswith("examples/"):
+            return f"[{text}]({'../' * depth}{target}.txt)"
+        return text
+
+    return LINK.sub(on_site, markdown)
 
 
 def on_post_page(output: str, *, page: Any, **_: Any) -> str:
