@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,16 @@ class UnshardHandle:
         self._units = ()
 
 
-class FSDPModule(ModuleCall, TorchFSDPModule):
+if TYPE_CHECKING:
+
+    class _TorchFSDPModule(TorchFSDPModule, nn.Module):
+        """A module too, which at runtime the class behind `FSDPModule` says."""
+
+else:
+    _TorchFSDPModule = TorchFSDPModule
+
+
+class FSDPModule(ModuleCall, _TorchFSDPModule):
     """What `fully_shard` makes of a module's class; libraries that look for torch's find it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:

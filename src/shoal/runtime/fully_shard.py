@@ -5,8 +5,8 @@ Both change the module in place, and its class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Never, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Never, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -63,6 +63,25 @@ def _with_state(function: Function) -> Function:
     return function
 
 
+class ShardOptions(TypedDict, total=False):
+    """The arguments of `fully_shard`, for type checkers."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    layout: Layout | None
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> FSDPModule: ...
+@overload
+def fully_shard(
+    module: Sequence[nn.Module], **options: Unpack[ShardOptions]
+) -> Sequence[FSDPModule]: ...
 @_with_state
 def fully_shard(
     module: Any,
@@ -81,14 +100,36 @@ def fully_shard(
 
     They form one unit: gathered together before the module's forward and backward, freed after,
     their gradients reduced together. Call it bottom-up, on the blocks and then on the whole
-    model, and build the optimizer afterwards. The module is changed in place and returned. A list
-    of modules forms one unit too.
+    model, and build the optimizer afterwards. The module is changed in place and returned; its
+    class gets the methods of `FSDPModule`.
 
-    `mesh` has one axis, over which parameters are sharded, or two: replicate, shard. With
-    `dp_mesh_dims` it may have more, of which those are named. `reshard_after_forward` frees the
-    parameters between forward and backward; a number keeps them within groups of that many ranks;
-    by default all but the root's are freed. `layout` says how parameters are cut: `Even()` gives
-    DTensors, `Flat()`, `Rows()`, `Block(k)` and `Whole()` give `ShardedTensor`s.
+    Args:
+        module: A module, or a list of modules whose parameters form one unit together.
+        mesh: The ranks. With one axis, parameters are sharded over it. With two, they are
+            replicated over the first and sharded over the second. By default one axis with all
+            ranks.
+        reshard_after_forward: Whether parameters are freed between forward and backward. False
+            keeps them, which saves a gather and costs their memory. A number keeps them cut
+            over groups of so many ranks. By default all units but the root's are freed.
+        shard_placement_fn: Called with each parameter; returns `Shard(dim)` to cut it along
+            another dim than 0, or None.
+        mp_policy: In which dtypes parameters are gathered and gradients are reduced, and to which
+            inputs and outputs are cast. By default all keep their dtype.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state on the
+            host, where the optimizer then steps. By default they are on the device.
+        ignored_params: Parameters that stay as they are: neither moved, sharded nor reduced.
+        dp_mesh_dims: Which axes of a mesh with more axes replicate and shard; the others are for
+            tensor parallelism and its like.
+        layout: How parameters are cut. `Even()`, the default, gives DTensors. `Flat()`, `Rows()`,
+            `Block(k)`, `Whole()` and layouts of your own give `ShardedTensor`s.
+
+    Returns:
+        The module, or the list, that was given.
+
+    Raises:
+        UsageError: An argument is wrong, or the module cannot be sharded; the message says which
+            and what to do. It is a `ValueError`.
+        ShardedTwiceError: The module is sharded or replicated already.
     """
     refuse_unknown("fully_shard", unknown)
     policy, offload = precision_of(mp_policy), offload_of(offload_policy)
@@ -245,6 +286,22 @@ class ReplicateModule(FSDPModule):
     """What `replicate` makes of a module's class."""
 
 
+class ReplicateOptions(TypedDict, total=False):
+    """The arguments of `replicate`, for type checkers."""
+
+    mesh: DeviceMesh | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+
+
+@overload
+def replicate(module: nn.Module, **options: Unpack[ReplicateOptions]) -> ReplicateModule: ...
+@overload
+def replicate(
+    module: Sequence[nn.Module], **options: Unpack[ReplicateOptions]
+) -> Sequence[ReplicateModule]: ...
 def replicate(
     module: Any,
     *,

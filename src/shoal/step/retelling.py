@@ -33,7 +33,8 @@ class StepMoment(NamedTuple):
     """A method of `Machine`, or a request of users: a method of `UnitStep`."""
     unit: int = -1
     run: int = -1
-    flags: dict[str, bool] = {}
+    flags: dict[str, bool | int] = {}
+    """The keywords; `user`, whatever computes with the unit, is a number here."""
     gradients: tuple[GradientFacts, ...] = ()
     runs: tuple[tuple[int, int], ...] = ()
     """The runs that a backward may come to, by unit, where units are reduced in turn."""
@@ -76,6 +77,8 @@ class Listening:
         self._listener = listener
         self._numbers: weakref.WeakKeyDictionary[ModuleRun, int] = weakref.WeakKeyDictionary()
         self._num_runs = 0
+        self._users: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._num_users = 0
         self._units = {unit: number for number, unit in enumerate(machine.units)}
 
     def __getattr__(self, name: str) -> Any:
@@ -97,17 +100,17 @@ class Listening:
                 runs.extend((number, self._number(run)) for run in unit.runs)
         return self._say(StepMoment("begin_backward", runs=tuple(runs)), actions)
 
-    def enter_forward(self, unit: UnitStep, **flags: bool) -> Actions:
+    def enter_forward(self, unit: UnitStep, **flags: Any) -> Actions:
         """See `Machine.enter_forward`."""
         return self._tell("enter_forward", unit, flags)
 
-    def leave_forward(self, unit: UnitStep, **flags: bool) -> Actions:
+    def leave_forward(self, unit: UnitStep, **flags: Any) -> Actions:
         """See `Machine.leave_forward`."""
         return self._tell("leave_forward", unit, flags)
 
-    def raise_forward(self, unit: UnitStep) -> Actions:
+    def raise_forward(self, unit: UnitStep, **flags: Any) -> Actions:
         """See `Machine.raise_forward`."""
-        return self._tell("raise_forward", unit, {})
+        return self._tell("raise_forward", unit, flags)
 
     def gradient_arrived(self, unit: UnitStep, **flags: bool) -> Actions:
         """See `Machine.gradient_arrived`."""
@@ -153,8 +156,10 @@ class Listening:
         """A user has asked this of a unit, and it has answered."""
         self._say(StepMoment(name, self._units[unit]), actions)
 
-    def _tell(self, name: str, unit: UnitStep, flags: dict[str, bool]) -> Actions:
+    def _tell(self, name: str, unit: UnitStep, flags: dict[str, Any]) -> Actions:
         actions = getattr(self.machine, name)(unit, **flags)
+        if flags.get("user") is not None:
+            flags["user"] = self._user_number(flags["user"])
         return self._say(StepMoment(name, self._units[unit], flags=flags), actions)
 
     def _say(self, moment: StepMoment, actions: Actions) -> Actions:
@@ -166,6 +171,13 @@ class Listening:
         if number is None:
             number = self._numbers[run] = self._num_runs
             self._num_runs += 1
+        return number
+
+    def _user_number(self, user: Any) -> int:
+        number = self._users.get(user)
+        if number is None:
+            number = self._users[user] = self._num_users
+            self._num_users += 1
         return number
 
     def _gradients(self, units: Iterable[UnitStep]) -> tuple[GradientFacts, ...]:
