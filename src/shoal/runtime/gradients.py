@@ -69,7 +69,9 @@ class Gradients:
                 )
             drop_own_grad(parameter)
             if members[index].sharded.requires_grad:  # frozen since forward, autograd gives none
-                grads[index] = members[index].wrapping.grad_data(grad)
+                # Whatever graph it has: the reduction is no part of that.
+                data = grad.detach() if grad.requires_grad else grad
+                grads[index] = members[index].wrapping.grad_data(data)
         return grads
 
     def keep(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
