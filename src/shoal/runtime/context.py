@@ -54,6 +54,8 @@ class Context:
         # Autograd owns the callback that ends a backward. When a backward raises, autograd drops
         # it: a dead reference tells that the step will never end.
         self._end: weakref.ref[Callable[[], None]] | None = None
+        self._keeps_graph = False
+        """Whether another backward over the graph of this one may follow."""
         if units:
             self.arena = Arena(units[0].device)
             self.streams = streams or Streams(units[0].device)
@@ -114,14 +116,16 @@ class Context:
 
     def enter_backward(self, unit: Unit, run: ModuleRun) -> None:
         """Backward has come to the outputs of a run."""
-        if torch.is_grad_enabled():
-            raise NotImplementedError(
-                f"unit {unit.name!r}: backward(create_graph=True) through a sharded module is not "
-                "supported, because the reduction of its gradients has no derivative"
-            )
         self._begin_backward()
         is_current = unit.step.phase is Phase.BACKWARD or self._is_current(unit, run)
-        self._perform(self.machine.enter_backward(unit.step, run, is_current=is_current))
+        creates_graph = torch.is_grad_enabled()
+        if creates_graph:  # its gradients may come to any parameter, without the others
+            unit.watch_all_grads()
+        self._perform_in_backward(
+            self.machine.enter_backward(
+                unit.step, run, is_current=is_current, creates_graph=creates_graph
+            )
+        )
 
     def _is_current(self, unit: Unit, run: ModuleRun) -> bool:
         """Whether the bytes that are there, or on their way, or about to be, are those of a run."""
@@ -135,13 +139,15 @@ class Context:
         """One run has reached its inputs."""
         for step in self.machine.reducible(unit.step, run):
             step.owner.gradients.note()
-        self._perform(self.machine.leave_backward(unit.step, run))
+        self._perform_in_backward(self.machine.leave_backward(unit.step, run))
 
     @dynamo.unwrapped_by_dynamo
     def gradient_arrived(self, unit: Unit, *, is_handed_over: bool = False) -> None:
         """A gradient was accumulated, maybe outside of the unit's backward."""
         self._begin_backward()
-        self._perform(self.machine.gradient_arrived(unit.step, is_handed_over=is_handed_over))
+        self._perform_in_backward(
+            self.machine.gradient_arrived(unit.step, is_handed_over=is_handed_over)
+        )
 
     def finish(self) -> None:
         """Reduce whatever gradients there are, and free all units, outside of any backward."""
@@ -172,8 +178,9 @@ class Context:
                 raise
 
         self._end = weakref.ref(end, self._keep_broken)
+        self._keeps_graph = autograd.keeps_graph()
         autograd.call_after_backward(end)
-        self._perform(self.machine.begin_backward())
+        self._perform_in_backward(self.machine.begin_backward())
 
     def _note_shards(self) -> None:
         """Look at what users have done to shards and gradients before this backward."""
@@ -187,7 +194,7 @@ class Context:
             for unit in self.units:
                 unit.gradients.note()
                 unit.noted = None
-        self._perform(self.machine.end_backward())
+        self._perform_in_backward(self.machine.end_backward(keeps_graph=self._keeps_graph))
         self._end = None
 
     # Moments of another rank's step, which this rank has no inputs for.
@@ -298,6 +305,14 @@ class Context:
             if done < len(actions):
                 undo(actions[done:])
             raise
+
+    def _perform_in_backward(self, actions: Actions) -> None:
+        """The same; what the engine does is no part of a graph that a backward may create."""
+        if actions and torch.is_grad_enabled():
+            with torch.no_grad():
+                self._perform(actions)
+        else:
+            self._perform(actions)
 
     def _perform_recorded(self, action: Action, recorder: Recorder) -> None:
         """The same, with its time and bytes."""

@@ -85,7 +85,9 @@ class Gradients:
             if grad.layout is not strided:  # ranks have used other rows: the sum is dense
                 grad = grad.to_dense()
             if members[index].sharded.requires_grad:  # frozen since forward, autograd gives none
-                grads[index] = members[index].wrapping.grad_data(grad)
+                # Whatever graph it has: the reduction is no part of that.
+                data = grad.detach() if grad.requires_grad else grad
+                grads[index] = members[index].wrapping.grad_data(data)
         if self._absent is not None:
             self._unused, self._absent = set(self._absent), None
             self._kept = {i: kept for i, kept in self._kept.items() if i in self._unused}

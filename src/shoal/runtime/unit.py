@@ -519,6 +519,8 @@ class Unit:
 
     def watch_all_grads(self) -> None:
         """Call the hook for every parameter's gradient, and not for the first one's only."""
+        if self._watches_all:
+            return
         self._watches_all = True
         self._trained_flags = []
         self.follow_requires_grad()

@@ -96,7 +96,7 @@ class Machine:
             return ()
         reshards = self.frees_after_forward(unit)
         frees = (reshards and is_reached) or not (is_expected or unit.stays)
-        if frees and not unit.is_kept:
+        if frees and not (unit.is_kept or unit.is_in_graph):
             return (unit.stash(),)
         return (unit.do(ActionKind.REST),)
 
@@ -120,7 +120,8 @@ class Machine:
         actions: list[Action] = []
         if not expects_backward:
             for unit in self.units:
-                if not (unit.is_kept or (unit.stays and unit.phase is Phase.HELD)):
+                stays = unit.is_kept or unit.is_in_graph
+                if not (stays or (unit.stays and unit.phase is Phase.HELD)):
                     actions += unit.release()
         return tuple(actions)
 
@@ -150,12 +151,22 @@ class Machine:
                     actions += unit.prefetch()
         return tuple(actions)
 
-    def enter_backward(self, unit: UnitStep, run: ModuleRun, *, is_current: bool = True) -> Actions:
+    def enter_backward(
+        self,
+        unit: UnitStep,
+        run: ModuleRun,
+        *,
+        is_current: bool = True,
+        creates_graph: bool = False,
+    ) -> Actions:
         """Backward has come to the outputs of a run: hold its unit, gather ahead what comes next.
 
-        `is_current` says that the parameters are those of the forward.
+        `is_current` says that the parameters are those of the forward, `creates_graph` that the
+        gradients can be differentiated. To do so reads the parameters again, and comes through no
+        module: then the unit stays full until a backward ends that keeps no graph.
         """
         unit.is_entered = True
+        unit.is_in_graph |= creates_graph
         unit.open_runs.add(run)
         if unit.phase is Phase.BACKWARD:
             return ()
@@ -215,12 +226,17 @@ class Machine:
         unit.has_late_grads = True
         return ()
 
-    def end_backward(self) -> Actions:
-        """The whole backward is done: reduce what some parameters kept back, free the rest."""
+    def end_backward(self, *, keeps_graph: bool = False) -> Actions:
+        """The whole backward is done: reduce what some parameters kept back, free the rest.
+
+        `keeps_graph` says that another one over the same graph may follow.
+        """
         actions: list[Action] = []
         for unit in reversed(self.units):
             unit.open_runs.clear()
             has_grads = unit.has_late_grads or unit.phase is Phase.BACKWARD or unit in self._turns
+            has_grads |= unit.is_in_graph and unit.has_grads
+            unit.is_in_graph &= keeps_graph
             if has_grads or unit.waits_for_reduction:
                 if unit.phase is Phase.GATHERING and not self.is_in_turn:
                     actions += unit.release()  # gathered ahead in vain
@@ -359,7 +375,7 @@ class Machine:
         """Backward is done with a unit."""
         if unit.phase is not Phase.BACKWARD:
             return
-        if unit.settings.reshards_after_backward:
+        if unit.settings.reshards_after_backward and not unit.is_in_graph:
             actions += unit.release()
         else:
             unit.phase = Phase.HELD
@@ -371,6 +387,8 @@ class Machine:
             self._free(unit, actions)
         elif unit.phase is Phase.FORWARD and self._is_running:
             pass  # it asked for gradients inside of its forward, which goes on
+        elif unit.phase is Phase.HELD and unit.is_in_graph:
+            pass
         elif unit.settings.reshards_after_backward:
             actions += unit.release()
         elif unit.phase is Phase.GATHERING and self.is_in_turn:

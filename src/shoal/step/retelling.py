@@ -8,7 +8,7 @@ of a step. `Listening` writes moments down, `Retelling` reads them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from shoal.step.action import Actions
@@ -33,7 +33,7 @@ class StepMoment(NamedTuple):
     """A method of `Machine`, or a request of users: a method of `UnitStep`."""
     unit: int = -1
     run: int = -1
-    flags: dict[str, bool | int] = {}
+    flags: Mapping[str, bool | int] = {}
     """The keywords; `user`, whatever computes with the unit, is a number here."""
     gradients: tuple[GradientFacts, ...] = ()
     runs: tuple[tuple[int, int], ...] = ()
@@ -138,10 +138,11 @@ class Listening:
         moment = StepMoment("leave_backward", self._units[unit], number, gradients=gradients)
         return self._say(moment, self.machine.leave_backward(unit, run))
 
-    def end_backward(self) -> Actions:
+    def end_backward(self, **flags: bool) -> Actions:
         """See `Machine.end_backward`."""
-        moment = StepMoment("end_backward", gradients=self._gradients(self.machine.units))
-        return self._say(moment, self.machine.end_backward())
+        gradients = self._gradients(self.machine.units)
+        moment = StepMoment("end_backward", flags=flags, gradients=gradients)
+        return self._say(moment, self.machine.end_backward(**flags))
 
     def reduce_all(self) -> Actions:
         """See `Machine.reduce_all`."""

@@ -63,6 +63,8 @@ class UnitStep:
         """Whether the user asked for the full parameters, and has not given them back."""
         self.is_lent = False
         """Whether a `full_parameters` block has them: then state dicts show them, not shards."""
+        self.is_in_graph = False
+        """Whether a graph of gradients may read its full parameters: it comes past all modules."""
         self.stays = False
         """Whether it is held after forward, also where no backward follows."""
         self.users: set[object] = set()
@@ -115,7 +117,7 @@ class UnitStep:
 
     def release(self) -> Actions:
         """Let go of its full parameters, from whatever phase this is."""
-        self.is_kept = False
+        self.is_kept = self.is_in_graph = False
         phase = self.phase
         if phase is Phase.SHARDED:
             if not self.is_stashed:

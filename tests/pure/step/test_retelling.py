@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import replace
 from typing import Any, cast
 
@@ -14,7 +15,7 @@ from pure.step.test_machine import Driver, model
 from shoal.step.action import Actions
 from shoal.step.machine import Machine
 from shoal.step.rehearsal import rehearse
-from shoal.step.retelling import Listening, Retelling, StepMoment
+from shoal.step.retelling import NAMES, REQUESTS, Listening, Retelling, StepMoment
 from shoal.step.unit_step import UnitStep
 
 
@@ -96,3 +97,13 @@ def test_a_moment_that_no_machine_knows_is_refused_by_name() -> None:
     retelling = Retelling(machine, lambda *_: None)
     with pytest.raises(ValueError, match="'__init__'"):
         retelling.tell(StepMoment("__init__", 0))
+
+
+@pytest.mark.parametrize("name", sorted(NAMES - REQUESTS))
+def test_every_moment_is_passed_on_with_whatever_is_said_of_it(name: str) -> None:
+    """A keyword that a machine learns must not be one that a listener in its place refuses."""
+    told = inspect.signature(getattr(Machine, name)).parameters.values()
+    heard = inspect.signature(getattr(Listening, name)).parameters
+    assert any(one.kind is one.VAR_KEYWORD for one in heard.values()) or all(
+        one.name in heard for one in told
+    )

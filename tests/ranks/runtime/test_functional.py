@@ -87,31 +87,6 @@ def test_a_functional_call_with_other_parameters_is_right_or_refused() -> None:
     check_like_plain(results[1], results[0])
 
 
-GRAPHS: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
-    "backward": lambda loss, x: loss.backward(create_graph=True),
-    "penalty": lambda loss, x: torch.autograd.grad(loss, x, create_graph=True),
-}
-
-
-@ranks(2)
-@pytest.mark.parametrize("how", GRAPHS)
-def test_graphs_of_gradients_are_refused_by_name_and_training_goes_on(how: str) -> None:
-    """Torch's engine drops the graph without a word, or reads freed memory."""
-
-    def scenario(engine: Engine) -> list[Any]:
-        model = engine.shard(stack())
-        x = engine.batches(1)[0].clone().requires_grad_()
-        loss = loss_of(model(x))
-        if engine.is_sharded:
-            with pytest.raises(NotImplementedError, match="create_graph"):
-                GRAPHS[how](loss, x)
-            model.reshard()  # before the optimizer looks for parameters
-            model.zero_grad()
-        return train(engine, model, engine.batches(2))
-
-    check_like_plain(scenario(SHOAL), scenario(PLAIN))
-
-
 def asked_for_shards(engine: Engine) -> list[Any]:
     """The shards are no part of the graph; gradients come to them, not through them."""
     model = engine.shard(stack())
