@@ -1,13 +1,19 @@
-"""Which parameters a call of `fully_shard` takes, and whether it can."""
+"""Which parameters a call of `fully_shard` takes or borrows, and whether it can.
+
+    fully_shard(embedding)    its unit owns the weight
+    fully_shard(head)         borrows it (tied weights): the owner is gathered for the head, too
+
+A borrowed parameter stays one `nn.Parameter`, under as many names as without shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
@@ -15,7 +21,13 @@ from shoal._torch import composable, subclasses
 from shoal.errors import ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout, ParamSpec
 from shoal.layout.strides import shares_elements, strides_of
-from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo, own_mesh_info
+from shoal.mesh import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    own_mesh_info,
+)
 from shoal.runtime.gather_hooks import has_hooks_before_sharding, refusal
 from shoal.runtime.module_state import state_of
 from shoal.runtime.parameter_wrapping import (
@@ -25,9 +37,10 @@ from shoal.runtime.parameter_wrapping import (
     dtensor_wrapping,
     num_copies_on,
 )
-from shoal.runtime.policy import ShardPlacementResult
-from shoal.runtime.shards import Home, ParameterSource
-from shoal.runtime.updates import owners_known, replaced_home
+from shoal.runtime.policy import MixedPrecisionPolicy, ShardPlacementResult
+from shoal.runtime.shards import Home, Member, ParameterSource
+from shoal.runtime.unit import Borrowed, Unit
+from shoal.runtime.updates import is_kept, owners_known, replaced_home
 from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor
 
@@ -114,27 +127,66 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
     torch.utils.swap_tensors(tensor, moved)
 
 
-def without_shared(
-    found: Sequence[Found],
-) -> tuple[list[Found], Callable[[nn.Module], str] | None]:
-    """The parameters that no other unit has sharded, and what is wrong if there are others.
+def without_borrowed(found: Sequence[Found]) -> tuple[list[Found], list[Borrowed]]:
+    """The parameters that no other unit has sharded, and those that are tied to one that has."""
+    owners = _owners() if any(map(_may_be_borrowed, found)) else {}
+    own: list[Found] = []
+    borrowed: list[Borrowed] = []
+    for item in found:
+        home = replaced_home(item.parameter)
+        owner = owners.get(id(item.parameter) if home is None else home)
+        if owner is None or set(item.homes) & set(owner[1].homes):
+            own.append(item)
+        else:
+            unit, member = owner
+            borrowed.append(Borrowed(unit=unit, member=member, homes=item.homes, name=item.name))
+    return own, borrowed
 
-    What is wrong is said when the root is known, and with it what parameters are called.
-    """
-    shared = [item for item in found if replaced_home(item.parameter) is not None]
-    own = [item for item in found if replaced_home(item.parameter) is None]
-    return own, partial(_refusal, shared[0]) if shared else None
+
+def _may_be_borrowed(item: Found) -> bool:
+    parameter = item.parameter
+    is_shard = isinstance(parameter, (DTensor, ShardedTensor)) or is_kept(parameter)
+    return is_shard or replaced_home(parameter) is not None
 
 
-def _refusal(item: Found, root: nn.Module) -> str:
-    paths = {module: name for name, module in root.named_modules()}
-    here, there = item.homes[0], replaced_home(item.parameter)
-    names = [f"{paths.get(home.module, '?')}.{home.name}".lstrip(".") for home in (here, there)]
-    return (
-        f"parameter {names[0]!r} is already managed by another unit, which has sharded it as "
-        f"{names[1]!r}: the two are one parameter (tied weights). Shared parameters must be in one "
-        "unit: give all modules that use it to one call, fully_shard([a, b])"
-    )
+def _owners() -> Mapping[object, tuple[Unit, Member]]:
+    """The unit and member of every sharded parameter, by its places and by itself."""
+    found: dict[object, tuple[Unit, Member]] = {}
+    for unit in owners_known():
+        for member in unit.shards.members:
+            found[id(member.sharded)] = unit, member
+            found.update((home, (unit, member)) for home in member.homes)
+    return found
+
+
+def check_borrowed(
+    borrowed: Sequence[Borrowed], info: DataParallelMeshInfo, policy: MixedPrecisionPolicy
+) -> None:
+    """Refuse tied parameters that two modules want in two ways; every rank sees the same."""
+    for one in borrowed:
+        name, there = one.name, one.unit.qualified(one.member.spec.name)
+        dtype, wanted = (p.compute_dtype(one.member.dtype) for p in (one.unit.policy, policy))
+        if dtype is not wanted:
+            raise UsageError(
+                f"parameter {name!r} is tied to {there!r} (one parameter, two modules), which is "
+                f"computed in {dtype}, and this call asks for {wanted}: give both calls one "
+                "param_dtype"
+            )
+        ranks, others = _ranks_of(one.unit.mesh_info), _ranks_of(info)
+        if ranks != others:
+            raise UsageError(
+                f"parameter {name!r} is tied to {there!r} (one parameter, two modules), which is "
+                f"sharded and replicated over ranks {ranks}, and this call is for {others}: give "
+                "both calls one mesh"
+            )
+
+
+def _ranks_of(info: DataParallelMeshInfo) -> list[list[int]]:
+    groups = [
+        info.shard_process_group if isinstance(info, FSDPMeshInfo) else None,
+        info.replicate_process_group if isinstance(info, DDPMeshInfo) else None,
+    ]
+    return [[] if group is None else dist.get_process_group_ranks(group) for group in groups]
 
 
 def check_not_outer(found: Sequence[Found], modules: Sequence[nn.Module]) -> None:

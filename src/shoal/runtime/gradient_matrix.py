@@ -143,6 +143,11 @@ class GradientMatrix:
             size * self._chunks[i] == whole.params[i].numel for i in self._in_order
         )
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there may be memory between gradients that nobody writes."""
+        return self._packing is not None
+
     def lay_out(
         self, grads: Mapping[int, torch.Tensor], take: Take, *, in_parts: bool, is_written: bool
     ) -> tuple[list[Batch], torch.Tensor | None]:

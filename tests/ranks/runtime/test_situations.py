@@ -85,18 +85,6 @@ def test_freezing_and_unfreezing_after_sharding() -> None:
 
 
 @ranks(2)
-def test_a_parameter_shared_across_units_is_refused() -> None:
-    model = build()
-    model.blocks[1].up.weight = model.blocks[0].up.weight
-    fully_shard(model.blocks[0])
-    fully_shard(model.blocks[1])
-    fully_shard(model)
-    ((_, part),) = batches(1, dist.get_rank(), 2)
-    with pytest.raises(UsageError, match=r"'blocks\.1\.up\.weight' is already managed"):
-        loss_of(model, part)
-
-
-@ranks(2)
 def test_an_optimizer_from_before_sharding_is_found_at_its_first_step() -> None:
     model = build()
     optimizer = torch.optim.AdamW(model.parameters())

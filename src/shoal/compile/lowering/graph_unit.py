@@ -371,10 +371,10 @@ def _check_can_lower(unit: Unit) -> None:
 def lower_units(state: ModuleState) -> None:
     """Let graphs gather a module's units; again in backward if the machine frees them before."""
     assert state.context is not None
-    for unit in state.units:
+    for unit in state.used:
         _lower(unit, gathers_again=state.context.machine.frees_after_forward(unit.step))
     for module in state.modules:
-        state.graph_names[module] = [_names_in(module, unit) for unit in state.units]
+        state.graph_names[module] = [_names_in(module, unit) for unit in state.used]
 
 
 def _lower(unit: Unit, *, gathers_again: bool) -> None:

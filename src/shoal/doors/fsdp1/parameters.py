@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import eq
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from shoal.runtime.collect import Found
 from shoal.runtime.full import FreedParameter
 from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of, local_grad
 from shoal.runtime.shards import Home
+
+if TYPE_CHECKING:
+    from shoal.runtime.unit import Unit
 
 FLAT_PARAM = "_flat_param"
 
@@ -85,7 +88,7 @@ class PlainWrapping(ParameterWrapping):
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class UserParameter:
     """One of the user's parameters that a wrapper shards, by itself or as a range of a flat one."""
 
@@ -94,6 +97,7 @@ class UserParameter:
     shape: torch.Size
     """The shape of this rank's local tensor, where the parameter is distributed."""
     homes: tuple[Home, ...]
+    """Where it is registered; modules of other wrappers may use it too (tied weights)."""
     before: Spec
     """How the parameter is distributed over other axes."""
     strides: Strides | None
@@ -138,14 +142,30 @@ def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembe
     members = tuple(map(UserParameter.of, found))
     # torch's checkpoints ask this of it.
     flat._fqns = [m.name.replace(wrapping.CHECKPOINT_PREFIX, "") for m in members]  # pyright: ignore
-    for item in found:
-        blank = _blank(item)
-        for home in item.homes:
-            del home.module._parameters[home.name]
-            vars(home.module)[home.name] = blank
-    module.register_parameter(FLAT_PARAM, flat)
     home = Home(module=module, name=FLAT_PARAM)
-    return Found(name=FLAT_PARAM, parameter=flat, homes=(home,)), FlatMembers(members, home)
+    flat_members = FlatMembers(members, home)
+    for index, item in enumerate(found):
+        _take_off(item)
+        setattr(item.parameter, _FLATTENED, (flat_members, index))
+    module.register_parameter(FLAT_PARAM, flat)
+    return Found(name=FLAT_PARAM, parameter=flat, homes=(home,)), flat_members
+
+
+_FLATTENED = "_shoal_flattened"
+"""Where an original parameter says which flat one has taken its place."""
+
+
+def flattened(item: Found) -> tuple[FlatMembers, int] | None:
+    """Which flat parameter has a parameter in it already, and as which of its members."""
+    return getattr(item.parameter, _FLATTENED, None)
+
+
+def _take_off(item: Found) -> None:
+    """Let modules have views of a flat parameter from here on, and no parameter."""
+    blank = _blank(item)
+    for home in item.homes:
+        del home.module._parameters[home.name]
+        vars(home.module)[home.name] = blank
 
 
 def _blank(item: Found) -> torch.Tensor:
@@ -175,12 +195,20 @@ class FlatMembers:
 
     def __init__(self, members: tuple[UserParameter, ...], home: Home) -> None:
         self.members = members
+        self.unit: Unit | None = None
+        """The unit of the flat parameter, once it is made."""
         self._home = home
         self._sizes = [member.shape.numel() for member in self.members]
         self._shown: torch.Tensor | None = None
         """The full flat parameter that the modules have views of."""
         self._modes: tuple[int | bool, ...] = ()
         """When the views were made: the step, and the modes of autograd."""
+
+    def share(self, index: int, item: Found) -> None:
+        """Let modules of another wrapper use one of them too."""
+        self.members[index].homes += item.homes
+        self._shown = None
+        _take_off(item)
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The elements of each, in its shape; a copy of those that are not row-major."""
