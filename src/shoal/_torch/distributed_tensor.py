@@ -13,7 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec as DTensorSpec
 from torch.distributed.tensor._dtensor_spec import TensorMeta
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor._utils import (
+    _compute_local_shape_and_global_offset,
+    compute_local_shape_and_global_offset,
+)
 from torch.distributed.tensor.placement_types import _StridedShard
 
 local_tensor: Callable[[Tensor], Tensor] = operator.attrgetter("_local_tensor")
@@ -55,6 +58,23 @@ def respec(spec: DTensorSpec, mesh: DeviceMesh, placements: Sequence[Placement])
 def num_shards(spec: DTensorSpec, dim: int) -> int:
     """Into how many pieces a distributed tensor is cut along a dim."""
     return spec.num_shards_map[dim]
+
+
+def cuts_rectangles(spec: DTensorSpec) -> bool:
+    """Whether every rank has one rectangle of a tensor, and all of it once they are added up."""
+    strided = [one.dim for one in spec.placements if isinstance(one, _StridedShard)]
+    return not any(one.is_partial() for one in spec.placements) and all(
+        spec.shape[dim] % spec.num_shards_map[dim] == 0 for dim in strided
+    )
+
+
+def chunk_at(
+    spec: DTensorSpec, coordinate: Sequence[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The sizes and offsets of what a place of the mesh has of a tensor."""
+    return _compute_local_shape_and_global_offset(
+        spec.shape, tuple(spec.mesh.shape), list(coordinate), spec.placements
+    )
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any, cast
 
 import torch
+from torch.optim import _muon
 
 
 def offer_foreach(cls: type) -> None:
@@ -102,3 +103,10 @@ def group_for_optimizers(group: Callable[[str, list[list[Any]]], dict[Any, Any] 
         return by_torch(tensorlistlist, with_indices)
 
     cast(Any, optimizer)._group_tensors_by_device_and_dtype = staticmethod(grouped)
+
+
+orthogonalised: Callable[..., torch.Tensor] = _muon._zeropower_via_newtonschulz
+"""What Muon makes of a matrix, in bfloat16; it takes coefficients, the number of steps, and eps."""
+
+muon_lr: Callable[[float, str | None, torch.Size], float] = _muon._adjust_lr
+"""Muon's learning rate for a matrix of some shape."""
