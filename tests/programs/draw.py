@@ -35,6 +35,8 @@ def programs(
         steps += [st.builds(moments.FailInBackward, cells, flags, flags)]
     if api == "fully_shard":
         steps += _steps_of_fully_shard()
+    if not (compiles or compiled):  # torch differentiates no compiled graph twice
+        steps += [st.builds(moments.Penalise, way, st.booleans(), st.booleans())]
     if compiles:
         steps += [st.builds(moments.Compiled, st.integers(1, 3))] * 4
     if api == "fully_shard" and not is_parallel:
@@ -62,6 +64,7 @@ def _setups(
         api=st.just(api),
         compiled=st.just(compiled),
         is_hybrid=st.booleans() if world_size == 4 and api == "fully_shard" else st.just(False),
+        is_tied=st.booleans(),
     )
 
 

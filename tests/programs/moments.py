@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -195,6 +196,8 @@ class SaveAndLoad:
                 for parameter in model.parameters():
                     parameter.fill_(1.0)
             model.load_state_dict(saved, assign=self.assigns)
+            if self.assigns:  # each name has a parameter of its own
+                model.tie()
         if self.assigns:
             twins.forget_broken()
             twins.make_optimizers()
@@ -295,6 +298,33 @@ class GradOfInputs:
             x = own.clone().requires_grad_()
             grads += torch.autograd.grad(loss_of(model(x, way)), x)
         torch.testing.assert_close(*grads)
+
+
+@dataclass(frozen=True, slots=True)
+class Penalise:
+    """A gradient for the inputs that is part of the loss, maybe with a forward in between."""
+
+    way: Way
+    evaluates: bool
+    reduces: bool
+
+    def run(self, twins: Twins) -> None:
+        _reduce_all(twins, self.way)
+        batch = twins.batch()
+        twins.has_run = True
+        with twins.reducing(self.reduces):
+            mine = self._loss(twins.model, batch[twins.rank], twins.rank)
+            all_ = [self._loss(twins.twin, x, rank) for rank, x in enumerate(batch)]
+            twins.backward((mine, torch.stack(all_).mean()), reduces=self.reduces)
+
+    def _loss(self, model: Any, x: Tensor, rank: int) -> Tensor:
+        x, way = x.clone().requires_grad_(), replace(self.way, detaches_at=None)
+        output = model(x, way, rank)
+        (slope,) = torch.autograd.grad(output.square().sum(), x, create_graph=True)
+        if self.evaluates:
+            with torch.no_grad():
+                model(x, way, rank)
+        return slope.square().mean() + output.mean()
 
 
 @dataclass(frozen=True, slots=True)

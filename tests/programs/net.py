@@ -76,11 +76,18 @@ class Way:
 class Net(nn.Module):
     """Cells between two layers that belong to the root."""
 
-    def __init__(self, kinds: Sequence[str]) -> None:
+    def __init__(self, kinds: Sequence[str], *, is_tied: bool = False) -> None:
         super().__init__()
+        self.is_tied = is_tied
         self.first = nn.Linear(DIM, DIM)
         self.cells = nn.ModuleList(Cell(kind) for kind in kinds)
         self.head = nn.Linear(DIM, 3)
+        self.tie()
+
+    def tie(self) -> None:
+        """Let the first and the last cell have one weight, as libraries do after a load."""
+        if self.is_tied:
+            self.cells[-1].up.weight = self.cells[0].up.weight  # pyright: ignore
 
     def forward(self, x: Tensor, way: Way = Way(), rank: int = 0) -> Tensor:  # noqa: B008
         x = self.first(x)

@@ -41,11 +41,13 @@ class Setup:
     """What is compiled, gathers among it if it is the model."""
     is_hybrid: bool = False
     """Whether every two ranks have a replica."""
+    is_tied: bool = False
+    """Whether two cells share a weight."""
 
     def build(self) -> Net:
         """The same weights on every call."""
         torch.manual_seed(0)
-        return Net(self.kinds).double()
+        return Net(self.kinds, is_tied=self.is_tied).double()
 
     def shard(self) -> Any:
         """The model, sharded."""

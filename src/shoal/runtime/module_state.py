@@ -191,12 +191,21 @@ class ModuleState:
     @dynamo.unwrapped_by_dynamo
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any], Runs]:
-        """The module is about to run: give it parameters and inputs to run with."""
-        if autograd.inside_function_transform():
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Runs | None]:
+        """The module is about to run: give it parameters and inputs to run with.
+
+        Returns no runs where it is a function of tensors for now, which the engine lets alone: in a
+        `full_parameters` block, transformed by `torch.func`, or with parameters of the caller's.
+        """
+        is_transformed = autograd.inside_function_transform()
+        if self._is_lent() and (is_transformed or any(u.is_substituted for u in self.used)):
+            self._depth += 1
+            return (*self._cast_inputs(args, kwargs), None)
+        if is_transformed:
             raise NotImplementedError(
-                "shoal: torch.func transforms (grad, vjp, jvp, vmap) of a sharded module are not "
-                "supported; use backward(), or transform the module before fully_shard"
+                "shoal: torch.func transforms (grad, vjp, jvp, vmap) see no backward of a sharded "
+                "module. Transform it while its parameters are full: with "
+                "full_parameters(model): torch.func.grad(...)"
             )
         context = self.context or context_of(module, self)
         self._depth += 1  # a module may call itself
@@ -253,8 +262,11 @@ class ModuleState:
         return args, kwargs, tensors
 
     @dynamo.unwrapped_by_dynamo
-    def leave(self, module: nn.Module, runs: Runs, output: Any) -> Any:
+    def leave(self, module: nn.Module, runs: Runs | None, output: Any) -> Any:
         """The module has run: arrange for its backward, and let go of its parameters."""
+        if runs is None:
+            self._depth -= 1
+            return output
         context = self.context
         assert context is not None
         reach = Reach.of(output)
@@ -273,6 +285,10 @@ class ModuleState:
         if self.is_root and self._depth == 0:
             context.end_forward(expects_backward=is_expected)
         return output
+
+    def _is_lent(self) -> bool:
+        """Whether a `full_parameters` block has all that the modules compute with."""
+        return bool(self.used) and all(unit.step.is_lent for unit in self.used)
 
     def abort(self) -> None:
         """The module raised: it runs no more, whatever it had begun."""

@@ -271,7 +271,7 @@ class Shards:
                 f"tensor of {tuple(member.local.shape)}, got "
                 f"{None if local is None else tuple(local.shape)}. Change it in place "
                 "(load_state_dict, parameter.copy_), or call fully_shard after replacing it "
-                "(torch.func.functional_call with other parameters is not supported)."
+                "(torch.func.functional_call with other parameters: inside of full_parameters)."
             )
         member.sharded = found
         member.register(found)

@@ -465,6 +465,11 @@ class Unit:
             self.full.cancel()
         self.drop_piece()
 
+    @property
+    def is_substituted(self) -> bool:
+        """Whether somebody has put other tensors where the full parameters are registered."""
+        return any(homes.get(name) is not full for homes, name, full in self._registrations)
+
     def register_full(self) -> None:
         """Put the full parameters on the modules."""
         for homes, name, parameter in self._registrations:

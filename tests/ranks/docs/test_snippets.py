@@ -249,6 +249,28 @@ def exporting() -> Names:
     }
 
 
+def criticising() -> Names:
+    critic = fully_shard(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1)))
+    return {"torch": torch, "critic": critic, "x": torch.ones(2, 8, requires_grad=True)}
+
+
+def tying() -> Names:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(tokens))
+
+    return {"fully_shard": fully_shard, "model": Tied()}
+
+
+def transforming() -> Names:
+    return {**exporting(), "samples": torch.ones(3, 8)}
+
+
 def planning() -> Names:
     from shoal.fsdp import MixedPrecisionPolicy, plan_of
 
@@ -370,8 +392,10 @@ SCENES: dict[str, Callable[[], Names]] = {
     "plan.md 0": forecasting,
     "report.md 0": reporting,
     "runtime.md 0": planning,
-    "runtime.md 1": tied,
-    "runtime.md 2": exporting,
+    "runtime.md 1": criticising,
+    "runtime.md 2": tying,
+    "runtime.md 3": exporting,
+    "runtime.md 4": transforming,
     "sharded_tensor.md 0": sharded_layers,
     "tensor.md 0": placing,
     "tensor.md 1": resharding,
