@@ -6,11 +6,14 @@ schedule, and the unsharded model, say what gradients must be.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage, schedules
@@ -18,7 +21,9 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from differential import DIM, SHOAL, TORCH, Engine, loss_of
 from harness import ranks
 from oracle import full
+from shoal.comm import observer
 from shoal.layout import Flat
+from shoal.runtime.module_state import units_of
 
 NUM_MICRO_BATCHES = 4
 ROWS = 2
@@ -170,3 +175,78 @@ def test_replicated_stages() -> None:
         Engine.shard = original  # type: ignore[method-assign]
     plain = unsharded("Schedule1F1B", mesh)
     torch.testing.assert_close({key: ours[key] for key in plain}, plain)
+
+
+@pytest.mark.filterwarnings("ignore")
+@ranks(4)
+@pytest.mark.parametrize("name", ALL)
+def test_a_stage_is_unsharded_once_and_reduced_once_in_a_step(name: str) -> None:
+    """With `reshard_after_forward=False`, whatever the schedule and the number of micro-batches."""
+    mesh = mesh_of_two_axes()
+    index = mesh["pipe"].get_local_rank()
+    mine = own_stages(name, index)
+    num = 2 * len(mine)
+    modules = [stages(num)[stage] for stage in mine]
+    for module in modules:
+        SHOAL.shard(module, mesh=mesh["shard"], reshard_after_forward=False)
+    group, device = mesh["pipe"].get_group(), torch.device("cpu")
+    made = [
+        PipelineStage(module, stage, num, device, group=group)
+        for module, stage in zip(modules, mine, strict=True)
+    ]
+    schedule = getattr(schedules, name)(
+        made[0] if name in SINGLE else made, NUM_MICRO_BATCHES, loss_fn=on_target
+    )
+    optimizer = torch.optim.SGD([p for m in modules for p in m.parameters()], lr=0.1)
+    for step in range(2):
+        x = batch_of(10 * step + mesh["shard"].get_local_rank())
+        reasons = Reasons()
+        with observer.observing(reasons):
+            if 0 in mine and num - 1 in mine:
+                schedule.step(x, target=x)
+            elif 0 in mine:
+                schedule.step(x)
+            else:
+                schedule.step(target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+    # In the first step torch runs each stage once more, to know the shapes of what it sends.
+    kinds = ("the gather of unit", "the reduction of unit")
+    expected = [f"{kind} {unit.name!r}" for kind in kinds for m in modules for unit in units_of(m)]
+    assert sorted(reasons.heard) == sorted(expected)
+
+
+class Reasons:
+    """Hears what collectives are launched for."""
+
+    def __init__(self) -> None:
+        self.heard: list[str] = []
+
+    def launching(self, reason: str, group: object, tensor: object) -> None:
+        self.heard.append(reason)
+
+    def in_stream(self, launched: object = None) -> None: ...
+
+    def waiting(self, reason: str) -> None: ...
+
+    def arrived(self) -> None: ...
+
+    def explained(self, failure: str) -> str:
+        return failure
+
+
+@pytest.mark.filterwarnings("ignore")
+@ranks(4)
+@pytest.mark.parametrize("name", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble"])
+def test_the_example(name: str) -> None:
+    path = Path(__file__).parents[3] / "examples" / "pipeline.py"
+    spec = importlib.util.spec_from_file_location("pipeline_example", path)
+    assert spec is not None
+    assert spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    found = example.train(name, 3)
+    expected = [losses[dist.get_rank() % 2] for losses in example.train_unsharded(name, 3, 2)]
+    assert bool(found) == (dist.get_rank() >= 2)
+    if found:
+        torch.testing.assert_close(torch.tensor(found), torch.tensor(expected))
