@@ -32,6 +32,7 @@ LAYERS = (
     "plan",
     "report",
     "train",
+    "integrations",
     "bench",
     "cli",
 )
