@@ -38,7 +38,7 @@ test-ranks:
 # The frameworks have an environment of their own, so that none of them decides which torch is tested.
 .venv-integrations/.installed: pyproject.toml constraints.txt
 	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf]'
+	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf,lightning]'
 	@touch $@
 
 test-integrations: export OMP_NUM_THREADS := 1
