@@ -6,11 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_VENV := .venv-docs
 
-.PHONY: help demo test test-pure test-ranks soak check fix bench docs build clean
+.PHONY: help demo test test-pure test-ranks test-integrations soak check fix bench docs build clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -35,6 +35,16 @@ test-pure:
 
 test-ranks:
 	@$(BIN)/python -m pytest $(filter-out tests/pure/,$(wildcard tests/*/))
+
+# The frameworks have an environment of their own, so that none of them decides which torch is tested.
+.venv-integrations/.installed: pyproject.toml constraints.txt
+	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
+	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf,lightning]'
+	@touch $@
+
+test-integrations: export OMP_NUM_THREADS := 1
+test-integrations: .venv-integrations/.installed ## install the frameworks, run shoal inside of each
+	.venv-integrations/bin/python -m pytest tests/integrations -m ""
 
 soak: $(STAMP) ## run the long tests: random programs, kills, damages, all combinations
 	$(BIN)/python -m pytest -m soak
@@ -68,4 +78,4 @@ build: $(STAMP) ## make the wheel and the source archive in dist/
 	$(BIN)/python -m build --no-isolation
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) $(DOCS_VENV) site dist build runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) .venv-integrations site dist build runs .pytest_cache .ruff_cache .hypothesis

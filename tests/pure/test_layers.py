@@ -35,6 +35,7 @@ LAYERS = (
     "plan",
     "report",
     "train",
+    "integrations",
     "bench",
     "cli",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
@@ -79,6 +79,7 @@ class TorchState:
     """What torch would call the FSDP state of a module."""
 
     _state: ModuleState
+    _entered: list[Any] = field(default_factory=list, compare=False, repr=False)
 
     @property
     def _is_root(self) -> bool:
@@ -104,6 +105,18 @@ class TorchState:
         context = self._state.context
         if context is not None:
             context.finish()
+
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Enter a method that torch's own `register_fsdp_forward_method` was given."""
+        args, kwargs, runs = self._state.enter(module, args, kwargs)
+        self._entered.append(runs)
+        return args, kwargs
+
+    def _post_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Leave it; torch keeps this object in between."""
+        return self._state.leave(module, self._entered.pop(), self._state.cast_output(output))
 
     def _lazy_init(self) -> None:
         """Get ready, with this module as the root; the first forward does the same."""

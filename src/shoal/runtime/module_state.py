@@ -74,9 +74,15 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], value: Any) ->
         return value
     if is_dataclass(value) and not isinstance(value, type):
         result = copy.copy(value)
+        made: dict[int, Any] = {}
         for field in fields(value):
-            new = map_tensors(function, getattr(value, field.name))
-            object.__setattr__(result, field.name, new)
+            old = getattr(value, field.name)
+            made[id(old)] = map_tensors(function, old)
+            object.__setattr__(result, field.name, made[id(old)])
+        if isinstance(value, dict):  # outputs of Transformers are both
+            for key, old in value.items():
+                new = made[id(old)] if id(old) in made else map_tensors(function, old)
+                cast(Any, result)[key] = new
         return result
     if isinstance(value, PackedSequence):
         return value._replace(data=function(value.data))

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import UsageError
+from shoal.train import slurm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +29,8 @@ class Place:
 
 
 def place() -> Place | None:
-    """Return this process's place as torchrun and its like announce it; None outside of them."""
+    """Return this process's place as torchrun, its like or `srun` announce it; None outside."""
+    slurm.announce()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = {name: os.environ[name] for name in names if name in os.environ}
     if not {"RANK", "WORLD_SIZE"} & found.keys():

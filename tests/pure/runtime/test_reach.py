@@ -64,3 +64,30 @@ def test_containers_keep_their_class(kind: str) -> None:
     assert len(tensors) == len(Reach.of(value).tensors) > 0
     assert all(tensor.dtype is torch.float64 for tensor in tensors)
     assert all(tensor.dtype is not torch.float64 for tensor in Reach.of(value).tensors)
+
+
+@dataclass
+class Output(OrderedDict[str, Any]):
+    """As outputs of Transformers: fields that are items too."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+    def __post_init__(self) -> None:
+        super().__init__(loss=self.loss, logits=self.logits)
+
+    def __reduce__(self) -> Any:
+        return Output, (self.loss, self.logits)
+
+    def update(self, *_: Any, **__: Any) -> None:
+        raise TypeError("not allowed")
+
+
+def test_a_dataclass_that_is_a_dict_has_the_same_new_tensor_twice() -> None:
+    old = Output(torch.ones(1), torch.ones(2))
+    new = map_tensors(lambda tensor: tensor.to(torch.bfloat16), old)
+    assert type(new) is Output
+    assert old["loss"].dtype is old.loss.dtype is torch.float32
+    for name in ("loss", "logits"):
+        assert new[name] is getattr(new, name)
+        assert new[name].dtype is torch.bfloat16

@@ -224,19 +224,6 @@ def reporting() -> Names:
     return {"Path": Path}
 
 
-def tied() -> Names:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
-            self.head.weight = self.embedding.weight
-
-        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(self.embedding(tokens))
-
-    return {"fully_shard": fully_shard, "model": Tied()}
-
-
 def exporting() -> Names:
     from shoal.fsdp import full_parameters
 
