@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,7 @@ from shoal.errors import UsageError
 from shoal.train import environment
 from shoal.train.config import TrainConfig, load_recipe
 from shoal.train.options import replace_options, to_json
+from shoal.train.safe_stream import printable, say
 
 if TYPE_CHECKING:
     from shoal.train.job import TrainJob
@@ -76,6 +78,9 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status, or end the process as a rank of torchrun."""
     arguments = make_parser().parse(argv)
+    source = given_options(arguments, TrainConfig).get(("model", "source"))
+    if source is not None and environment.place() is None and not arguments.dry_run:
+        say(f"looking at {printable(str(source))}…", stream=sys.stdout)
     # Imported late, so that --help and a mistyped flag need no torch.
     from shoal.train.launch import STOP_SIGNALS, launch
     from shoal.train.rank import exit_now, run_rank

@@ -17,15 +17,21 @@ from typing import ClassVar, Literal, get_type_hints
 
 from shoal.errors import UsageError
 from shoal.files import open_regular
-from shoal.train.options import check_options, option
+from shoal.train.options import check_options, option, options_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer over bytes."""
+    """A decoder-only transformer over bytes, or a causal language model of `transformers`."""
 
     TITLE: ClassVar[str] = "model"
 
+    source: str | None = option(
+        None,
+        "hf:PATH, a config.json of transformers (random weights) or a folder with config.json and "
+        "safetensors (its weights); a small transformer over bytes unless given",
+        flag="--model",
+    )
     dim: int = option(256, "width of the residual stream", at_least=2, at_most=2**17)
     layers: int = option(4, "number of blocks", at_least=1, at_most=10_000)
     heads: int = option(4, "attention heads per block", at_least=1, at_most=2**16)
@@ -35,15 +41,33 @@ class ModelConfig:
         at_least=1,
         at_most=2**20,
     )
-    context: int = option(128, "sequence length in bytes", at_least=1, at_most=2**24)
+    context: int = option(
+        128, "sequence length in tokens (bytes, without --model)", at_least=1, at_most=2**24
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.source is not None:
+            self._check_source()
         if self.dim % (2 * self.heads):
             raise UsageError(
                 f"--dim must be a multiple of 2 x --heads, since every head rotates pairs of "
                 f"features; got --dim {self.dim} with --heads {self.heads}. "
                 f"Try --dim {_round_up(self.dim, 2 * self.heads)}."
+            )
+
+    def _check_source(self) -> None:
+        if not self.source or not self.source.removeprefix("hf:") or self.source[:3] != "hf:":
+            raise UsageError(
+                f"--model: expected hf:PATH, a config.json or a folder of transformers; "
+                f"got {self.source!r}"
+            )
+        shape = {name: getattr(self, name) for name in ("dim", "layers", "heads", "hidden")}
+        plain = {found.path[0]: found.default for found in options_of(ModelConfig)}
+        given = [name for name, value in shape.items() if value != plain[name]]
+        if given:
+            raise UsageError(
+                f"--{given[0]} does not go with --model: config.json says the shape of the model"
             )
 
     @property
@@ -239,6 +263,10 @@ class TrainConfig:
                 raise UsageError(
                     f"TrainConfig.{name}: expected {kind.__name__}, got {type(part).__name__}"
                 )
+        if self.model.source is not None and self.parallel.engine != "fully_shard":
+            raise UsageError(
+                f"--model needs --engine fully_shard; got --engine {self.parallel.engine}"
+            )
         if self.run.validate_every and not self.data.held_out:
             raise UsageError(
                 "--validate-every needs held-out text, but --held-out is 0; "

@@ -28,8 +28,9 @@ from shoal.train.checkpoints import (
     step_of,
 )
 from shoal.train.config import TrainConfig
-from shoal.train.data import load_corpus
-from shoal.train.model import Transformer
+from shoal.train.data import VOCABULARY, load_corpus
+from shoal.train.hugging_face.models import CONFIG, config_file, weights_folder
+from shoal.train.model_facts import ModelFacts, demo_facts, facts_of_config
 from shoal.train.options import options_of, replace_options
 from shoal.train.run_folder import RunFolder
 from shoal.version import __version__
@@ -57,6 +58,13 @@ class TrainJob:
         assert self.config.parallel.nproc is not None, "a job has a resolved config"
         return self.config.parallel.nproc
 
+    @property
+    def model_config(self) -> Path:
+        """The config of a model of `transformers`: the copy in the run folder, once it is there."""
+        assert self.config.model.source is not None, "only such a model has a config of its own"
+        copy = self.folder.model / CONFIG
+        return copy if copy.exists() else config_file(self.config.model.source)
+
     @classmethod
     def reopen(cls, folder: RunFolder, checkpoint: Path | None) -> TrainJob:
         """Read back what `create` has written: how a launched rank learns its job."""
@@ -67,10 +75,15 @@ class TrainJob:
         """Raise a `UsageError` if the job cannot run on so many ranks, so many of them here."""
         check_devices(self.config, num_local_ranks)
         self.config.check_ranks(num_ranks)
-        num_parameters = count_parameters(self.config)
-        check_memory(
-            self.config, num_parameters, num_ranks=num_ranks, num_local_ranks=num_local_ranks
-        )
+        facts = self.model_facts()
+        check_text_fits(self.config, facts)
+        check_memory(self.config, facts, num_ranks=num_ranks, num_local_ranks=num_local_ranks)
+
+    def model_facts(self) -> ModelFacts:
+        """What there is to know of the model before it is made."""
+        if self.config.model.source is None:
+            return demo_facts(self.config.model)
+        return facts_of_config(self.model_config)
 
     def after_restart(self) -> TrainJob:
         """Go on from the newest whole checkpoint, since ranks were lost; one rank calls this.
@@ -88,6 +101,8 @@ class TrainJob:
         """Make the run folder, or take over the one that is resumed, and write the config."""
         if self.checkpoint is None:
             self.folder.create()
+            if self.config.model.source is not None:
+                self.folder.keep_model(self.model_config)
         else:
             self.folder.take_over()
             if not os.path.lexists(self.folder.config):  # or the folder would pass for removed
@@ -106,7 +121,7 @@ class TrainJob:
 
     def _facts(self, num_ranks: int) -> dict[str, object]:
         return {
-            "num_parameters": count_parameters(self.config),
+            "num_parameters": self.model_facts().num_parameters,
             "num_ranks": num_ranks,
             "job": environment.job_id(),
             "shoal": __version__,
@@ -116,6 +131,13 @@ class TrainJob:
 
 def new_job(config: TrainConfig, *, overwrite: bool) -> TrainJob:
     """Check a config that starts a new run."""
+    if config.model.source is not None:
+        weights_folder(config.model.source)
+        # Absolute, so that a restart from another folder finds the same weights.
+        file = config_file(config.model.source).absolute()
+        is_file = Path(config.model.source.removeprefix("hf:")).is_file()
+        source = f"hf:{file if is_file else file.parent}"
+        config = replace_options(config, {("model", "source"): source})
     if config.run.name is None:
         name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
         config = replace_options(config, {("run", "name"): name})
@@ -203,19 +225,6 @@ def check_can_restart(config: TrainConfig) -> None:
         )
 
 
-def count_parameters(config: TrainConfig) -> int:
-    """Count the model's parameters without making them."""
-    with torch.device("meta"):
-        # All blocks are alike; thousands of them take long to make, even without memory.
-        one, two = (
-            Transformer(dataclasses.replace(config.model, layers=layers)) for layers in (1, 2)
-        )
-    num_in_one, num_in_two = (
-        sum(parameter.numel() for parameter in model.parameters()) for model in (one, two)
-    )
-    return num_in_one + (config.model.layers - 1) * (num_in_two - num_in_one)
-
-
 def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
     """Raise a `UsageError` if this machine has fewer CUDA devices than ranks."""
     if config.parallel.device != "cuda":
@@ -228,16 +237,33 @@ def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
         )
 
 
+def check_text_fits(config: TrainConfig, facts: ModelFacts) -> None:
+    """Raise a `UsageError` if the model has no place for a token, or for a position."""
+    if facts.vocabulary < VOCABULARY:
+        raise UsageError(
+            f"--model: its vocabulary has {facts.vocabulary} tokens, but text is read as bytes, "
+            f"which are {VOCABULARY}"
+        )
+    longest = facts.most_positions
+    if longest is not None and config.model.context > longest:
+        raise UsageError(
+            f"--context {config.model.context} is longer than the {longest} positions that the "
+            f"model was made for (max_position_embeddings); try --context {longest}"
+        )
+
+
 def check_memory(
-    config: TrainConfig, num_parameters: int, *, num_ranks: int, num_local_ranks: int
+    config: TrainConfig, facts: ModelFacts, *, num_ranks: int, num_local_ranks: int
 ) -> None:
     """Raise a `UsageError` if a run cannot fit into this machine by any means."""
-    model = num_parameters * _BYTES_PER_NUMBER
+    model = facts.num_parameters * _BYTES_PER_NUMBER
     sequences = config.run.batch_size // (num_ranks * config.run.accumulate)
-    activations = sequences * config.model.context * config.model.dim * _BYTES_PER_NUMBER
+    activations = sequences * config.model.context * facts.width * _BYTES_PER_NUMBER
     per_rank = model * _STATE_COPIES // num_ranks + activations
-    whole = model * num_local_ranks  # each rank makes the whole model before it is sharded
-    needed = {"the whole model once per rank": whole}
+    made_at_once = facts.largest_unit * _BYTES_PER_NUMBER * num_local_ranks
+    is_whole = facts.largest_unit == facts.num_parameters
+    part = "the whole model" if is_whole else "the largest unit of the model"
+    needed = {f"{part} once per rank": made_at_once}
     if config.parallel.device == "cpu":
         needed["shards and activations"] = per_rank * num_local_ranks
     else:
@@ -250,7 +276,7 @@ def _check_fits(what: str, needed: int, where: str, available: int) -> None:
     if needed > _SWAP_FACTOR * available:
         raise UsageError(
             f"{what} would take at least {size(needed)}, but {where} has {size(available)}; "
-            f"lower --dim, --layers, --batch-size or --context"
+            f"lower --dim, --layers, --batch-size or --context, or take a smaller --model"
         )
 
 

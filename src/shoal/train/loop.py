@@ -17,7 +17,7 @@ from shoal.train.data import Corpus, sample_offsets, share_of, spread_offsets, w
 from shoal.train.display import make_display
 from shoal.train.job import TrainJob
 from shoal.train.journal import Journal, Listener, MetricsFile, TensorBoard, TimelineFile
-from shoal.train.model import next_byte_loss
+from shoal.train.model import next_token_loss, scores
 from shoal.train.optimizer import learning_rate, set_learning_rate
 from shoal.train.results import draw_report, print_summary, write_sample
 from shoal.train.step import StepResult, naming_step, training_step
@@ -157,5 +157,5 @@ def _validation_loss(model: nn.Module, corpus: Corpus, config: TrainConfig, worl
     mine = share_of(offsets, rank=world.rank, world_size=world.size)
     sequences = windows(corpus.validation, mine, context).to(world.device)
     parts = sequences.chunk(config.run.validation_batches * config.run.accumulate)
-    losses = [next_byte_loss(model(part[:, :-1]), part[:, 1:]) for part in parts]
+    losses = [next_token_loss(scores(model, part[:, :-1]), part[:, 1:]) for part in parts]
     return world.gather([float(torch.stack(losses).mean())]).mean().item()

@@ -12,8 +12,9 @@ from torch import nn
 from shoal.checkpoint.disk import disk_errors
 from shoal.files import replace
 from shoal.report import write_report
-from shoal.train.data import Corpus
+from shoal.train.data import VOCABULARY, Corpus
 from shoal.train.job import TrainJob
+from shoal.train.model import scores
 from shoal.train.run_folder import RunFolder
 from shoal.train.safe_stream import safe_stdout
 from shoal.train.world import World
@@ -65,7 +66,7 @@ def generate(
     tokens = list(prompt)
     for _ in range(num_bytes):
         window = torch.tensor([tokens[-context:]], device=device)
-        logits = model(window)[0, -1].float().cpu()
+        logits = scores(model, window)[0, -1, :VOCABULARY].float().cpu()
         # A model that has diverged scores with NaN or infinity; it may still babble.
         logits = logits.nan_to_num().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
         probabilities = torch.softmax(logits / _TEMPERATURE, dim=-1)

@@ -7,6 +7,7 @@ runs/demo/
   checkpoints/    step-00000100, step-00000120, …
   sample.txt      text that the model generated at the end
   report.html     all of it, drawn
+  model/          with --model: its config.json
   logs/           what ranks wrote to stderr, and why one failed
   .lock           held while a run writes here
   tensorboard/    with --tensorboard
@@ -70,6 +71,7 @@ class RunFolder:
     logs = _PathInside("logs")
     lock = _PathInside(".lock")
     tensorboard = _PathInside("tensorboard")
+    model = _PathInside("model")
     stop_request = _PathInside("logs/stop")
     """While this file exists, the run stops after the step that it is in."""
     proposed_config = _PathInside("logs/config.json")
@@ -160,7 +162,7 @@ class RunFolder:
         """Make the folder, without what an earlier run left in it."""
         with _writing_into(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            for path in (self.checkpoints, self.logs, self.tensorboard):
+            for path in (self.checkpoints, self.logs, self.tensorboard, self.model):
                 if path.is_symlink():
                     path.unlink()
                 elif path.exists():
@@ -170,11 +172,17 @@ class RunFolder:
             self.logs.mkdir()
             self.checkpoints.mkdir()
 
+    def keep_model(self, config: Path) -> None:
+        """Copy the config of a model of `transformers`, so that the run needs only its folder."""
+        with _writing_into(self.path):
+            self.model.mkdir()
+            replace(self.model / "config.json", config.read_bytes()).close()
+
     def take_over(self) -> None:
         """Make ready the folder of a run that goes on."""
         with _writing_into(self.path):
             # The folder may come from somebody else: what is written into it stays in it.
-            for path in (self.checkpoints, self.logs, self.tensorboard):
+            for path in (self.checkpoints, self.logs, self.tensorboard, self.model):
                 check_folder(path)
             self.logs.mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)

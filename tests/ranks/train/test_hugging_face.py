@@ -1,0 +1,139 @@
+"""Models of transformers, trained on ranks: the truth is the same model in one plain process."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness import on_ranks
+from shoal.train.config import (
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from shoal.train.data import load_corpus, sample_offsets, windows
+from shoal.train.environment import Place
+from shoal.train.job import TrainJob, new_job, resumed_job
+from shoal.train.loop import train
+from shoal.train.optimizer import learning_rate
+from shoal.train.world import World
+from tiny_models import needs_transformers, small_config, small_model
+
+pytestmark = needs_transformers
+
+STEPS = 6
+
+
+def make_config(folder: Path, source: Path, **parallel) -> TrainConfig:
+    return TrainConfig(
+        model=ModelConfig(source=f"hf:{source}", context=16),
+        data=DataConfig(max_bytes=50_000),
+        optim=OptimConfig(lr=1e-2, warmup=2, clip=0.5),
+        parallel=ParallelConfig(device="cpu", **parallel),
+        run=RunConfig(
+            steps=STEPS,
+            batch_size=8,
+            save_every=4,
+            validate_every=0,
+            sample_tokens=4,
+            out=folder,
+            name="run",
+        ),
+    )
+
+
+def run_job(job: TrainJob) -> None:
+    """Train as one rank of a pool."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    place = Place(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
+    world = World(place=place, device=torch.device("cpu"), mesh=mesh)
+    assert train(job, world, lambda: False)
+
+
+def steps_of(job: TrainJob) -> list[dict]:
+    lines = [json.loads(line) for line in job.folder.metrics.read_text().splitlines()]
+    return [line for line in lines if line["kind"] == "step"]
+
+
+def start(config: TrainConfig, world_size: int) -> TrainJob:
+    job = new_job(config, overwrite=True)
+    job.create(num_ranks=world_size)
+    on_ranks(world_size, run_job, job)
+    return job
+
+
+def unsharded(config: TrainConfig, model: torch.nn.Module) -> list[float]:
+    """Train a plain model in this process, with plain AdamW and transformers' own loss."""
+    corpus = load_corpus(config.data, config.model.context)
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(config.optim.beta1, config.optim.beta2),
+    )
+    losses = []
+    model.train()
+    for step in range(1, STEPS + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, STEPS, config.optim)
+        offsets = sample_offsets(
+            seed=0, seen=(step - 1) * 8, num=8, num_bytes=len(corpus.training), context=16
+        )
+        tokens = windows(corpus.training, offsets, 16)
+        optimizer.zero_grad()
+        # Of the 17 tokens the loss predicts 16.
+        loss = model(tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.clip)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size", "options"),
+    [
+        ("llama", 2, {}),
+        ("llama_tied", 4, {"activation_checkpointing": True}),
+        pytest.param("gpt2", 2, {"activation_checkpointing": True}, marks=pytest.mark.soak),
+        pytest.param("mixtral", 2, {}, marks=pytest.mark.soak),
+        pytest.param("qwen3", 4, {}, marks=pytest.mark.soak),
+        pytest.param("opt", 2, {}, marks=pytest.mark.soak),
+    ],
+)
+def test_local_weights_train_as_in_one_process(tmp_path, kind, world_size, options):
+    from transformers import AutoModelForCausalLM
+
+    source = small_model(tmp_path / "model", kind)
+    config = make_config(tmp_path, source, **options)
+    steps = steps_of(start(config, world_size))
+    losses = unsharded(config, AutoModelForCausalLM.from_pretrained(source))
+    assert losses[-1] < losses[0] - 0.3, "a run that learns nothing proves nothing"
+    assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-5)
+
+
+def test_drawn_weights_are_the_same_on_any_ranks_and_after_a_resume(tmp_path):
+    small_config("llama").save_pretrained(tmp_path / "model")
+    config = make_config(tmp_path, tmp_path / "model" / "config.json")
+    two = start(config, 2)
+    unbroken = [step["loss"] for step in steps_of(two)]
+    four = start(replace(config, run=replace(config.run, name="four")), 4)
+    assert [step["loss"] for step in steps_of(four)] == pytest.approx(unbroken, rel=1e-5)
+
+    # What the run was made of may be gone: the run folder has all that a resume needs.
+    (tmp_path / "model" / "config.json").unlink()
+    last = two.folder.checkpoints / "step-00000006"
+    for file in last.iterdir():
+        file.unlink()
+    last.rmdir()
+    again = resumed_job(two.folder.path, {}, more_steps=None)
+    on_ranks(2, run_job, again)
+    assert [step["loss"] for step in steps_of(again)] == unbroken
