@@ -41,6 +41,7 @@ def test_the_flags_are_these():
         "--lr",
         "--max-bytes",
         "--max-restarts",
+        "--model",
         "--name",
         "--nproc",
         "--on-nonfinite",
