@@ -58,3 +58,22 @@ def small_model(folder: Path, kind: str = "llama", **changes: Any) -> Path:
     model = AutoModelForCausalLM.from_config(small_config(kind, **changes), dtype=torch.float32)
     model.save_pretrained(folder, max_shard_size="20KB")
     return folder
+
+
+def small_tokenizer(folder: Path, *, size: int = 280, eos: str | None = "<eos>") -> Path:
+    """Train a byte-level BPE tokenizer on a few lines, and save it as Hugging Face does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=["<eos>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(["the fish in the sea and the ship on the sea"] * 20, trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=eos).save_pretrained(folder)
+    return folder

@@ -84,6 +84,7 @@ def main(argv: Sequence[str]) -> int:
     # Imported late, so that --help and a mistyped flag need no torch.
     from shoal.train.launch import STOP_SIGNALS, launch
     from shoal.train.rank import exit_now, run_rank
+    from shoal.train.text.token_file import PROGRESS_S, in_turns
 
     place = environment.place()
     job = _make_job(arguments, is_rank=place is not None)
@@ -95,6 +96,8 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(to_json(job.config), indent=2))
         return 0
     if place is None:
+        for progress in in_turns(job.make_tokens(), PROGRESS_S):
+            say(f"reading the text: {progress}", stream=sys.stdout)
         with job.folder.locked():
             job.create(num_ranks=num_ranks)
             return launch(job)

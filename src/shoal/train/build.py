@@ -19,12 +19,12 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 
 from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
-from shoal.report.number_format import count, size
+from shoal.report.number_format import count
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.checkpoints import RunProgress, is_complete, newer_than, restore_state
 from shoal.train.config import TrainConfig
-from shoal.train.data import Corpus, load_corpus
+from shoal.train.data import Corpus
 from shoal.train.hugging_face.materialise import materialise
 from shoal.train.hugging_face.models import (
     build_skeleton,
@@ -58,7 +58,7 @@ class BuiltRun:
 def build_run(job: TrainJob, world: World) -> BuiltRun:
     """Read the text, build the model, and load the checkpoint that the job starts from."""
     config = job.config
-    corpus = load_corpus(config.data, config.model.context)
+    corpus = job.load_corpus()
     world.check_same("the text that they read", corpus.digest)
     model = _sharded_model(job, world)
     seed_generators(config.run.seed, world.rank)  # a checkpoint brings back those of the run
@@ -169,7 +169,7 @@ def _size_note(job: TrainJob, world: World, corpus: Corpus) -> str:
     return (
         f"{job.folder.path}: {count(job.model_facts().num_parameters)} parameters, "
         f"{world.size} rank{plural} on {parallel.device} in {parallel.precision}, "
-        f"{size(len(corpus.training))} of text from {corpus.num_files} files"
+        f"{corpus.content}"
     )
 
 

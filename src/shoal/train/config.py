@@ -32,6 +32,11 @@ class ModelConfig:
         "safetensors (its weights); a small transformer over bytes unless given",
         flag="--model",
     )
+    tokenizer: Path | None = option(  # noqa: RUF009  (a field specifier)
+        None,
+        "folder of a tokenizer of transformers; that in the folder of --model unless given, else "
+        "bytes",
+    )
     dim: int = option(256, "width of the residual stream", at_least=2, at_most=2**17)
     layers: int = option(4, "number of blocks", at_least=1, at_most=10_000)
     heads: int = option(4, "attention heads per block", at_least=1, at_most=2**16)
@@ -49,6 +54,8 @@ class ModelConfig:
         check_options(self)
         if self.source is not None:
             self._check_source()
+        elif self.tokenizer is not None:
+            raise UsageError("--tokenizer needs --model: without it the model is one over bytes")
         if self.dim % (2 * self.heads):
             raise UsageError(
                 f"--dim must be a multiple of 2 x --heads, since every head rotates pairs of "
@@ -84,10 +91,17 @@ class DataConfig:
 
     folder: Path | None = option(  # noqa: RUF009  (a field specifier)
         None,
-        "folder of text files, read recursively; the Python standard library unless given",
+        "text, JSONL or Parquet: a file, or a folder of files, read recursively; or a dataset of "
+        "Hugging Face (save_to_disk). The Python standard library unless given",
         flag="--data",
     )
-    max_bytes: int = option(16_000_000, "read at most this much text", at_least=1)
+    text_key: str = option("text", "field or column that holds the text of JSONL and tables")
+    max_bytes: int | None = option(
+        None,
+        "read at most this much text; 16,000,000 unless given where text files are read as bytes, "
+        "else all",
+        at_least=1,
+    )
     held_out: float = option(
         0.05, "share at the end of the text kept for validation", at_least=0, at_most=0.5
     )

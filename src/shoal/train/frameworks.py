@@ -35,7 +35,7 @@ def check_framework(name: str, *, what: str) -> None:
 
 def import_framework(name: str, *, what: str) -> ModuleType:
     """Import `name`, or raise a `UsageError` that says why it cannot be and what to do."""
-    check_framework(name, what=what)
+    check_framework(name.partition(".")[0], what=what)
     try:
         return importlib.import_module(name)
     except Exception as error:  # a half-installed one may raise anything

@@ -7,7 +7,7 @@ runs/demo/
   checkpoints/    step-00000100, step-00000120, …
   sample.txt      text that the model generated at the end
   report.html     all of it, drawn
-  model/          with --model: its config.json
+  model/          with --model: its config.json, and the tokenizer
   logs/           what ranks wrote to stderr, and why one failed
   .lock           held while a run writes here
   tensorboard/    with --tensorboard
@@ -21,7 +21,7 @@ import os
 import shlex
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -172,11 +172,12 @@ class RunFolder:
             self.logs.mkdir()
             self.checkpoints.mkdir()
 
-    def keep_model(self, config: Path) -> None:
-        """Copy the config of a model of `transformers`, so that the run needs only its folder."""
+    def keep_model(self, config: Path, tokenizer: Sequence[Path]) -> None:
+        """Copy what a model of `transformers` is beside its weights, for resumes and exports."""
         with _writing_into(self.path):
             self.model.mkdir()
-            replace(self.model / "config.json", config.read_bytes()).close()
+            for source, name in [(config, "config.json"), *((f, f.name) for f in tokenizer)]:
+                replace(self.model / name, source.read_bytes()).close()
 
     def take_over(self) -> None:
         """Make ready the folder of a run that goes on."""

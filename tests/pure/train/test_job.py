@@ -386,12 +386,12 @@ def test_what_cannot_fit_is_refused_with_its_numbers(monkeypatch):
 
 def test_text_that_the_model_has_no_place_for_is_refused():
     facts = of_size(1000)
-    check_text_fits(CONFIG, facts)
-    with pytest.raises(UsageError, match="vocabulary has 255 tokens, but text is read as bytes"):
-        check_text_fits(CONFIG, replace(facts, vocabulary=255))
-    check_text_fits(CONFIG, replace(facts, most_positions=128))
+    check_text_fits(CONFIG, facts, 256)
+    with pytest.raises(UsageError, match=r"255 rows, but bytes, .* are 256 tokens"):
+        check_text_fits(CONFIG, replace(facts, vocabulary=255), 256)
+    check_text_fits(CONFIG, replace(facts, most_positions=128), 256)
     with pytest.raises(UsageError, match="try --context 127"):
-        check_text_fits(CONFIG, replace(facts, most_positions=127))
+        check_text_fits(CONFIG, replace(facts, most_positions=127), 256)
 
 
 def test_a_device_is_asked_for_its_share_alone(monkeypatch):

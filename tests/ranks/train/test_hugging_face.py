@@ -1,6 +1,7 @@
 """Models of transformers, trained on ranks: the truth is the same model in one plain process."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +19,13 @@ from shoal.train.config import (
     RunConfig,
     TrainConfig,
 )
-from shoal.train.data import load_corpus, sample_offsets, windows
+from shoal.train.data import sample_offsets, windows
 from shoal.train.environment import Place
 from shoal.train.job import TrainJob, new_job, resumed_job
 from shoal.train.loop import train
 from shoal.train.optimizer import learning_rate
 from shoal.train.world import World
-from tiny_models import needs_transformers, small_config, small_model
+from tiny_models import needs_transformers, small_config, small_model, small_tokenizer
 
 pytestmark = needs_transformers
 
@@ -49,6 +50,19 @@ def make_config(folder: Path, source: Path, **parallel) -> TrainConfig:
     )
 
 
+def with_documents(config: TrainConfig, folder: Path) -> TrainConfig:
+    """The same run on JSONL, by a tokenizer of its own."""
+    lines = [{"text": f"the fish {n} in the sea, the ship on the sea " * 20} for n in range(40)]
+    data = folder / "data.jsonl"
+    data.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    tokenizer = small_tokenizer(folder / "tokenizer")
+    return replace(
+        config,
+        model=replace(config.model, tokenizer=tokenizer),
+        data=DataConfig(folder=data),
+    )
+
+
 def run_job(job: TrainJob) -> None:
     """Train as one rank of a pool."""
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -65,6 +79,7 @@ def steps_of(job: TrainJob) -> list[dict]:
 
 def start(config: TrainConfig, world_size: int) -> TrainJob:
     job = new_job(config, overwrite=True)
+    list(job.make_tokens())
     job.create(num_ranks=world_size)
     on_ranks(world_size, run_job, job)
     return job
@@ -72,7 +87,7 @@ def start(config: TrainConfig, world_size: int) -> TrainJob:
 
 def unsharded(config: TrainConfig, model: torch.nn.Module) -> list[float]:
     """Train a plain model in this process, with plain AdamW and transformers' own loss."""
-    corpus = load_corpus(config.data, config.model.context)
+    corpus = new_job(config, overwrite=True).load_corpus()
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
@@ -114,6 +129,8 @@ def test_local_weights_train_as_in_one_process(tmp_path, kind, world_size, optio
 
     source = small_model(tmp_path / "model", kind)
     config = make_config(tmp_path, source, **options)
+    if kind == "llama":
+        config = with_documents(config, tmp_path)
     steps = steps_of(start(config, world_size))
     losses = unsharded(config, AutoModelForCausalLM.from_pretrained(source))
     assert losses[-1] < losses[0] - 0.3, "a run that learns nothing proves nothing"
@@ -123,6 +140,7 @@ def test_local_weights_train_as_in_one_process(tmp_path, kind, world_size, optio
 def test_drawn_weights_are_the_same_on_any_ranks_and_after_a_resume(tmp_path):
     small_config("llama").save_pretrained(tmp_path / "model")
     config = make_config(tmp_path, tmp_path / "model" / "config.json")
+    config = with_documents(config, tmp_path)
     two = start(config, 2)
     unbroken = [step["loss"] for step in steps_of(two)]
     four = start(replace(config, run=replace(config.run, name="four")), 4)
@@ -130,6 +148,7 @@ def test_drawn_weights_are_the_same_on_any_ranks_and_after_a_resume(tmp_path):
 
     # What the run was made of may be gone: the run folder has all that a resume needs.
     (tmp_path / "model" / "config.json").unlink()
+    shutil.rmtree(tmp_path / "tokenizer")
     last = two.folder.checkpoints / "step-00000006"
     for file in last.iterdir():
         file.unlink()
