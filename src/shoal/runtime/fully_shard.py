@@ -5,7 +5,7 @@ Both change the module in place, and its class.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Never, TypeVar
 
 import torch
@@ -27,11 +27,12 @@ from shoal.mesh import (
 )
 from shoal.runtime.collect import (
     check,
+    check_borrowed,
     check_not_outer,
     collect,
     group,
     move_to,
-    without_shared,
+    without_borrowed,
 )
 from shoal.runtime.fsdp_module import FSDPModule, torch_state
 from shoal.runtime.gather import PostForward
@@ -126,9 +127,10 @@ def make_units(
     """Let the engine manage the parameters of modules that `modules_of` has checked."""
     _post_forward(reshard_after_forward, info)  # refuses a wrong number before anything changes
     device = device_of(info.mesh)
-    found, refusal = without_shared(collect(modules, ignored))
+    found, borrowed = without_borrowed(collect(modules, ignored))
     check_not_outer(found, modules)
     check(found)
+    check_borrowed(borrowed, info, policy)
     move_to(found, modules, device, ignored)
     units = []
     for part in group(found, layout, info, shard_placement_fn):
@@ -141,13 +143,15 @@ def make_units(
     reshards = None if reshard_after_forward is None else reshard_after_forward is not False
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward == 1:
         reshards = False
-    ModuleState(modules, units, policy, reshards, device, refusal)
+    ModuleState(modules, units, policy, reshards, device, borrowed)
     for unit in units:
-        _check_loads(unit)
+        _check_loads(unit, {home.module for m in unit.shards.members for home in m.homes})
+    for one in borrowed:
+        _check_loads(one.unit, {home.module for home in one.homes})
     _let_mix(modules)
 
 
-def _check_loads(unit: Unit) -> None:
+def _check_loads(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Have state dicts looked at before they are loaded into DTensors."""
     if not isinstance(unit.layout, Even):
         return  # a ShardedTensor takes its elements out of a whole tensor
@@ -156,7 +160,7 @@ def _check_loads(unit: Unit) -> None:
         if not unit.step.is_lent:
             refuse_plain_values(unit, module, state, prefix)
 
-    for module in {home.module for member in unit.shards.members for home in member.homes}:
+    for module in modules:
         module.register_load_state_dict_pre_hook(look)
 
 
