@@ -51,16 +51,25 @@ def export_weights(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     progress: Progress | None = None,
+    omit: Set[str] = frozenset(),
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the model of a checkpoint for Hugging Face; needs memory for one whole tensor.
 
-    The optimizer stays behind. `dtype` converts floating-point weights.
+    The optimizer stays behind. `dtype` converts floating-point weights, `omit` names tensors that
+    are not written, and `files` go beside the weights.
     """
     source, checkpoint = checkpoint_at(source), checkpoint_at(folder)
     manifest = read_manifest(source)
     with checkpoint.create().discarded_on_error() as unfinished:
         with RegionReader(source, manifest) as reader:
-            planned = list(_whole_tensors(source, reader, manifest, dtype))
+            planned = [
+                item
+                for item in _whole_tensors(source, reader, manifest, dtype)
+                if item.name not in omit
+            ]
+            for name, data in (files or {}).items():
+                unfinished.write(name, [data], len(data))
             _write_files(unfinished, planned, max_file_bytes, progress)
         unfinished.publish(checkpoint)
 

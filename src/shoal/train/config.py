@@ -214,6 +214,11 @@ class RunConfig:
     sample_tokens: int = option(
         200, "bytes to generate at the end; 0 for none", at_least=0, at_most=10**6
     )
+    export: bool = option(
+        False,
+        "at the end write the model into the run folder as export/, which from_pretrained of "
+        "transformers loads; needs --model",
+    )
     tensorboard: bool = option(False, "also log to TensorBoard, which must be installed")
     name: str | None = option(None, "name of the run; the date and time unless given")
     out: Path = option(Path("runs"), "folder that holds the run folders")  # noqa: RUF009
@@ -277,6 +282,11 @@ class TrainConfig:
                 raise UsageError(
                     f"TrainConfig.{name}: expected {kind.__name__}, got {type(part).__name__}"
                 )
+        if self.run.export and self.model.source is None:
+            raise UsageError(
+                "--export needs --model: transformers knows no class for the model over bytes. "
+                "`shoal checkpoint export` writes its weights."
+            )
         if self.model.source is not None and self.parallel.engine != "fully_shard":
             raise UsageError(
                 f"--model needs --engine fully_shard; got --engine {self.parallel.engine}"

@@ -158,6 +158,9 @@ class TrainJob:
             self.folder.create()
             if self.config.model.source is not None:
                 files = tokenizer_files(self.config.model.tokenizer)
+                generation = self.model_config.with_name("generation_config.json")
+                if generation.is_file():
+                    files.append(generation)
                 self.folder.keep_model(self.model_config, files)
         else:
             self.folder.take_over()
@@ -213,6 +216,14 @@ def new_job(config: TrainConfig, *, overwrite: bool) -> TrainJob:
     assert config.run.name is not None
     folder = RunFolder(config.run.out / config.run.name)
     folder.check_free(overwrite=overwrite)
+    source = config.model.source
+    if source is not None and Path(source.removeprefix("hf:")).is_relative_to(
+        folder.path.absolute()
+    ):
+        raise UsageError(
+            f"--overwrite would remove {folder.path}, in which the model of --model lies; choose "
+            "another --name"
+        )
     return TrainJob(config=config, folder=folder, checkpoint=None)
 
 

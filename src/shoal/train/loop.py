@@ -19,7 +19,7 @@ from shoal.train.job import TrainJob
 from shoal.train.journal import Journal, Listener, MetricsFile, TensorBoard, TimelineFile
 from shoal.train.model import next_token_loss, scores
 from shoal.train.optimizer import learning_rate, set_learning_rate
-from shoal.train.results import draw_report, print_summary, write_sample
+from shoal.train.results import draw_report, export_trained, print_summary, write_sample
 from shoal.train.step import StepResult, naming_step, training_step
 from shoal.train.step_gate import RankReport, StepGate, Stragglers, divergence_advice
 from shoal.train.world import World
@@ -89,6 +89,9 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
         assert saved is not None
         print_summary(job, saved, step=progress.step, finished=finished)
     world.barrier()  # no rank leaves while another still writes
+    if finished and run.export and world.leads:
+        assert saved is not None
+        export_trained(job, saved)
     return finished
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -11,13 +12,13 @@ from rich.console import Console
 from torch import nn
 
 from shoal.checkpoint.disk import disk_errors
-from shoal.files import replace
+from shoal.files import remove_folder, replace
 from shoal.report import write_report
 from shoal.train.data import Corpus
 from shoal.train.job import TrainJob
 from shoal.train.model import scores
 from shoal.train.run_folder import RunFolder
-from shoal.train.safe_stream import safe_stdout
+from shoal.train.safe_stream import safe_stdout, say
 from shoal.train.world import World
 
 _PROMPT_TOKENS = 32
@@ -85,6 +86,18 @@ def draw_report(folder: RunFolder) -> str:
             return str(write_report(folder.path))
     except ModuleNotFoundError as error:
         return f"not written, since {error.name} is not installed"
+
+
+def export_trained(job: TrainJob, checkpoint: Path) -> None:
+    """Write the model of a checkpoint for `transformers`; of a run that went on, anew."""
+    from shoal.train.hugging_face.export import export_model
+
+    folder = job.folder.export
+    with disk_errors("write", folder):
+        if folder.exists():
+            remove_folder(folder)
+    export_model(checkpoint, job.folder.model, folder)
+    say(f"export      {folder}", stream=sys.stdout)
 
 
 def print_summary(job: TrainJob, checkpoint: Path, *, step: int, finished: bool) -> None:

@@ -9,6 +9,7 @@ runs/demo/
   report.html     all of it, drawn
   model/          with --model: its config.json, and the tokenizer
   logs/           what ranks wrote to stderr, and why one failed
+  export/         with --export: the trained model, for transformers
   .lock           held while a run writes here
   tensorboard/    with --tensorboard
 """
@@ -72,6 +73,7 @@ class RunFolder:
     lock = _PathInside(".lock")
     tensorboard = _PathInside("tensorboard")
     model = _PathInside("model")
+    export = _PathInside("export")
     stop_request = _PathInside("logs/stop")
     """While this file exists, the run stops after the step that it is in."""
     proposed_config = _PathInside("logs/config.json")
@@ -162,7 +164,8 @@ class RunFolder:
         """Make the folder, without what an earlier run left in it."""
         with _writing_into(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            for path in (self.checkpoints, self.logs, self.tensorboard, self.model):
+            made = (self.checkpoints, self.logs, self.tensorboard, self.model, self.export)
+            for path in made:
                 if path.is_symlink():
                     path.unlink()
                 elif path.exists():
@@ -172,11 +175,11 @@ class RunFolder:
             self.logs.mkdir()
             self.checkpoints.mkdir()
 
-    def keep_model(self, config: Path, tokenizer: Sequence[Path]) -> None:
+    def keep_model(self, config: Path, others: Sequence[Path]) -> None:
         """Copy what a model of `transformers` is beside its weights, for resumes and exports."""
         with _writing_into(self.path):
             self.model.mkdir()
-            for source, name in [(config, "config.json"), *((f, f.name) for f in tokenizer)]:
+            for source, name in [(config, "config.json"), *((f, f.name) for f in others)]:
                 replace(self.model / name, source.read_bytes()).close()
 
     def take_over(self) -> None:

@@ -31,6 +31,7 @@ def test_the_flags_are_these():
         "--device",
         "--dim",
         "--engine",
+        "--export",
         "--final-lr",
         "--heads",
         "--held-out",

@@ -11,6 +11,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from harness import on_ranks
+from shoal.cli.main import main
+from shoal.errors import UsageError
+from shoal.train.build import build_run
 from shoal.train.config import (
     DataConfig,
     ModelConfig,
@@ -23,6 +26,7 @@ from shoal.train.data import sample_offsets, windows
 from shoal.train.environment import Place
 from shoal.train.job import TrainJob, new_job, resumed_job
 from shoal.train.loop import train
+from shoal.train.model import scores
 from shoal.train.optimizer import learning_rate
 from shoal.train.world import World
 from tiny_models import needs_transformers, small_config, small_model, small_tokenizer
@@ -63,13 +67,16 @@ def with_documents(config: TrainConfig, folder: Path) -> TrainConfig:
     )
 
 
-def run_job(job: TrainJob) -> None:
-    """Train as one rank of a pool."""
+def make_world() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     place = Place(rank=rank, world_size=size, local_rank=rank, local_world_size=size)
     mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("shard",))
-    world = World(place=place, device=torch.device("cpu"), mesh=mesh)
-    assert train(job, world, lambda: False)
+    return World(place=place, device=torch.device("cpu"), mesh=mesh)
+
+
+def run_job(job: TrainJob) -> None:
+    """Train as one rank of a pool."""
+    assert train(job, make_world(), lambda: False)
 
 
 def steps_of(job: TrainJob) -> list[dict]:
@@ -156,3 +163,49 @@ def test_drawn_weights_are_the_same_on_any_ranks_and_after_a_resume(tmp_path):
     again = resumed_job(two.folder.path, {}, more_steps=None)
     on_ranks(2, run_job, again)
     assert [step["loss"] for step in steps_of(again)] == unbroken
+
+
+def resumed_scores(job: TrainJob) -> torch.Tensor:
+    """Score some tokens by the sharded model that a run goes on with."""
+    model = build_run(job, make_world()).model
+    with torch.no_grad():
+        return scores(model.eval(), torch.arange(24).view(2, 12))
+
+
+@pytest.mark.parametrize(
+    "kind", ["llama_tied", *(pytest.param(k, marks=pytest.mark.soak) for k in ("mixtral", "gpt2"))]
+)
+def test_an_exported_model_scores_the_same_in_transformers(tmp_path, kind):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    source = small_model(tmp_path / "model", kind)
+    content = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**content, "dtype": "bfloat16"}))
+    config = with_documents(make_config(tmp_path, source), tmp_path)
+    job = start(replace(config, run=replace(config.run, export=True)), 2)
+    again = resumed_job(job.folder.path, {}, more_steps=2)
+    expected, _ = on_ranks(2, resumed_scores, again)
+
+    exported = AutoModelForCausalLM.from_pretrained(job.folder.export)
+    assert exported.dtype == torch.float32
+    with torch.no_grad():
+        torch.testing.assert_close(
+            exported(torch.arange(24).view(2, 12)).logits, expected, rtol=0, atol=0
+        )
+    text = "the ship"
+    tokens = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")(text)["input_ids"]
+    assert AutoTokenizer.from_pretrained(job.folder.export)(text)["input_ids"] == tokens
+
+    half = tmp_path / "half"
+    checkpoint = str(job.folder.checkpoints / "latest")
+    assert main(["checkpoint", "export", checkpoint, str(half), "--dtype", "bfloat16"]) == 0
+    lower = AutoModelForCausalLM.from_pretrained(half)
+    assert lower.dtype == torch.bfloat16
+    for name, value in exported.state_dict().items():
+        assert torch.equal(lower.state_dict()[name], value.bfloat16()), name
+    # What was exported may be trained further.
+    further = replace(config, model=replace(config.model, source=f"hf:{job.folder.export}"))
+    with pytest.raises(UsageError, match="in which the model of --model lies"):
+        new_job(further, overwrite=True)
+    further = replace(further, run=replace(config.run, name="further"))
+    assert steps_of(start(further, 2))[0]["loss"] < steps_of(job)[0]["loss"]
