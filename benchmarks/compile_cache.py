@@ -24,7 +24,7 @@ from typing import Any
 
 from shoal.bench.script import flags, store
 from shoal.train.config import ModelConfig
-from shoal.train.model import Transformer, next_byte_loss
+from shoal.train.model import Transformer, next_token_loss
 
 BATCH = 8
 INNER = ("direct", "inductor")
@@ -93,10 +93,10 @@ def _measure(inner: str) -> dict[str, Any]:
 
     def step() -> float:
         start = time.perf_counter()
-        next_byte_loss(compiled(tokens), tokens).backward()
+        next_token_loss(compiled(tokens), tokens).backward()
         return time.perf_counter() - start
 
-    next_byte_loss(model(tokens), tokens).backward()  # so that no operator runs for the first time
+    next_token_loss(model(tokens), tokens).backward()  # so that no operator runs for the first time
     first = step()
     later = min(step() for _ in range(3))
     (record,) = records()

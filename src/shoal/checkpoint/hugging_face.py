@@ -51,16 +51,25 @@ def export_weights(
     dtype: torch.dtype | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     progress: Progress | None = None,
+    omit: Set[str] = frozenset(),
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write the model of a checkpoint for Hugging Face; needs memory for one whole tensor.
 
-    The optimizer stays behind. `dtype` converts floating-point weights.
+    The optimizer stays behind. `dtype` converts floating-point weights, `omit` names tensors that
+    are not written, and `files` go beside the weights.
     """
     source, checkpoint = checkpoint_at(source), checkpoint_at(folder)
     manifest = read_manifest(source)
     with checkpoint.create().discarded_on_error() as unfinished:
         with RegionReader(source, manifest) as reader:
-            planned = list(_whole_tensors(source, reader, manifest, dtype))
+            planned = [
+                item
+                for item in _whole_tensors(source, reader, manifest, dtype)
+                if item.name not in omit
+            ]
+            for name, data in (files or {}).items():
+                unfinished.write(name, [data], len(data))
             _write_files(unfinished, planned, max_file_bytes, progress)
         unfinished.publish(checkpoint)
 
@@ -77,8 +86,8 @@ def import_weights(
 
     source = Path(source)
     with ExitStack() as stack:
+        slices = open_weights(source, stack)
         try:
-            slices = _slices(source, stack)
             outlines = {
                 MODEL + key: outline(values.get_shape(), _dtype(key, values.get_dtype()), "plain")
                 for key, values in slices.items()
@@ -155,8 +164,11 @@ def _packed(planned: Sequence[PlannedRegion], max_file_bytes: int) -> Iterator[l
     yield packed
 
 
-def _slices(source: Path, stack: ExitStack) -> dict[str, Any]:
-    """Each tensor, as the file gives it that should hold it."""
+def open_weights(source: Path, stack: ExitStack) -> dict[str, Any]:
+    """Open the files of a folder until `stack` ends; each tensor, as its file gives slices of it.
+
+    Raises a `CheckpointError` if index and files do not agree, or a file cannot be read.
+    """
     weights = _weight_map(source)
     names = [SINGLE] if weights is None else sorted(set(weights.values()))
     files = {name: _opened(source / name, stack) for name in names}
@@ -221,11 +233,14 @@ def _nothing_to_import(source: Path) -> str:
 
 
 def _opened(path: Path, stack: ExitStack) -> Any:
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
     with disk_errors("read", path):
         open_regular(path).close()
-    return stack.enter_context(safe_open(path, framework="pt"))
+    try:
+        return stack.enter_context(safe_open(path, framework="pt"))
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{path} cannot be read as safetensors: {error}") from error
 
 
 def _dtype(key: str, code: str) -> torch.dtype:

@@ -25,6 +25,7 @@ from shoal.checkpoint.dcp_import import METADATA
 from shoal.checkpoint.manifest import Manifest
 from shoal.cli.flags import Parser
 from shoal.errors import CheckpointError
+from shoal.train.hugging_face.export import export_model, model_folder_of
 from shoal.train.safe_stream import printable
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
@@ -119,8 +120,12 @@ def _export(options: Namespace) -> None:
     tensors = read_manifest(options.checkpoint).tensors
     total = sum(e.num_bytes for name, e in tensors.items() if name.startswith("model/"))
     dtype = None if options.dtype is None else _DTYPES[options.dtype]
+    model = model_folder_of(options.checkpoint)
     with _progress("export", total) as advance:
-        export_weights(options.checkpoint, options.folder, dtype=dtype, progress=advance)
+        if model is None:
+            export_weights(options.checkpoint, options.folder, dtype=dtype, progress=advance)
+        else:
+            export_model(options.checkpoint, model, options.folder, dtype=dtype, progress=advance)
     print(printable(str(options.folder)))
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from shoal.cli.config_file import read_config_file, write_config
 from shoal.cli.flags import Parser, add_config_flags, given_options
 from shoal.errors import UsageError
 from shoal.train import environment
 from shoal.train.config import TrainConfig, load_recipe
 from shoal.train.options import replace_options, to_json
+from shoal.train.safe_stream import printable, say
 
 if TYPE_CHECKING:
     from shoal.train.job import TrainJob
@@ -51,6 +54,12 @@ def make_parser() -> Parser:
         "flags change it",
     )
     start.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="take the config from a TOML file; flags change it",
+    )
+    start.add_argument(
         "--resume",
         type=Path,
         metavar="RUN",
@@ -64,10 +73,13 @@ def make_parser() -> Parser:
     )
     start.add_argument(
         "--dry-run",
+        action="store_true",
+        help="check everything, print the resolved config as JSON, and stop there",
+    )
+    start.add_argument(
         "--print-config",
         action="store_true",
-        dest="dry_run",
-        help="check everything, print the resolved config as JSON, and stop there",
+        help="print the config as TOML for --config, with what each option means, and stop there",
     )
     add_config_flags(parser, TrainConfig, parsers={"--steps": _parse_steps})
     return parser
@@ -76,9 +88,16 @@ def make_parser() -> Parser:
 def main(argv: Sequence[str]) -> int:
     """Run the command; return the exit status, or end the process as a rank of torchrun."""
     arguments = make_parser().parse(argv)
+    if arguments.print_config:
+        print(write_config(_new_config(arguments)))
+        return 0
+    source = given_options(arguments, TrainConfig).get(("model", "source"))
+    if source is not None and environment.place() is None and not arguments.dry_run:
+        say(f"looking at {printable(str(source))}…", stream=sys.stdout)
     # Imported late, so that --help and a mistyped flag need no torch.
     from shoal.train.launch import STOP_SIGNALS, launch
     from shoal.train.rank import exit_now, run_rank
+    from shoal.train.text.token_file import PROGRESS_S, in_turns
 
     place = environment.place()
     job = _make_job(arguments, is_rank=place is not None)
@@ -90,6 +109,8 @@ def main(argv: Sequence[str]) -> int:
             print(json.dumps(to_json(job.config), indent=2))
         return 0
     if place is None:
+        for progress in in_turns(job.make_tokens(), PROGRESS_S):
+            say(f"reading the text: {progress}", stream=sys.stdout)
         with job.folder.locked():
             job.create(num_ranks=num_ranks)
             return launch(job)
@@ -106,21 +127,35 @@ def _make_job(arguments: argparse.Namespace, *, is_rank: bool) -> TrainJob:
         more_steps = steps.count
         del changes[STEPS]
     if arguments.resume is not None:
-        if arguments.recipe:
+        if arguments.recipe or arguments.config:
+            given = "--recipe" if arguments.recipe else "--config"
             raise UsageError(
-                "--recipe does not go with --resume, which continues a run as it was configured"
+                f"{given} does not go with --resume, which continues a run as it was configured"
             )
         restarted = restarted_job(TrainConfig(), arguments.resume) if is_rank else None
         return restarted or resumed_job(
             arguments.resume, changes, more_steps=more_steps, overwrite=arguments.overwrite
         )
-    if more_steps is not None:
-        raise UsageError(f"--steps +{more_steps} needs --resume RUN: more than what?")
-    config = load_recipe(arguments.recipe) if arguments.recipe else TrainConfig()
-    config = replace_options(config, changes)
+    config = _new_config(arguments)
     check_can_restart(config)
     restarted = restarted_job(config, None) if is_rank else None
     return restarted or new_job(config, overwrite=arguments.overwrite)
+
+
+def _new_config(arguments: argparse.Namespace) -> TrainConfig:
+    """Put flags over the recipe, the file or the defaults."""
+    if arguments.recipe and arguments.config:
+        raise UsageError("--config and --recipe each say the whole config; give one of them")
+    config = TrainConfig()
+    if arguments.recipe:
+        config = load_recipe(arguments.recipe)
+    elif arguments.config:
+        config = read_config_file(arguments.config)
+    changes = given_options(arguments, TrainConfig)
+    steps = changes.get(STEPS)
+    if isinstance(steps, MoreSteps):
+        raise UsageError(f"--steps +{steps.count} needs --resume RUN: more than what?")
+    return replace_options(config, changes)
 
 
 def _parse_steps(text: str) -> int | MoreSteps:

@@ -6,7 +6,9 @@ The result also has the lines that a run shows before its first step.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +19,22 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.optim import AdamW
 
 from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
-from shoal.report.number_format import count, size
+from shoal.report.number_format import count
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.checkpoints import RunProgress, is_complete, newer_than, restore_state
 from shoal.train.config import TrainConfig
-from shoal.train.data import Corpus, load_corpus
-from shoal.train.job import TrainJob, count_parameters
+from shoal.train.data import Corpus
+from shoal.train.hugging_face.materialise import materialise
+from shoal.train.hugging_face.models import (
+    build_skeleton,
+    decoder_blocks,
+    read_model_config,
+    recompute,
+    weights_folder,
+)
+from shoal.train.hugging_face.stored_weights import opened_weights
+from shoal.train.job import TrainJob
 from shoal.train.model import Transformer, TransformerBlock
 from shoal.train.optimizer import LossScale, configure_optimizer, make_optimizer
 from shoal.train.world import World
@@ -47,9 +58,9 @@ class BuiltRun:
 def build_run(job: TrainJob, world: World) -> BuiltRun:
     """Read the text, build the model, and load the checkpoint that the job starts from."""
     config = job.config
-    corpus = load_corpus(config.data, config.model.context)
+    corpus = job.load_corpus()
     world.check_same("the text that they read", corpus.digest)
-    model = shard_model(build_model(config), config, world)
+    model = _sharded_model(job, world)
     seed_generators(config.run.seed, world.rank)  # a checkpoint brings back those of the run
     optimizer = make_optimizer(model, config.optim)
     notes = [_size_note(job, world, corpus), *notes_on_data(config, corpus)]
@@ -68,6 +79,23 @@ def build_run(job: TrainJob, world: World) -> BuiltRun:
     )
 
 
+def _sharded_model(job: TrainJob, world: World) -> nn.Module:
+    config = job.config
+    if config.model.source is None:
+        return shard_model(build_model(config), config, world)
+    skeleton = build_skeleton(read_model_config(job.model_config))
+    blocks = decoder_blocks(skeleton)
+    if config.parallel.activation_checkpointing:
+        recompute(blocks)
+    # What a checkpoint brings need not be drawn before.
+    starts = job.checkpoint is None
+    folder = weights_folder(config.model.source) if starts else None
+    with opened_weights(folder, skeleton) as weights:
+        seed = config.run.seed if starts else None
+        fill = partial(materialise, skeleton, blocks, weights=weights, seed=seed)
+        return _shard(skeleton, blocks, fill, config, world)
+
+
 def build_model(config: TrainConfig) -> Transformer:
     """Make the whole model on CPU; the weights come from the seed alone."""
     torch.manual_seed(config.run.seed)
@@ -77,12 +105,11 @@ def build_model(config: TrainConfig) -> Transformer:
 
 
 def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Module:
-    """Shard the model with the engine of the run: each block is a unit, the rest is another.
+    """Shard the demo's model with the engine of the run: each block is a unit, the rest is another.
 
     Blocks are moved one at a time: a device never holds more than its shards and one whole block.
     """
-    param_dtype = _HALF.get(config.parallel.precision)
-    reduce_dtype = torch.float32 if param_dtype is not None else None
+    param_dtype, reduce_dtype = _dtypes(config)
     if config.parallel.engine == "fsdp1-style":
         hybrid = world.mesh.ndim > 1
         strategy = ShardingStrategy.HYBRID_SHARD if hybrid else ShardingStrategy.FULL_SHARD
@@ -95,16 +122,33 @@ def shard_model(model: Transformer, config: TrainConfig, world: World) -> nn.Mod
             device_id=world.device,
             use_orig_params=True,
         )
-    policy = MixedPrecisionPolicy(param_dtype, reduce_dtype)
-    for block in model.blocks:
-        fully_shard(block.to(world.device), mesh=world.mesh, mp_policy=policy)
-    sharded = fully_shard(model.to(world.device), mesh=world.mesh, mp_policy=policy)
+    return _shard(model, list(model.blocks), lambda unit: None, config, world)
+
+
+def _shard(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    fill: Callable[[nn.Module], None],
+    config: TrainConfig,
+    world: World,
+) -> nn.Module:
+    """Make a unit of each block and one of the rest; `fill` gives a unit its values before."""
+    policy = MixedPrecisionPolicy(*_dtypes(config))
+    for unit in (*blocks, model):
+        fill(unit)
+        fully_shard(unit.to(world.device), mesh=world.mesh, mp_policy=policy)
     if config.parallel.compile != "off":
         import shoal.compile  # noqa: F401 - so that torch knows the backend in a source folder
 
         inner = _INNER[config.parallel.compile]
-        sharded.compile(backend="shoal", fullgraph=True, options={"inner": inner})
-    return sharded
+        model.compile(backend="shoal", fullgraph=True, options={"inner": inner})
+    return model
+
+
+def _dtypes(config: TrainConfig) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """Tell the dtypes of compute and of reductions; None for what the weights have."""
+    param_dtype = _HALF.get(config.parallel.precision)
+    return param_dtype, torch.float32 if param_dtype is not None else None
 
 
 def seed_generators(seed: int, rank: int) -> None:
@@ -123,9 +167,9 @@ def _size_note(job: TrainJob, world: World, corpus: Corpus) -> str:
     parallel = job.config.parallel
     plural = "s" if world.size != 1 else ""
     return (
-        f"{job.folder.path}: {count(count_parameters(job.config))} parameters, "
+        f"{job.folder.path}: {count(job.model_facts().num_parameters)} parameters, "
         f"{world.size} rank{plural} on {parallel.device} in {parallel.precision}, "
-        f"{size(len(corpus.training))} of text from {corpus.num_files} files"
+        f"{corpus.content}"
     )
 
 

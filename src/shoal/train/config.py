@@ -17,15 +17,26 @@ from typing import ClassVar, Literal, get_type_hints
 
 from shoal.errors import UsageError
 from shoal.files import open_regular
-from shoal.train.options import check_options, option
+from shoal.train.options import check_options, option, options_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """A decoder-only transformer over bytes."""
+    """A decoder-only transformer over bytes, or a causal language model of `transformers`."""
 
     TITLE: ClassVar[str] = "model"
 
+    source: str | None = option(
+        None,
+        "hf:PATH, a config.json of transformers (random weights) or a folder with config.json and "
+        "safetensors (its weights); a small transformer over bytes unless given",
+        flag="--model",
+    )
+    tokenizer: Path | None = option(  # noqa: RUF009  (a field specifier)
+        None,
+        "folder of a tokenizer of transformers; that in the folder of --model unless given, else "
+        "bytes",
+    )
     dim: int = option(256, "width of the residual stream", at_least=2, at_most=2**17)
     layers: int = option(4, "number of blocks", at_least=1, at_most=10_000)
     heads: int = option(4, "attention heads per block", at_least=1, at_most=2**16)
@@ -35,15 +46,35 @@ class ModelConfig:
         at_least=1,
         at_most=2**20,
     )
-    context: int = option(128, "sequence length in bytes", at_least=1, at_most=2**24)
+    context: int = option(
+        128, "sequence length in tokens (bytes, without --model)", at_least=1, at_most=2**24
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
+        if self.source is not None:
+            self._check_source()
+        elif self.tokenizer is not None:
+            raise UsageError("--tokenizer needs --model: without it the model is one over bytes")
         if self.dim % (2 * self.heads):
             raise UsageError(
                 f"--dim must be a multiple of 2 x --heads, since every head rotates pairs of "
                 f"features; got --dim {self.dim} with --heads {self.heads}. "
                 f"Try --dim {_round_up(self.dim, 2 * self.heads)}."
+            )
+
+    def _check_source(self) -> None:
+        if not self.source or not self.source.removeprefix("hf:") or self.source[:3] != "hf:":
+            raise UsageError(
+                f"--model: expected hf:PATH, a config.json or a folder of transformers; "
+                f"got {self.source!r}"
+            )
+        shape = {name: getattr(self, name) for name in ("dim", "layers", "heads", "hidden")}
+        plain = {found.path[0]: found.default for found in options_of(ModelConfig)}
+        given = [name for name, value in shape.items() if value != plain[name]]
+        if given:
+            raise UsageError(
+                f"--{given[0]} does not go with --model: config.json says the shape of the model"
             )
 
     @property
@@ -60,10 +91,17 @@ class DataConfig:
 
     folder: Path | None = option(  # noqa: RUF009  (a field specifier)
         None,
-        "folder of text files, read recursively; the Python standard library unless given",
+        "text, JSONL or Parquet: a file, or a folder of files, read recursively; or a dataset of "
+        "Hugging Face (save_to_disk). The Python standard library unless given",
         flag="--data",
     )
-    max_bytes: int = option(16_000_000, "read at most this much text", at_least=1)
+    text_key: str = option("text", "field or column that holds the text of JSONL and tables")
+    max_bytes: int | None = option(
+        None,
+        "read at most this much text; 16,000,000 unless given where text files are read as bytes, "
+        "else all",
+        at_least=1,
+    )
     held_out: float = option(
         0.05, "share at the end of the text kept for validation", at_least=0, at_most=0.5
     )
@@ -176,6 +214,11 @@ class RunConfig:
     sample_tokens: int = option(
         200, "bytes to generate at the end; 0 for none", at_least=0, at_most=10**6
     )
+    export: bool = option(
+        False,
+        "at the end write the model into the run folder as export/, which from_pretrained of "
+        "transformers loads; needs --model",
+    )
     tensorboard: bool = option(False, "also log to TensorBoard, which must be installed")
     name: str | None = option(None, "name of the run; the date and time unless given")
     out: Path = option(Path("runs"), "folder that holds the run folders")  # noqa: RUF009
@@ -239,6 +282,15 @@ class TrainConfig:
                 raise UsageError(
                     f"TrainConfig.{name}: expected {kind.__name__}, got {type(part).__name__}"
                 )
+        if self.run.export and self.model.source is None:
+            raise UsageError(
+                "--export needs --model: transformers knows no class for the model over bytes. "
+                "`shoal checkpoint export` writes its weights."
+            )
+        if self.model.source is not None and self.parallel.engine != "fully_shard":
+            raise UsageError(
+                f"--model needs --engine fully_shard; got --engine {self.parallel.engine}"
+            )
         if self.run.validate_every and not self.data.held_out:
             raise UsageError(
                 "--validate-every needs held-out text, but --held-out is 0; "

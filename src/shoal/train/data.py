@@ -1,9 +1,9 @@
-"""The text of a run as bytes: reading it, the order of its samples, and each rank's share.
+"""The text of a run: reading it as bytes, the order of its samples, and each rank's share.
 
-A token is a byte. A sample is a stretch of `context` bytes; stretches do not overlap and cover the
-text. An epoch is all of them in an order that seed and epoch decide. A run goes through the epochs
-one after the other, so that a single number, how many samples all ranks together have seen, says
-where it is:
+Here a token is a byte; text/ makes others. A sample is a stretch of `context` tokens; stretches do
+not overlap and cover the text. An epoch is all of them in an order that seed and epoch decide. A
+run goes through the epochs one after the other, so that a single number, how many samples all
+ranks together have seen, says where it is:
 
     samples seen   0 ............ n-1 | n ........... 2n-1 | 2n ...
                         epoch 0       |      epoch 1       |
@@ -29,7 +29,11 @@ import torch
 
 from shoal.errors import UsageError
 from shoal.files import kind_of, open_regular
+from shoal.report.number_format import size
 from shoal.train.config import DataConfig
+
+_MOST_BYTES = 16_000_000
+"""Of text that is read into memory, unless another limit is given."""
 
 VOCABULARY = 256
 """Number of tokens: every byte is one."""
@@ -42,9 +46,10 @@ _NOT_LIBRARY = frozenset({"site-packages", "dist-packages", "test", "tests", "id
 class Corpus:
     """The text of a run: one part to learn, one held out."""
 
-    training: np.ndarray  # 1D, uint8
-    validation: np.ndarray  # 1D, uint8
-    num_files: int
+    training: np.ndarray  # 1D, unsigned
+    validation: np.ndarray  # 1D, unsigned
+    content: str
+    """What was read, in words."""
     skipped: tuple[str, ...]
     """Files that could not be read, or held no UTF-8 text."""
     digest: str
@@ -54,19 +59,20 @@ def load_corpus(config: DataConfig, context: int) -> Corpus:
     """Read the text that `config` names; both parts hold at least one sequence of `context`."""
     if config.folder is None:
         root = Path(sysconfig.get_path("stdlib"))
-        paths = _walk(root, suffix=".py", skip=_NOT_LIBRARY)
+        paths = walk(root, suffix=".py", skip=_NOT_LIBRARY)
     else:
         root, paths = config.folder, _text_files(config.folder)
+    limit = config.max_bytes or _MOST_BYTES
     pieces, skipped, num_bytes, num_seen = [], [], 0, 0
     for path in paths:
         num_seen += 1
-        text = _read_text(path, config.max_bytes - num_bytes)
+        text = _read_text(path, limit - num_bytes)
         if text is None:
             skipped.append(str(path.relative_to(root)))
         elif text:
             pieces.append(text)
             num_bytes += len(text)
-        if num_bytes >= config.max_bytes:
+        if num_bytes >= limit:
             break
     if not num_seen:
         raise UsageError(f"--data: no files in {root}; it needs files of text")
@@ -75,11 +81,12 @@ def load_corpus(config: DataConfig, context: int) -> Corpus:
             f"--data: none of the {num_seen} files in {root} is readable, non-empty UTF-8 text"
         )
     data = b"".join(pieces)
-    training, validation = _split(data, root, config, context)
-    return Corpus(
-        training=training,
-        validation=validation,
-        num_files=len(pieces),
+    return split_corpus(
+        np.frombuffer(data, dtype=np.uint8),
+        where=f"--max-bytes {limit} leaves" if len(data) == limit else f"--data: {root} has",
+        held_out=config.held_out,
+        context=context,
+        content=f"{size(len(data))} of text from {len(pieces)} files",
         skipped=tuple(skipped),
         digest=hashlib.sha256(data).hexdigest(),
     )
@@ -134,10 +141,10 @@ def _text_files(folder: Path) -> Iterator[Path]:
         )
     if not os.access(folder, os.R_OK | os.X_OK):
         raise UsageError(f"--data: no permission to read {folder}")
-    return _walk(folder)
+    return walk(folder)
 
 
-def _walk(root: Path, *, suffix: str = "", skip: frozenset[str] = frozenset()) -> Iterator[Path]:
+def walk(root: Path, *, suffix: str = "", skip: frozenset[str] = frozenset()) -> Iterator[Path]:
     """Yield the files under `root` in an order that every machine agrees on; none hidden."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(
@@ -160,23 +167,32 @@ def _read_text(path: Path, max_bytes: int) -> bytes | None:
     return None if "\0" in text else data
 
 
-def _split(
-    data: bytes, root: Path, config: DataConfig, context: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Divide the text into the part to learn and the part held out."""
-    text = np.frombuffer(data, dtype=np.uint8)
-    num_held_out = max(int(len(text) * config.held_out), context + 1) if config.held_out else 0
-    num_training = len(text) - num_held_out
+def split_corpus(
+    tokens: np.ndarray,
+    *,
+    where: str,
+    held_out: float,
+    context: int,
+    content: str,
+    skipped: tuple[str, ...],
+    digest: str,
+) -> Corpus:
+    """Divide tokens into a part to learn and one held out, each of a sequence at least.
+
+    `where` begins the message if there are too few.
+    """
+    num_held_out = max(int(len(tokens) * held_out), context + 1) if held_out else 0
+    num_training = len(tokens) - num_held_out
     if num_training < context + 1:
-        needed = (context + 1) * (2 if config.held_out else 1)
-        short = (
-            f"--max-bytes {config.max_bytes} leaves"
-            if len(text) == config.max_bytes
-            else f"--data: {root} has"
-        )
+        needed = (context + 1) * (2 if held_out else 1)
         raise UsageError(
-            f"{short} {len(text)} bytes, but --context {context} needs at "
-            f"least {needed}: one sequence and its next byte"
-            + (", to learn and again held out" if config.held_out else "")
+            f"{where} {len(tokens)} tokens, but --context {context} needs at least {needed}: one "
+            "sequence and its next token" + (", to learn and again held out" if held_out else "")
         )
-    return text[:num_training], text[num_training:]
+    return Corpus(
+        training=tokens[:num_training],
+        validation=tokens[num_training:],
+        content=content,
+        skipped=skipped,
+        digest=digest,
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,7 +17,7 @@ from shoal.checkpoint.disk import disk_errors
 from shoal.checkpoint.retention import LINK
 from shoal.errors import CheckpointError, UsageError
 from shoal.files import check_folder
-from shoal.report.number_format import size
+from shoal.report.number_format import count, size
 from shoal.train import environment
 from shoal.train.checkpoints import (
     is_complete,
@@ -28,10 +28,14 @@ from shoal.train.checkpoints import (
     step_of,
 )
 from shoal.train.config import TrainConfig
-from shoal.train.data import load_corpus
-from shoal.train.model import Transformer
+from shoal.train.data import Corpus, load_corpus, split_corpus
+from shoal.train.hugging_face.models import CONFIG, config_file, weights_folder
+from shoal.train.model_facts import ModelFacts, demo_facts, facts_of_config
 from shoal.train.options import options_of, replace_options
 from shoal.train.run_folder import RunFolder
+from shoal.train.text.documents import find_source, has_tables
+from shoal.train.text.token_file import TokenFile, token_file
+from shoal.train.text.tokenizer import Tokenizer, is_tokenizer, load_tokenizer, tokenizer_files
 from shoal.version import __version__
 
 _CPU_RANKS = 2
@@ -57,6 +61,65 @@ class TrainJob:
         assert self.config.parallel.nproc is not None, "a job has a resolved config"
         return self.config.parallel.nproc
 
+    @property
+    def model_config(self) -> Path:
+        """The config of a model of `transformers`: the copy in the run folder, once it is there."""
+        assert self.config.model.source is not None, "only such a model has a config of its own"
+        copy = self.folder.model / CONFIG
+        return copy if copy.exists() else config_file(self.config.model.source)
+
+    @property
+    def tokenizer_folder(self) -> Path | None:
+        """The folder of the tokenizer: the copy in the run folder, once it is there."""
+        if self.config.model.tokenizer is None:
+            return None
+        return self.folder.model if is_tokenizer(self.folder.model) else self.config.model.tokenizer
+
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of the run."""
+        return load_tokenizer(self.tokenizer_folder)
+
+    def load_corpus(self) -> Corpus:
+        """Return the text of the run, once `make_tokens` has run where it is needed."""
+        data, context = self.config.data, self.config.model.context
+        file = self._token_file()
+        if file is None:
+            return load_corpus(data, context)
+        tokens, info = file.read()
+        return split_corpus(
+            tokens,
+            where=f"--data: {file.data} has",
+            held_out=data.held_out,
+            context=context,
+            content=f"{count(info.tokens)} tokens of {info.documents:,} documents",
+            skipped=info.skipped,
+            digest=info.digest,
+        )
+
+    def make_tokens(self) -> Iterator[str]:
+        """Write the run's text as tokens, unless it is there; yield how far it is; one rank does.
+
+        Raises a `UsageError` if the text cannot be read, or is too short.
+        """
+        file = self._token_file()
+        if file is not None and not file.exists:
+            yield from file.make(self.tokenizer())
+        if file is not None:
+            self.load_corpus()
+
+    def _token_file(self) -> TokenFile | None:
+        """Name the run's token file; None if its text is read into memory, byte by byte."""
+        data = self.config.data
+        if data.folder is None or not _needs_tokens(self.config):
+            return None
+        return token_file(
+            self.config.run.out,
+            data.folder,
+            self.tokenizer(),
+            key=data.text_key,
+            max_bytes=data.max_bytes,
+        )
+
     @classmethod
     def reopen(cls, folder: RunFolder, checkpoint: Path | None) -> TrainJob:
         """Read back what `create` has written: how a launched rank learns its job."""
@@ -67,10 +130,15 @@ class TrainJob:
         """Raise a `UsageError` if the job cannot run on so many ranks, so many of them here."""
         check_devices(self.config, num_local_ranks)
         self.config.check_ranks(num_ranks)
-        num_parameters = count_parameters(self.config)
-        check_memory(
-            self.config, num_parameters, num_ranks=num_ranks, num_local_ranks=num_local_ranks
-        )
+        facts = self.model_facts()
+        check_text_fits(self.config, facts, self.tokenizer().size)
+        check_memory(self.config, facts, num_ranks=num_ranks, num_local_ranks=num_local_ranks)
+
+    def model_facts(self) -> ModelFacts:
+        """What there is to know of the model before it is made."""
+        if self.config.model.source is None:
+            return demo_facts(self.config.model)
+        return facts_of_config(self.model_config)
 
     def after_restart(self) -> TrainJob:
         """Go on from the newest whole checkpoint, since ranks were lost; one rank calls this.
@@ -88,6 +156,12 @@ class TrainJob:
         """Make the run folder, or take over the one that is resumed, and write the config."""
         if self.checkpoint is None:
             self.folder.create()
+            if self.config.model.source is not None:
+                files = tokenizer_files(self.config.model.tokenizer)
+                generation = self.model_config.with_name("generation_config.json")
+                if generation.is_file():
+                    files.append(generation)
+                self.folder.keep_model(self.model_config, files)
         else:
             self.folder.take_over()
             if not os.path.lexists(self.folder.config):  # or the folder would pass for removed
@@ -106,7 +180,7 @@ class TrainJob:
 
     def _facts(self, num_ranks: int) -> dict[str, object]:
         return {
-            "num_parameters": count_parameters(self.config),
+            "num_parameters": self.model_facts().num_parameters,
             "num_ranks": num_ranks,
             "job": environment.job_id(),
             "shoal": __version__,
@@ -116,6 +190,25 @@ class TrainJob:
 
 def new_job(config: TrainConfig, *, overwrite: bool) -> TrainJob:
     """Check a config that starts a new run."""
+    if config.model.source is not None:
+        weights_folder(config.model.source)
+        # Absolute, so that a restart from another folder finds the same weights.
+        file = config_file(config.model.source).absolute()
+        is_file = Path(config.model.source.removeprefix("hf:")).is_file()
+        source = f"hf:{file if is_file else file.parent}"
+        tokenizer = config.model.tokenizer or (file.parent if not is_file else None)
+        if tokenizer is not None and (config.model.tokenizer or is_tokenizer(tokenizer)):
+            tokenizer = tokenizer.absolute()
+        else:
+            tokenizer = None
+        config = replace_options(
+            config, {("model", "source"): source, ("model", "tokenizer"): tokenizer}
+        )
+        if tokenizer is not None and config.data.folder is None:
+            raise UsageError(
+                "--model with a tokenizer needs --data: a file or folder of text, JSONL or "
+                "Parquet, or a dataset of Hugging Face"
+            )
     if config.run.name is None:
         name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
         config = replace_options(config, {("run", "name"): name})
@@ -123,6 +216,14 @@ def new_job(config: TrainConfig, *, overwrite: bool) -> TrainJob:
     assert config.run.name is not None
     folder = RunFolder(config.run.out / config.run.name)
     folder.check_free(overwrite=overwrite)
+    source = config.model.source
+    if source is not None and Path(source.removeprefix("hf:")).is_relative_to(
+        folder.path.absolute()
+    ):
+        raise UsageError(
+            f"--overwrite would remove {folder.path}, in which the model of --model lies; choose "
+            "another --name"
+        )
     return TrainJob(config=config, folder=folder, checkpoint=None)
 
 
@@ -203,19 +304,6 @@ def check_can_restart(config: TrainConfig) -> None:
         )
 
 
-def count_parameters(config: TrainConfig) -> int:
-    """Count the model's parameters without making them."""
-    with torch.device("meta"):
-        # All blocks are alike; thousands of them take long to make, even without memory.
-        one, two = (
-            Transformer(dataclasses.replace(config.model, layers=layers)) for layers in (1, 2)
-        )
-    num_in_one, num_in_two = (
-        sum(parameter.numel() for parameter in model.parameters()) for model in (one, two)
-    )
-    return num_in_one + (config.model.layers - 1) * (num_in_two - num_in_one)
-
-
 def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
     """Raise a `UsageError` if this machine has fewer CUDA devices than ranks."""
     if config.parallel.device != "cuda":
@@ -228,16 +316,36 @@ def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
         )
 
 
+def check_text_fits(config: TrainConfig, facts: ModelFacts, num_tokens: int) -> None:
+    """Raise a `UsageError` if the model has no place for a token, or for a position."""
+    if facts.vocabulary < num_tokens:
+        given = config.model.tokenizer
+        whose = "bytes, which text is read as without --tokenizer, are" if given is None else ""
+        raise UsageError(
+            f"--model: its embedding has {facts.vocabulary} rows, but "
+            f"{whose or f'the tokenizer in {given} has'} {num_tokens} tokens. Give the "
+            f"tokenizer that the model was made with (--tokenizer)."
+        )
+    longest = facts.most_positions
+    if longest is not None and config.model.context > longest:
+        raise UsageError(
+            f"--context {config.model.context} is longer than the {longest} positions that the "
+            f"model was made for (max_position_embeddings); try --context {longest}"
+        )
+
+
 def check_memory(
-    config: TrainConfig, num_parameters: int, *, num_ranks: int, num_local_ranks: int
+    config: TrainConfig, facts: ModelFacts, *, num_ranks: int, num_local_ranks: int
 ) -> None:
     """Raise a `UsageError` if a run cannot fit into this machine by any means."""
-    model = num_parameters * _BYTES_PER_NUMBER
+    model = facts.num_parameters * _BYTES_PER_NUMBER
     sequences = config.run.batch_size // (num_ranks * config.run.accumulate)
-    activations = sequences * config.model.context * config.model.dim * _BYTES_PER_NUMBER
+    activations = sequences * config.model.context * facts.width * _BYTES_PER_NUMBER
     per_rank = model * _STATE_COPIES // num_ranks + activations
-    whole = model * num_local_ranks  # each rank makes the whole model before it is sharded
-    needed = {"the whole model once per rank": whole}
+    made_at_once = facts.largest_unit * _BYTES_PER_NUMBER * num_local_ranks
+    is_whole = facts.largest_unit == facts.num_parameters
+    part = "the whole model" if is_whole else "the largest unit of the model"
+    needed = {f"{part} once per rank": made_at_once}
     if config.parallel.device == "cpu":
         needed["shards and activations"] = per_rank * num_local_ranks
     else:
@@ -250,7 +358,7 @@ def _check_fits(what: str, needed: int, where: str, available: int) -> None:
     if needed > _SWAP_FACTOR * available:
         raise UsageError(
             f"{what} would take at least {size(needed)}, but {where} has {size(available)}; "
-            f"lower --dim, --layers, --batch-size or --context"
+            f"lower --dim, --layers, --batch-size or --context, or take a smaller --model"
         )
 
 
@@ -282,11 +390,29 @@ def _resolve(config: TrainConfig) -> TrainConfig:
         raise UsageError(
             "--tensorboard: TensorBoard is not installed; try: pip install tensorboard"
         )
-    load_corpus(config.data, config.model.context)
+    if _needs_tokens(config):
+        _check_first_document(config)
+    else:
+        load_corpus(config.data, config.model.context)
     if config.data.folder is not None:
         # Absolute, so that a resume from another folder finds the same text.
         changes["data", "folder"] = config.data.folder.absolute()
     return replace_options(config, changes)
+
+
+def _needs_tokens(config: TrainConfig) -> bool:
+    """Tell whether the text is made into a token file: unless it is bytes of text files."""
+    folder = config.data.folder
+    if folder is None:
+        return False
+    if config.model.tokenizer is not None or folder.is_file():
+        return True
+    return folder.is_dir() and os.access(folder, os.R_OK | os.X_OK) and has_tables(folder)
+
+
+def _check_first_document(config: TrainConfig) -> None:
+    assert config.data.folder is not None
+    next(find_source(config.data.folder).passages(config.data.text_key, []), None)
 
 
 def _default_nproc(config: TrainConfig, device: str) -> int:

@@ -17,9 +17,9 @@ from shoal.train.data import Corpus, sample_offsets, share_of, spread_offsets, w
 from shoal.train.display import make_display
 from shoal.train.job import TrainJob
 from shoal.train.journal import Journal, Listener, MetricsFile, TensorBoard, TimelineFile
-from shoal.train.model import next_byte_loss
+from shoal.train.model import next_token_loss, scores
 from shoal.train.optimizer import learning_rate, set_learning_rate
-from shoal.train.results import draw_report, print_summary, write_sample
+from shoal.train.results import draw_report, export_trained, print_summary, write_sample
 from shoal.train.step import StepResult, naming_step, training_step
 from shoal.train.step_gate import RankReport, StepGate, Stragglers, divergence_advice
 from shoal.train.world import World
@@ -89,6 +89,9 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
         assert saved is not None
         print_summary(job, saved, step=progress.step, finished=finished)
     world.barrier()  # no rank leaves while another still writes
+    if finished and run.export and world.leads:
+        assert saved is not None
+        export_trained(job, saved)
     return finished
 
 
@@ -157,5 +160,5 @@ def _validation_loss(model: nn.Module, corpus: Corpus, config: TrainConfig, worl
     mine = share_of(offsets, rank=world.rank, world_size=world.size)
     sequences = windows(corpus.validation, mine, context).to(world.device)
     parts = sequences.chunk(config.run.validation_batches * config.run.accumulate)
-    losses = [next_byte_loss(model(part[:, :-1]), part[:, 1:]) for part in parts]
+    losses = [next_token_loss(scores(model, part[:, :-1]), part[:, 1:]) for part in parts]
     return world.gather([float(torch.stack(losses).mean())]).mean().item()

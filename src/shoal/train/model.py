@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,8 +112,14 @@ class Transformer(nn.Module):
             parameter.normal_(std=std)
 
 
-def next_byte_loss(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy, in nats per byte, computed in fp32."""
+def scores(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Score the token after each of `tokens`; models of `transformers` return more than that."""
+    output: Any = model(tokens)
+    return output if isinstance(output, Tensor) else output.logits
+
+
+def next_token_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy, in nats per token, computed in fp32."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 

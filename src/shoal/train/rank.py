@@ -33,7 +33,8 @@ from shoal.train.launch import stop_signals
 from shoal.train.loop import train
 from shoal.train.run_folder import RunFolder
 from shoal.train.safe_stream import SafeStream, say
-from shoal.train.world import join_world
+from shoal.train.text.token_file import PROGRESS_S, in_turns
+from shoal.train.world import World, join_world
 from shoal.watch import Watchdog
 
 _PR_SET_PDEATHSIG = 1
@@ -60,6 +61,7 @@ def run_rank(
         join_world(place, parallel.device, replicas=parallel.replicas) as world,
     ):
         if create:
+            _make_tokens(job, world)
             job = world.share(partial(_create_or_rejoin, job, world.size, held))
         elif environment.restarts().count:
             job = world.share(job.after_restart)
@@ -103,6 +105,14 @@ def exit_now(status: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         SafeStream(stream).flush()
     os._exit(status)
+
+
+def _make_tokens(job: TrainJob, world: World) -> None:
+    """Let rank 0 read the text; the others hear of it as it goes, so that nobody waits for long."""
+    turns = in_turns(job.make_tokens(), PROGRESS_S) if world.leads else iter(())
+    while (progress := world.share(lambda: next(turns, None))) is not None:
+        if world.leads:
+            say(f"reading the text: {progress}", stream=sys.stdout)
 
 
 def _create_or_rejoin(job: TrainJob, num_ranks: int, held: ExitStack) -> TrainJob:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -10,15 +12,16 @@ from rich.console import Console
 from torch import nn
 
 from shoal.checkpoint.disk import disk_errors
-from shoal.files import replace
+from shoal.files import remove_folder, replace
 from shoal.report import write_report
 from shoal.train.data import Corpus
 from shoal.train.job import TrainJob
+from shoal.train.model import scores
 from shoal.train.run_folder import RunFolder
-from shoal.train.safe_stream import safe_stdout
+from shoal.train.safe_stream import safe_stdout, say
 from shoal.train.world import World
 
-_PROMPT_BYTES = 32
+_PROMPT_TOKENS = 32
 _TEMPERATURE = 0.7
 _LARGEST_LOGIT = 1e30
 
@@ -29,20 +32,22 @@ def write_sample(job: TrainJob, world: World, model: nn.Module, corpus: Corpus) 
     if not run.sample_tokens:
         return
     text = corpus.validation if len(corpus.validation) else corpus.training
-    prompt = text[: min(_PROMPT_BYTES, context)].tobytes()
+    prompt = text[: min(_PROMPT_TOKENS, context)].tolist()
+    tokenizer = job.tokenizer()
     # Texts that grow byte by byte are not worth graphs of their own.
     is_compiled = job.config.parallel.compile != "off"
     with torch.compiler.set_stance("force_eager") if is_compiled else nullcontext():
         continuation = generate(
             model,
             prompt,
-            num_bytes=run.sample_tokens,
+            num_tokens=run.sample_tokens,
+            vocabulary=tokenizer.size,
             context=context,
             seed=run.seed,
             device=world.device,
         )
     if world.leads:
-        sample = (prompt + continuation).decode("utf-8", errors="replace")
+        sample = tokenizer.decode(prompt + continuation)
         with disk_errors("write", job.folder.sample):
             replace(job.folder.sample, sample.encode()).close()
 
@@ -50,27 +55,28 @@ def write_sample(job: TrainJob, world: World, model: nn.Module, corpus: Corpus) 
 @torch.no_grad()
 def generate(
     model: nn.Module,
-    prompt: bytes,
+    prompt: Sequence[int],
     *,
-    num_bytes: int,
+    num_tokens: int,
+    vocabulary: int,
     context: int,
     seed: int,
     device: torch.device,
-) -> bytes:
+) -> list[int]:
     """Continue `prompt`; a sharded model needs all its ranks to call this alike.
 
-    Always the same bytes for the same model: the draws come from `seed` alone.
+    Always the same tokens for the same model: the draws come from `seed` alone.
     """
     draws = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    for _ in range(num_bytes):
+    for _ in range(num_tokens):
         window = torch.tensor([tokens[-context:]], device=device)
-        logits = model(window)[0, -1].float().cpu()
+        logits = scores(model, window)[0, -1, :vocabulary].float().cpu()
         # A model that has diverged scores with NaN or infinity; it may still babble.
         logits = logits.nan_to_num().clamp(-_LARGEST_LOGIT, _LARGEST_LOGIT)
         probabilities = torch.softmax(logits / _TEMPERATURE, dim=-1)
         tokens.append(int(torch.multinomial(probabilities, 1, generator=draws)))
-    return bytes(tokens[len(prompt) :])
+    return tokens[len(prompt) :]
 
 
 def draw_report(folder: RunFolder) -> str:
@@ -80,6 +86,18 @@ def draw_report(folder: RunFolder) -> str:
             return str(write_report(folder.path))
     except ModuleNotFoundError as error:
         return f"not written, since {error.name} is not installed"
+
+
+def export_trained(job: TrainJob, checkpoint: Path) -> None:
+    """Write the model of a checkpoint for `transformers`; of a run that went on, anew."""
+    from shoal.train.hugging_face.export import export_model
+
+    folder = job.folder.export
+    with disk_errors("write", folder):
+        if folder.exists():
+            remove_folder(folder)
+    export_model(checkpoint, job.folder.model, folder)
+    say(f"export      {folder}", stream=sys.stdout)
 
 
 def print_summary(job: TrainJob, checkpoint: Path, *, step: int, finished: bool) -> None:

@@ -7,7 +7,9 @@ runs/demo/
   checkpoints/    step-00000100, step-00000120, …
   sample.txt      text that the model generated at the end
   report.html     all of it, drawn
+  model/          with --model: its config.json, and the tokenizer
   logs/           what ranks wrote to stderr, and why one failed
+  export/         with --export: the trained model, for transformers
   .lock           held while a run writes here
   tensorboard/    with --tensorboard
 """
@@ -20,7 +22,7 @@ import os
 import shlex
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,6 +72,8 @@ class RunFolder:
     logs = _PathInside("logs")
     lock = _PathInside(".lock")
     tensorboard = _PathInside("tensorboard")
+    model = _PathInside("model")
+    export = _PathInside("export")
     stop_request = _PathInside("logs/stop")
     """While this file exists, the run stops after the step that it is in."""
     proposed_config = _PathInside("logs/config.json")
@@ -160,7 +164,8 @@ class RunFolder:
         """Make the folder, without what an earlier run left in it."""
         with _writing_into(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            for path in (self.checkpoints, self.logs, self.tensorboard):
+            made = (self.checkpoints, self.logs, self.tensorboard, self.model, self.export)
+            for path in made:
                 if path.is_symlink():
                     path.unlink()
                 elif path.exists():
@@ -170,11 +175,18 @@ class RunFolder:
             self.logs.mkdir()
             self.checkpoints.mkdir()
 
+    def keep_model(self, config: Path, others: Sequence[Path]) -> None:
+        """Copy what a model of `transformers` is beside its weights, for resumes and exports."""
+        with _writing_into(self.path):
+            self.model.mkdir()
+            for source, name in [(config, "config.json"), *((f, f.name) for f in others)]:
+                replace(self.model / name, source.read_bytes()).close()
+
     def take_over(self) -> None:
         """Make ready the folder of a run that goes on."""
         with _writing_into(self.path):
             # The folder may come from somebody else: what is written into it stays in it.
-            for path in (self.checkpoints, self.logs, self.tensorboard):
+            for path in (self.checkpoints, self.logs, self.tensorboard, self.model):
                 check_folder(path)
             self.logs.mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)

@@ -17,7 +17,7 @@ from shoal.runtime.module_state import context_of, state_of
 from shoal.runtime.observe import watch
 from shoal.runtime.recorder import EXPOSED, OPTIMIZER, Kind, RecordedAction
 from shoal.step.phase import Phase
-from shoal.train.model import next_byte_loss
+from shoal.train.model import next_token_loss, scores
 from shoal.train.optimizer import clip_gradients, unscale_gradients
 
 
@@ -28,7 +28,7 @@ class StepResult:
     grad_norm: float
     """Global norm of the gradient before clipping; the same on every rank."""
     num_tokens: int
-    """Bytes predicted in this rank's share of the batch."""
+    """Tokens predicted in this rank's share of the batch."""
     step_ms: float
     actions: tuple[RecordedAction, ...]
 
@@ -77,8 +77,9 @@ def training_step(
     with watch(model) as recorder:
         loss = torch.zeros((), device=micro_batches[0].device)
         for sequences in micro_batches:
+            part = next_token_loss(scores(model, sequences[:, :-1]), sequences[:, 1:])
             # Divided here, so that the gradients of all micro-batches add up to their mean.
-            part = next_byte_loss(model(sequences[:, :-1]), sequences[:, 1:]) / len(micro_batches)
+            part = part / len(micro_batches)
             (part * scale if scale != 1 else part).backward()
             loss += part.detach()
         start = recorder.mark()

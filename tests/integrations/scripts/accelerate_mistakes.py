@@ -9,7 +9,7 @@ from torch.optim import SGD
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-import hugging_face as example
+import trainer as example
 
 from shoal.integrations.accelerate import use_shoal
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 
-import hugging_face as example
+import trainer as example
 
 from shoal import FSDPModule
 from shoal.integrations import accelerate as integration

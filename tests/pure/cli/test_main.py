@@ -136,3 +136,18 @@ def test_an_interrupt_before_anything_runs_is_no_traceback(capsys, monkeypatch):
     monkeypatch.setattr("shoal.cli.train.main", interrupted)
     assert main(["train"]) == 130
     assert capsys.readouterr().err == "shoal: interrupted\n"
+
+
+def test_a_model_is_looked_at_before_anything_is_written(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("config.json").write_text('{"model_type": "lama"}')
+    for flags, message in (
+        (["--model", "gpt2"], "--model: expected hf:PATH"),
+        (["--model", "hf:"], "--model: expected hf:PATH"),
+        (["--model", "hf:gpt2"], "there is no file or folder gpt2"),
+        (["--model", "hf:config.json", "--dim", "64"], "--dim does not go with --model"),
+        (["--model", "hf:config.json", "--engine", "fsdp1-style"], "--model needs --engine"),
+    ):
+        assert main(["train", *flags]) == 2
+        assert message in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]

@@ -32,7 +32,7 @@ def test_files_are_joined_in_the_order_of_their_paths_and_split(tmp_path):
     corpus = load_corpus(DataConfig(folder=tmp_path, held_out=0.2), context=8)
     assert bytes(corpus.training) == b"a" * 60 + b"b" * 100
     assert bytes(corpus.validation) == b"d" * 40
-    assert corpus.num_files == 3
+    assert corpus.content == "200 B of text from 3 files"
 
 
 def test_what_is_hidden_or_no_text_is_left_out(tmp_path):
@@ -48,7 +48,7 @@ def test_what_is_hidden_or_no_text_is_left_out(tmp_path):
 
 def test_a_limit_that_leaves_too_little_is_named(tmp_path):
     write(tmp_path, a=b"a" * 100)
-    with pytest.raises(UsageError, match="--max-bytes 10 leaves 10 bytes, but --context 8 needs"):
+    with pytest.raises(UsageError, match="--max-bytes 10 leaves 10 tokens, but --context 8 needs"):
         load_corpus(DataConfig(folder=tmp_path, max_bytes=10), context=8)
 
 
@@ -78,7 +78,7 @@ def test_the_standard_library_is_the_default():
         ({}, "no files in"),
         ({"a": b"\xff"}, "none of the 1 files in .* is readable, non-empty UTF-8 text"),
         ({"a": b""}, "none of the 1 files"),
-        ({"a": b"x" * 17}, "has 17 bytes, but --context 8 needs at least 18"),
+        ({"a": b"x" * 17}, "has 17 tokens, but --context 8 needs at least 18"),
     ],
 )
 def test_text_that_cannot_be_used_is_refused(tmp_path, files, message):

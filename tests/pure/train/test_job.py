@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,11 +20,12 @@ from shoal.train.job import (
     TrainJob,
     check_devices,
     check_memory,
-    count_parameters,
+    check_text_fits,
     new_job,
     resumed_job,
 )
 from shoal.train.model import Transformer
+from shoal.train.model_facts import ModelFacts, demo_facts
 from shoal.train.options import to_json
 from shoal.train.run_folder import RunFolder
 
@@ -79,7 +81,7 @@ def test_a_rank_reads_back_the_job_that_was_created(config):
     job.create(num_ranks=2)
     assert TrainJob.reopen(job.folder, None) == job
     facts = json.loads(job.folder.config.read_text())["facts"]
-    assert facts["num_parameters"] == count_parameters(config)
+    assert facts["num_parameters"] == demo_facts(config.model).num_parameters
     assert facts["num_ranks"] == 2
 
 
@@ -314,7 +316,7 @@ def test_a_wrong_value_in_a_config_file_is_blamed_on_the_file(finished):
 def test_parameters_are_counted_without_being_made(layers):
     model = ModelConfig(dim=8, layers=layers, heads=2)
     made = sum(parameter.numel() for parameter in Transformer(model).parameters())
-    assert count_parameters(TrainConfig(model=model)) == made
+    assert demo_facts(model).num_parameters == made
 
 
 def test_a_broken_checkpoint_is_named(finished):
@@ -367,19 +369,35 @@ def test_on_cuda_as_many_ranks_as_devices_that_share_the_batch(
 CONFIG = TrainConfig(parallel=ParallelConfig(device="cpu"))
 
 
+def of_size(num_parameters: int) -> ModelFacts:
+    return ModelFacts(
+        num_parameters=num_parameters, largest_unit=num_parameters, vocabulary=256, width=256
+    )
+
+
 def test_what_cannot_fit_is_refused_with_its_numbers(monkeypatch):
     monkeypatch.setattr(job, "_machine_bytes", lambda: 2**30)
-    check_memory(CONFIG, 2**26, num_ranks=2, num_local_ranks=2)
+    check_memory(CONFIG, of_size(2**26), num_ranks=2, num_local_ranks=2)
     with pytest.raises(UsageError, match=r"at least 4 GiB, but this machine has 1 GiB; lower"):
-        check_memory(CONFIG, 2**28, num_ranks=4, num_local_ranks=4)
+        check_memory(CONFIG, of_size(2**28), num_ranks=4, num_local_ranks=4)
     with pytest.raises(UsageError, match="shards and activations would take at least"):
-        check_memory(CONFIG, 2**28, num_ranks=1, num_local_ranks=1)
+        check_memory(CONFIG, of_size(2**28), num_ranks=1, num_local_ranks=1)
+
+
+def test_text_that_the_model_has_no_place_for_is_refused():
+    facts = of_size(1000)
+    check_text_fits(CONFIG, facts, 256)
+    with pytest.raises(UsageError, match=r"255 rows, but bytes, .* are 256 tokens"):
+        check_text_fits(CONFIG, replace(facts, vocabulary=255), 256)
+    check_text_fits(CONFIG, replace(facts, most_positions=128), 256)
+    with pytest.raises(UsageError, match="try --context 127"):
+        check_text_fits(CONFIG, replace(facts, most_positions=127), 256)
 
 
 def test_a_device_is_asked_for_its_share_alone(monkeypatch):
     monkeypatch.setattr(job, "_machine_bytes", lambda: 2**40)
     monkeypatch.setattr(job, "_device_bytes", lambda: 2**30)
     config = TrainConfig(parallel=ParallelConfig(device="cuda"))
-    check_memory(config, 2**28, num_ranks=4, num_local_ranks=4)
+    check_memory(config, of_size(2**28), num_ranks=4, num_local_ranks=4)
     with pytest.raises(UsageError, match="a CUDA device has 1 GiB"):
-        check_memory(config, 2**28, num_ranks=1, num_local_ranks=1)
+        check_memory(config, of_size(2**28), num_ranks=1, num_local_ranks=1)

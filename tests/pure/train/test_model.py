@@ -5,7 +5,7 @@ import math
 import torch
 
 from shoal.train.config import ModelConfig
-from shoal.train.model import Transformer, next_byte_loss
+from shoal.train.model import Transformer, next_token_loss
 
 CONFIG = ModelConfig(dim=32, layers=2, heads=2, context=16)
 
@@ -43,7 +43,7 @@ def test_positions_matter_only_relative_to_each_other():
 
 def test_it_starts_out_knowing_nothing():
     tokens = torch.randint(256, (8, 17), generator=torch.Generator().manual_seed(1))
-    loss = next_byte_loss(make()(tokens[:, :-1]), tokens[:, 1:])
+    loss = next_token_loss(make()(tokens[:, :-1]), tokens[:, 1:])
     assert abs(loss.item() - math.log(256)) < 0.3
 
 
@@ -52,7 +52,7 @@ def test_activation_checkpointing_changes_no_gradient():
     gradients = []
     for checkpointing in (False, True):
         model = make(activation_checkpointing=checkpointing)
-        next_byte_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
+        next_token_loss(model(tokens[:, :-1]), tokens[:, 1:]).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed, rtol=0, atol=0)

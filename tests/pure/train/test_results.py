@@ -52,7 +52,16 @@ class Unsure(nn.Module):
 
 
 def run(model: nn.Module, seed: int = 0) -> bytes:
-    return generate(model, b"abc", num_bytes=6, context=4, seed=seed, device=torch.device("cpu"))
+    tokens = generate(
+        model,
+        b"abc",
+        num_tokens=6,
+        vocabulary=256,
+        context=4,
+        seed=seed,
+        device=torch.device("cpu"),
+    )
+    return bytes(tokens)
 
 
 class Lost(nn.Module):

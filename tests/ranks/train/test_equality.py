@@ -32,7 +32,7 @@ from shoal.train.data import load_corpus, sample_offsets, share_of, windows
 from shoal.train.environment import Place
 from shoal.train.job import TrainJob, new_job, resumed_job
 from shoal.train.loop import train
-from shoal.train.model import Transformer, next_byte_loss
+from shoal.train.model import Transformer, next_token_loss
 from shoal.train.optimizer import learning_rate
 from shoal.train.world import World
 
@@ -106,7 +106,7 @@ def unsharded(config: TrainConfig) -> tuple[list[float], list[float]]:
             group["lr"] = learning_rate(step, STEPS, optim)
         sequences = global_batch(config, corpus, step)
         optimizer.zero_grad()
-        loss = next_byte_loss(model(sequences[:, :-1]), sequences[:, 1:])
+        loss = next_token_loss(model(sequences[:, :-1]), sequences[:, 1:])
         loss.backward()
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), optim.clip).item())
         optimizer.step()
@@ -195,7 +195,7 @@ def my_sequences(config: TrainConfig, world: World) -> torch.Tensor:
 
 
 def gradients_of(model: nn.Module, sequences: torch.Tensor) -> dict[str, torch.Tensor]:
-    next_byte_loss(model(sequences[:, :-1]), sequences[:, 1:]).backward()
+    next_token_loss(model(sequences[:, :-1]), sequences[:, 1:]).backward()
     gradients = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter.grad, DTensor), name
@@ -232,7 +232,7 @@ def test_gradients_are_those_of_one_process(tmp_path, world_size):
     corpus = load_corpus(config.data, config.model.context)
     model = build_model(config)
     whole = global_batch(config, corpus, step=1)
-    next_byte_loss(model(whole[:, :-1]), whole[:, 1:]).backward()
+    next_token_loss(model(whole[:, :-1]), whole[:, 1:]).backward()
     for gradients in on_ranks(world_size, sharded_gradients, config):
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(gradients[name], parameter.grad)

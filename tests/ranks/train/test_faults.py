@@ -146,7 +146,7 @@ def run_with_an_error(job: TrainJob) -> list[str]:
         return logits.float().logsumexp(-1).mean()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.train.step.next_byte_loss", loss)
+        patch.setattr("shoal.train.step.next_token_loss", loss)
         with pytest.raises(ZeroDivisionError) as caught:
             run_job(job)
     notes += getattr(caught.value, "__notes__", ())

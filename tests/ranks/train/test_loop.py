@@ -24,7 +24,7 @@ from shoal.train.data import load_corpus, spread_offsets, windows
 from shoal.train.environment import Place
 from shoal.train.job import TrainJob, new_job
 from shoal.train.loop import train
-from shoal.train.model import next_byte_loss
+from shoal.train.model import next_token_loss
 from shoal.train.step import training_step
 from shoal.train.world import SilentExit, World
 
@@ -78,7 +78,7 @@ def run_until_one_diverges(job: TrainJob) -> tuple[str, bool]:
 
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         broken = next(calls) == 3 and world.rank == 1
-        return next_byte_loss(logits, targets) * (torch.nan if broken else 1.0)
+        return next_token_loss(logits, targets) * (torch.nan if broken else 1.0)
 
     def step(model, *arguments, **options):
         kept.update({name: p.detach().clone() for name, p in model.named_parameters()})
@@ -86,7 +86,7 @@ def run_until_one_diverges(job: TrainJob) -> tuple[str, bool]:
         return training_step(model, *arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shoal.train.step.next_byte_loss", loss)
+        patch.setattr("shoal.train.step.next_token_loss", loss)
         patch.setattr("shoal.train.loop.training_step", step)
         with pytest.raises(DivergedError) as caught:
             train(job, world, lambda: False)
@@ -152,7 +152,7 @@ def test_the_validation_loss_is_that_of_one_process(tmp_path, world_size):
     offsets = spread_offsets(num=12, num_bytes=len(corpus.validation), context=16)
     sequences = windows(corpus.validation, offsets, 16)
     with torch.no_grad():
-        loss = next_byte_loss(build_model(job.config)(sequences[:, :-1]), sequences[:, 1:])
+        loss = next_token_loss(build_model(job.config)(sequences[:, :-1]), sequences[:, 1:])
     assert line["loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 

@@ -16,7 +16,7 @@ from shoal.train.build import build_model, shard_model
 from shoal.train.checkpoints import CheckpointSaver
 from shoal.train.config import DataConfig, ModelConfig, ParallelConfig, RunConfig, TrainConfig
 from shoal.train.environment import Place
-from shoal.train.model import next_byte_loss
+from shoal.train.model import next_token_loss
 from shoal.train.optimizer import LossScale, make_optimizer, set_learning_rate
 from shoal.train.run_folder import RunFolder
 from shoal.train.step import training_step
@@ -73,10 +73,10 @@ class Trial:
                 logits = logits * 1.0
                 logits.register_hook(lambda grad: torch.full_like(grad, value))
             # A bad loss whose gradients are good: only telling each other the losses shows it.
-            return next_byte_loss(logits, targets) + (value if is_bad and where == "loss" else 0)
+            return next_token_loss(logits, targets) + (value if is_bad and where == "loss" else 0)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("shoal.train.step.next_byte_loss", loss)
+            patch.setattr("shoal.train.step.next_token_loss", loss)
             training_step(
                 self.model,
                 self.optimizer,

@@ -1,0 +1,1 @@
+"""Models of Hugging Face: built without memory, filled unit by unit."""
