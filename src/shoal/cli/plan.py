@@ -5,20 +5,30 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.flags import Parser
+from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout, Rows, Whole
+from shoal.plan import Forecast, Setup, Workload, forecast_setup
 from shoal.plan.accelerators import ACCELERATORS
-from shoal.plan.forecast import Forecast, forecast
+from shoal.plan.hugging_face import hugging_face_workload
 from shoal.plan.plan_file import read_plan_file
+from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.train.config import load_recipe
+from shoal.train.foresight import is_recipe, setup_of, workload_of
+from shoal.train.options import replace_options
 from shoal.train.safe_stream import safe_stdout
 
 GIB = 1 << 30
 BAR = 24
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS: Mapping[str, type[Layout]] = {
     "even": Even,
     "flat": Flat,
@@ -30,35 +40,93 @@ LAYOUTS: Mapping[str, type[Layout]] = {
 def main(argv: Sequence[str]) -> int:
     """Forecast what a file defines; 1 if a budget was given and it does not fit."""
     given = _parser().parse(argv)
-    file = read_plan_file(given.file)
     sizes = {name: getattr(given, name) for name in ("batch", "sequence")}
-    found = forecast(
-        file.model,
-        file.inputs_of({name: size for name, size in sizes.items() if size is not None}),
-        world=given.world,
-        replicas=given.replicas,
-        units=file.units,
-        layout=LAYOUTS[given.layout](),
-        policy=file.policy,
-        reshard=given.reshard,
-        prefetch_depth=given.prefetch,
-        micro_batches=given.micro_batches,
-        checkpointing=given.checkpointing,
-        optimizer=file.optimizer,
-        loss=file.loss,
+    source = Planned.of(given, {name: size for name, size in sizes.items() if size is not None})
+    found = forecast_setup(
+        source.workload,
+        source.setup,
         device=given.device,
-        network_model=given.network,
+        network=given.network,
         torch_version=given.torch,
     )
     if given.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        stream = safe_stdout()
-        console = Console(file=stream, markup=False, emoji=False, soft_wrap=True)
-        show(found, console)
+        show(found, Console(file=safe_stdout(), markup=False, emoji=False, soft_wrap=True))
     if given.budget is None:
         return 0
-    return int(found.memory.reserved_peak_bytes + found.context_bytes > given.budget * 1e9)
+    return int(found.needed_bytes > given.budget * 1e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What is to be planned, from whatever the command line names."""
+
+    workload: Workload
+    setup: Setup
+
+    @classmethod
+    def of(cls, given: argparse.Namespace, sizes: Mapping[str, int]) -> Planned:
+        """A Python file, a recipe, or a model of Hugging Face's."""
+        if given.model is not None:
+            if given.file is not None:
+                raise UsageError(f"plan {given.file}, or --model {given.model}, not both")
+            kind, colon, path = given.model.partition(":")
+            if kind != "hf" or not colon:
+                raise UsageError(f"--model: expected hf:PATH, got {given.model!r}")
+            half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            workload = hugging_face_workload(Path(path), sizes)
+            return cls(workload=workload, setup=_setup(given, half))
+        if given.file is None:
+            raise UsageError("what is to be planned? Name a FILE, or --model hf:PATH")
+        if is_recipe(given.file):
+            return cls._of_recipe(given, sizes)
+        file = read_plan_file(Path(given.file))
+        return cls(workload=file.workload(sizes), setup=_setup(given, file.policy))
+
+    @classmethod
+    def _of_recipe(cls, given: argparse.Namespace, sizes: Mapping[str, int]) -> Planned:
+        _refuse_what_recipes_say(given)
+        config = load_recipe(given.file)
+        if "batch" in sizes:
+            config = replace_options(config, {("run", "batch_size"): sizes["batch"] * given.world})
+        if "sequence" in sizes:
+            config = replace_options(config, {("model", "context"): sizes["sequence"]})
+        planned = setup_of(config, world=given.world, device=given.device)
+        return cls(
+            workload=workload_of(config, world=given.world),
+            setup=replace(_setup(given, planned.policy), **_chosen_by(planned)),
+        )
+
+
+def _refuse_what_recipes_say(given: argparse.Namespace) -> None:
+    usual = {"replicas": 1, "micro_batches": 1, "reduce_each": False, "checkpointing": False}
+    for name, value in usual.items():
+        if getattr(given, name) != value:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag}: the recipe {given.file} says that; change it there")
+
+
+def _chosen_by(recipe: Setup) -> dict[str, Any]:
+    """What a recipe decides, whatever the flags say."""
+    return {name: getattr(recipe, name) for name in ("replicas", "micro_batches", "reduces_each")}
+
+
+def _setup(given: argparse.Namespace, policy: MixedPrecisionPolicy | None) -> Setup:
+    policy = policy or MixedPrecisionPolicy()
+    if given.gradients is not None:
+        policy = replace(policy, reduce_dtype=DTYPES[given.gradients])
+    return Setup(
+        world=given.world,
+        replicas=given.replicas,
+        layout=LAYOUTS[given.layout](),
+        policy=policy,
+        reshard=given.reshard,
+        prefetch_depth=given.prefetch,
+        micro_batches=given.micro_batches,
+        reduces_each=given.reduce_each,
+        checkpointing=given.checkpointing,
+    )
 
 
 def _parser() -> Parser:
@@ -66,37 +134,19 @@ def _parser() -> Parser:
         prog="shoal plan",
         description="Forecast the memory and time of a training step on N ranks, without a GPU.\n"
         "FILE defines model() and inputs(), and may define units(model), loss(output),\n"
-        "optimizer(parameters) and precision.",
+        "optimizer(parameters) and precision; or it is a recipe of `shoal train`.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a Python file")
+    parser.add_argument("file", nargs="?", metavar="FILE", help="a Python file, FILE:NAME a recipe")
+    parser.add_argument("--model", metavar="hf:PATH", help="a config.json of transformers instead")
     parser.add_argument("--world", type=_count, default=8, metavar="N", help="number of ranks (8)")
-    parser.add_argument(
-        "--replicas",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="ranks that hold the same shards (1)",
-    )
     parser.add_argument("--device", default="h200", help=f"{', '.join(ACCELERATORS)} (h200)")
     parser.add_argument(
         "--network", default="nvlink+ib", help="free, nvlink, ib or nvlink+ib (nvlink+ib)"
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default="even", help="of shards (even)")
-    parser.add_argument(
-        "--reshard", type=_reshard, metavar="yes|no|N", help="after forward; to N ranks (yes)"
-    )
-    parser.add_argument(
-        "--prefetch", type=_count, default=1, metavar="N", help="units gathered ahead (1)"
-    )
-    parser.add_argument(
-        "--micro-batches", type=_count, default=1, metavar="N", help="per optimizer step (1)"
-    )
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="recompute the activations of each unit"
-    )
     parser.add_argument("--batch", type=_count, metavar="N", help="for inputs(batch=...)")
     parser.add_argument("--sequence", type=_count, metavar="N", help="for inputs(sequence=...)")
     parser.add_argument("--torch", metavar="VERSION", help="the release that will run (this one)")
+    _add_setup(parser)
     parser.add_argument(
         "--budget", type=_gigabytes, metavar="GB", help="exit with 1 if it needs more"
     )
@@ -104,10 +154,48 @@ def _parser() -> Parser:
     return parser
 
 
+def _add_setup(parser: Parser) -> None:
+    group = parser.add_argument_group("how the model is sharded and stepped")
+    group.add_argument(
+        "--replicas",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="how many groups of ranks hold all shards each (1)",
+    )
+    group.add_argument("--layout", choices=LAYOUTS, default="even", help="of shards (even)")
+    group.add_argument(
+        "--reshard", type=_reshard, metavar="yes|no|N", help="after forward; to N ranks (yes)"
+    )
+    group.add_argument(
+        "--prefetch", type=_count_or_none, default=1, metavar="N", help="units gathered ahead (1)"
+    )
+    group.add_argument(
+        "--micro-batches", type=_count, default=1, metavar="N", help="per optimizer step (1)"
+    )
+    group.add_argument(
+        "--reduce-each", action="store_true", help="reduce every micro-batch, not their sum"
+    )
+    group.add_argument(
+        "--checkpointing",
+        type=_count,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="N",
+        help="recompute the activations of each unit, or of every N-th",
+    )
+    group.add_argument("--gradients", choices=DTYPES, help="dtype in which they are reduced")
+
+
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
     return int(text)
+
+
+def _count_or_none(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _reshard(text: str) -> bool | int:
@@ -128,6 +216,7 @@ def show(found: Forecast, console: Console) -> None:
         f"{found.num_parameters / 1e9:.2f} B parameters on {found.world_size} × {found.device}, "
         f"network {found.network}"
     )
+    console.print(found.plan)
     console.print()
     table = Table(box=None, show_header=False, pad_edge=False)
     for _ in range(2):
@@ -138,11 +227,11 @@ def show(found: Forecast, console: Console) -> None:
         table.add_row(name, "█" * round(BAR * size / most), f"{size / GIB:.2f} GiB")
     console.print(table)
     console.print()
-    needed = memory.reserved_peak_bytes + found.context_bytes
+    needed = f"{found.needed_bytes / GIB:.2f}"
     verdict = "fits" if found.fits else "does NOT fit"
     console.print(
         f"memory    {memory.allocated_peak_bytes / GIB:.2f} GiB allocated, "
-        f"{memory.reserved_peak_bytes / GIB:.2f} reserved, {needed / GIB:.2f} with CUDA: "
+        f"{memory.reserved_peak_bytes / GIB:.2f} reserved, {needed} with CUDA: "
         f"{verdict} into {found.device_bytes / GIB:.1f}"
     )
     console.print(

@@ -20,25 +20,27 @@ from shoal.comm import imagined_device
 from shoal.comm.calls import Call
 from shoal.plan import notes
 from shoal.plan.costs import cost_of
-from shoal.plan.cuda_kernels import as_on_cuda, temporaries_of
+from shoal.plan.device_kernels import kernels_of, temporaries_of
+from shoal.plan.known_values import ASKING, KnownValues
 from shoal.plan.notes import COMPUTE, Note
 from shoal.runtime.recorder import Recorder, Running
 from shoal.step.action import Action
 
-MIB = 1 << 20
+WORKSPACE_BYTES = 32 << 20
+"""What cuBLAS keeps on Hopper, for each thread that calls it."""
 
 
 class NotingDevice:
     """Takes notes of all that is asked of it."""
 
-    def __init__(self, *, swaps_memory: bool, workspace_bytes: int = 32 * MIB) -> None:
+    def __init__(self, *, swaps_memory: bool, is_cpu: bool = False) -> None:
         self.notes: list[Note] = []
         self.purposes: dict[int, str] = {}
         """What the memory of each owner is for."""
         self.phase = "parameters"
         """What memory is for, of which nothing else is said."""
         self._swaps_memory = swaps_memory
-        self._workspace_bytes = workspace_bytes
+        self._is_cpu = is_cpu
         self._has_workspace: set[bool] = set()
         self._is_noting = True
         self._stream = COMPUTE
@@ -58,7 +60,7 @@ class NotingDevice:
                 stack.callback(setattr, self, "_is_noting", True)
                 yield
                 return
-            stack.enter_context(as_on_cuda())
+            stack.enter_context(kernels_of("cpu" if self._is_cpu else "cuda"))
             stack.enter_context(optimizers.as_accelerated("meta"))
             stack.enter_context(_Operators(self))
             yield
@@ -69,8 +71,10 @@ class NotingDevice:
         """Whether the device's torch can exchange the memory of two storages."""
         return self._swaps_memory
 
-    def lane(self, name: str) -> _NotedLane:
-        """One more stream."""
+    def lane(self, name: str) -> _NotedLane | None:
+        """One more stream; a CPU has none."""
+        if self._is_cpu:
+            return None
         self._num_lanes += 1
         return _NotedLane(self, self._num_lanes)
 
@@ -96,10 +100,11 @@ class NotingDevice:
         if is_view:
             return
         cost = cost_of(func, args, outputs)
-        if cost.uses_workspace:
-            self._take_workspace()
-        for num_bytes in temporaries_of(func, args):
-            self._borrow(num_bytes)
+        if not self._is_cpu:
+            if cost.uses_workspace:
+                self._take_workspace()
+            for num_bytes in temporaries_of(func, args):
+                self._borrow(num_bytes)
         if cost.num_bytes or cost.flops:
             dtype = str(outputs[0].dtype) if outputs else ""
             shape = tuple(outputs[0].shape) if outputs else ()
@@ -160,7 +165,7 @@ class NotingDevice:
         in_backward = autograd.inside_backward()
         if in_backward not in self._has_workspace:
             self._has_workspace.add(in_backward)
-            self._borrow(self._workspace_bytes, "workspaces", keeps=True)
+            self._borrow(WORKSPACE_BYTES, "workspaces", keeps=True)
 
 
 class NotedActions(Recorder):
@@ -225,6 +230,7 @@ class _Operators(subclasses.TorchDispatchMode):
     def __init__(self, device: NotingDevice) -> None:
         super().__init__()
         self._device = device
+        self._known = KnownValues()
 
     def __torch_dispatch__(
         self,
@@ -237,10 +243,17 @@ class _Operators(subclasses.TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(one not in _PLAIN for one in types):
             return NotImplemented  # a tensor of tensors takes itself apart first
+        if func.overloadpacket in ASKING:
+            known = self._known.answer(func, args)
+            if known is not None:
+                return known
+        args = self._known.without_masks(func, args)
         result = _run(func, args, kwargs or {})
         outputs = [
             one for one in trees.tree_leaves(result) if isinstance(one, Tensor) and one.is_meta
         ]
+        if outputs and not outputs[0].is_floating_point():
+            self._known.follow(func, args, kwargs or {}, outputs)
         self._device.saw(func, args, outputs)
         return result
 
