@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from rich.table import Table
 from shoal.cli.flags import Parser
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout, Rows, Whole
-from shoal.plan import Forecast, Setup, Workload, forecast_setup
+from shoal.plan import Choice, Forecast, Search, Setup, Workload, forecast_setup
 from shoal.plan.accelerators import ACCELERATORS
 from shoal.plan.hugging_face import hugging_face_workload
 from shoal.plan.plan_file import read_plan_file
+from shoal.plan.search import Sizes
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.config import load_recipe
 from shoal.train.foresight import is_recipe, setup_of, workload_of
@@ -42,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     given = _parser().parse(argv)
     sizes = {name: getattr(given, name) for name in ("batch", "sequence")}
     source = Planned.of(given, {name: size for name, size in sizes.items() if size is not None})
+    if given.fit is not None:
+        return _choose(source, given)
     found = forecast_setup(
         source.workload,
         source.setup,
@@ -64,6 +68,10 @@ class Planned:
 
     workload: Workload
     setup: Setup
+    of_sizes: Callable[[Sizes], Workload]
+    """The workload with inputs of other sizes."""
+    sizes: Sizes
+    is_recipe: bool = False
 
     @classmethod
     def of(cls, given: argparse.Namespace, sizes: Mapping[str, int]) -> Planned:
@@ -75,14 +83,23 @@ class Planned:
             if kind != "hf" or not colon:
                 raise UsageError(f"--model: expected hf:PATH, got {given.model!r}")
             half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            workload = hugging_face_workload(Path(path), sizes)
-            return cls(workload=workload, setup=_setup(given, half))
+            return cls(
+                workload=hugging_face_workload(Path(path), sizes),
+                setup=_setup(given, half),
+                of_sizes=lambda one: hugging_face_workload(Path(path), one),
+                sizes=sizes,
+            )
         if given.file is None:
             raise UsageError("what is to be planned? Name a FILE, or --model hf:PATH")
         if is_recipe(given.file):
             return cls._of_recipe(given, sizes)
         file = read_plan_file(Path(given.file))
-        return cls(workload=file.workload(sizes), setup=_setup(given, file.policy))
+        return cls(
+            workload=file.workload(sizes),
+            setup=_setup(given, file.policy),
+            of_sizes=file.workload,
+            sizes=sizes,
+        )
 
     @classmethod
     def _of_recipe(cls, given: argparse.Namespace, sizes: Mapping[str, int]) -> Planned:
@@ -93,8 +110,12 @@ class Planned:
         if "sequence" in sizes:
             config = replace_options(config, {("model", "context"): sizes["sequence"]})
         planned = setup_of(config, world=given.world, device=given.device)
+        workload = workload_of(config, world=given.world)
         return cls(
-            workload=workload_of(config, world=given.world),
+            workload=workload,
+            of_sizes=lambda _: workload,
+            sizes={},
+            is_recipe=True,
             setup=replace(_setup(given, planned.policy), **_chosen_by(planned)),
         )
 
@@ -105,6 +126,56 @@ def _refuse_what_recipes_say(given: argparse.Namespace) -> None:
         if getattr(given, name) != value:
             flag = name.replace("_", "-")
             raise UsageError(f"--{flag}: the recipe {given.file} says that; change it there")
+
+
+def _choose(source: Planned, given: argparse.Namespace) -> int:
+    """Search for a plan that fits, and print it with the code that makes it."""
+    if source.is_recipe:
+        raise NotImplementedError(
+            "shoal plan --fit: plans of a recipe cannot be searched, only forecast; put its model "
+            "into a file with model() and inputs()"
+        )
+    if given.budget is not None:
+        raise UsageError("--fit is the budget of a search; --budget goes with a single forecast")
+    console = Console(file=safe_stdout(), markup=False, emoji=False, soft_wrap=True)
+    shows = not given.json and sys.stderr.isatty()
+    search = Search(
+        workload=source.of_sizes,
+        base=source.setup,
+        budget_bytes=given.fit * 1e9,
+        global_batch=given.global_batch,
+        options={"device": given.device, "network": given.network, "torch_version": given.torch},
+        progress=_say_progress if shows else lambda count, plan: None,
+    )
+    sizes = _sizes_to_try(source, given)
+    if given.find == "fastest":
+        found = search.fastest(sizes)
+    elif given.find == "fewest-gpus":
+        found = search.fewest(sizes)
+    elif given.find == "cheapest":
+        found = search.cheapest(sizes)
+    else:
+        name = given.find.partition("-")[2]
+        fixed = {one: size for one, size in source.sizes.items() if one != name}
+        found = search.largest(name, fixed)
+    if shows:
+        print("\r\033[K", end="", file=sys.stderr)
+    if given.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show_choice(found, console)
+    return 0
+
+
+def _say_progress(count: int, plan: str) -> None:
+    print(f"\r\033[K{count} plans: {plan[:70]}", end="", file=sys.stderr, flush=True)
+
+
+def _sizes_to_try(source: Planned, given: argparse.Namespace) -> list[Sizes]:
+    """One, or with a global batch all micro-batches of a power of two."""
+    if given.global_batch is None or "batch" in source.sizes:
+        return [source.sizes]
+    return [{**source.sizes, "batch": 1 << power} for power in range(4)]
 
 
 def _chosen_by(recipe: Setup) -> dict[str, Any]:
@@ -150,6 +221,19 @@ def _parser() -> Parser:
     parser.add_argument(
         "--budget", type=_gigabytes, metavar="GB", help="exit with 1 if it needs more"
     )
+    search = parser.add_argument_group("searching for a plan")
+    search.add_argument(
+        "--fit", type=_gigabytes, metavar="GB", help="choose a plan that needs no more"
+    )
+    search.add_argument(
+        "--find",
+        choices=("fastest", "largest-batch", "longest-sequence", "fewest-gpus", "cheapest"),
+        default="fastest",
+        help="what to choose (fastest)",
+    )
+    search.add_argument(
+        "--global-batch", type=_tokens, metavar="N", help="tokens of a whole step, as 4M"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -194,6 +278,11 @@ def _count(text: str) -> int:
     return int(text)
 
 
+def _tokens(text: str) -> int:
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
+    return _count(text[:-1] if factor > 1 else text) * factor
+
+
 def _count_or_none(text: str) -> int:
     return 0 if text == "0" else _count(text)
 
@@ -207,6 +296,34 @@ def _gigabytes(text: str) -> float:
         return float(text.lower().removesuffix("gb"))
     except ValueError:
         raise argparse.ArgumentTypeError(f"expected gigabytes, as 80GB, got {text!r}") from None
+
+
+NUM_SHOWN = 12
+
+
+def show_choice(found: Choice, console: Console) -> None:
+    """Print what a search chose, what else fits, and why the rest does not."""
+    show(found.forecast, console)
+    console.print()
+    console.print(f"chosen: {found.chosen}, {found.chosen.tokens_per_s:,.0f} tokens/s")
+    console.print()
+    console.print(found.chosen.setup.code())
+    fitting = [one for one in found.judged if one.fits]
+    others = sorted(fitting, key=lambda one: -one.tokens_per_s)[1 : NUM_SHOWN + 1]
+    if others:
+        console.print()
+        console.print(f"{len(fitting)} plans fit; after the chosen one, the fastest are")
+    for one in others:
+        assert one.figures is not None
+        console.print(
+            f"  {one.tokens_per_s:12,.0f} tokens/s  {one.figures.needed_bytes / 1e9:6.1f} GB  {one}"
+        )
+    rejected = [one for one in found.judged if not one.fits]
+    if rejected:
+        console.print()
+        console.print(f"{len(rejected)} plans do not fit")
+    for one in rejected:
+        console.print(f"  {one}: {one.why_not}")
 
 
 def show(found: Forecast, console: Console) -> None:

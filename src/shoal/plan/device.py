@@ -19,10 +19,11 @@ from shoal._torch import autograd, fakes, kernels, optimizers, subclasses, trees
 from shoal.comm import imagined_device
 from shoal.comm.calls import Call
 from shoal.plan import notes
-from shoal.plan.costs import cost_of
+from shoal.plan.costs import Cost, cost_of
 from shoal.plan.device_kernels import kernels_of, temporaries_of
 from shoal.plan.known_values import ASKING, KnownValues
 from shoal.plan.notes import COMPUTE, Note
+from shoal.plan.seen import SEEN
 from shoal.runtime.recorder import Recorder, Running
 from shoal.step.action import Action
 
@@ -93,13 +94,15 @@ class NotingDevice:
 
     # What is noted.
 
-    def saw(self, func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+    def saw(
+        self, func: Any, args: Sequence[Any], outputs: Sequence[Tensor], cost: Cost | None = None
+    ) -> None:
         """An operator ran; outputs are those that it returned."""
         is_new = [self._came(out.untyped_storage(), self.phase) for out in outputs]
-        is_view = func.is_view or (outputs and not any(is_new) and not _writes(func))
-        if is_view:
-            return
-        cost = cost_of(func, args, outputs)
+        if cost is None:
+            if func.is_view or (outputs and not any(is_new) and not _writes(func)):
+                return
+            cost = cost_of(func, args, outputs)
         if not self._is_cpu:
             if cost.uses_workspace:
                 self._take_workspace()
@@ -243,18 +246,28 @@ class _Operators(subclasses.TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(one not in _PLAIN for one in types):
             return NotImplemented  # a tensor of tensors takes itself apart first
-        if func.overloadpacket in ASKING:
-            known = self._known.answer(func, args)
-            if known is not None:
-                return known
-        args = self._known.without_masks(func, args)
-        result = _run(func, args, kwargs or {})
-        outputs = [
-            one for one in trees.tree_leaves(result) if isinstance(one, Tensor) and one.is_meta
-        ]
+        kwargs = kwargs or {}
+        key = SEEN.key(func, args, kwargs)
+        answer = None if key is None else SEEN.find(key)
+        if answer is not None:
+            result, outputs = answer.give()
+            cost = answer.cost
+        else:
+            if func.overloadpacket in ASKING:
+                known = self._known.answer(func, args)
+                if known is not None:
+                    return known
+            args = self._known.without_masks(func, args)
+            result = _run(func, args, kwargs)
+            outputs = [
+                one for one in trees.tree_leaves(result) if isinstance(one, Tensor) and one.is_meta
+            ]
+            if key is not None:
+                SEEN.learn(key, func, args, result, outputs)
+            cost = None
         if outputs and not outputs[0].is_floating_point():
-            self._known.follow(func, args, kwargs or {}, outputs)
-        self._device.saw(func, args, outputs)
+            self._known.follow(func, args, kwargs, outputs)
+        self._device.saw(func, args, outputs, cost)
         return result
 
 

@@ -25,7 +25,7 @@ from shoal.plan.group import imagined_world
 from shoal.plan.memory import MemoryForecast, play
 from shoal.plan.setup import Setup
 from shoal.plan.timing import Lanes, TimeForecast
-from shoal.plan.training import Trained, Units, Workload, train
+from shoal.plan.training import NUM_SEEN, NUM_STEPS, Trained, Units, Workload, train
 from shoal.runtime.policy import MixedPrecisionPolicy
 
 
@@ -37,6 +37,8 @@ class Forecast:
     """The setup, in a line."""
     world_size: int
     num_parameters: int
+    num_tokens: int
+    """Of all ranks' steps together; rows of the inputs where those are no tokens."""
     device: str
     network: str
     memory: MemoryForecast
@@ -116,12 +118,16 @@ def forecast_setup(
     device: str | Accelerator = "h200",
     network: str | Network = "nvlink+ib",
     torch_version: str | None = None,
+    num_steps: int = NUM_STEPS,
 ) -> Forecast:
-    """Forecast a workload under a setup: `forecast`, for those who have both as data."""
+    """Forecast a workload under a setup: `forecast`, for those who have both as data.
+
+    After fewer steps what is reserved may not have settled.
+    """
     chosen, wires = accelerator(device), network_of(network, setup.world)
     imagined = NotingDevice(swaps_memory=_swaps_memory(torch_version), is_cpu=chosen.is_cpu)
     with imagined_world(imagined, setup.world):
-        trained = train(workload, setup, imagined)
+        trained = train(workload, setup, imagined, num_steps)
     return _forecast(imagined, setup, chosen, wires, trained)
 
 
@@ -166,14 +172,16 @@ def _forecast(
     )
     lanes = Lanes(chosen, wires)
     lanes.play(imagined.notes[: steps[-1]])
-    lanes.forget_sums()
+    lanes.begin()
     lanes.play(imagined.notes[steps[-1] :])
-    time = lanes.forecast(begin="step", computed="computed", end="stepped")
+    unseen = max(0, setup.micro_batches - NUM_SEEN)
+    time = lanes.forecast(begin="step", computed="computed", end="stepped", unseen=unseen)
     needed = memory.reserved_peak_bytes + chosen.context_bytes
     return Forecast(
         plan=str(setup),
         world_size=setup.world,
         num_parameters=trained.num_parameters,
+        num_tokens=trained.num_tokens * setup.world,
         device=chosen.name,
         network=wires.name,
         memory=memory,

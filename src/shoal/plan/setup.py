@@ -26,6 +26,8 @@ class Setup:
     policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     reshard: bool | int | None = None
     """`reshard_after_forward` of all units but the root."""
+    blocks_per_unit: int = 1
+    """How many modules of the list of units form one unit."""
     prefetch_depth: int = 1
     micro_batches: int = 1
     reduces_each: bool = False
@@ -81,6 +83,8 @@ class Setup:
             said.append(type(self.layout).__name__)
         if self.reshard is not None:
             said.append(f"reshard {_yes_or_number(self.reshard)}")
+        if self.blocks_per_unit > 1:
+            said.append(f"{self.blocks_per_unit} blocks in a unit")
         if self.prefetch_depth != 1:
             said.append(f"prefetch {self.prefetch_depth}")
         if self.checkpointing is not False:
@@ -119,11 +123,15 @@ class Setup:
         ]
         if self.checkpointing is not False:
             lines += self._checkpoint_lines(units)
-        lines += [
-            f"for unit in {units}:",
-            f"    fully_shard(unit, {shared}{reshard})",
-            f"fully_shard(model, {shared})",
-        ]
+        some = self.blocks_per_unit
+        if some == 1:
+            lines += [f"for unit in {units}:", f"    fully_shard(unit, {shared}{reshard})"]
+        else:
+            lines += [
+                f"for start in range(0, len({units}), {some}):",
+                f"    fully_shard({units}[start : start + {some}], {shared}{reshard})",
+            ]
+        lines.append(f"fully_shard(model, {shared})")
         if self.prefetch_depth != 1:
             lines.append(f"model.set_prefetch_depth({self.prefetch_depth})")
         if self.micro_batches > 1 and not self.reduces_each:
@@ -144,7 +152,10 @@ class Setup:
         return [f"for number in {sorted(chosen)}:", f"    checkpoint({units}[number])"]
 
 
-_LEAST = {"world": 1, "replicas": 1, "prefetch_depth": 0, "micro_batches": 1}
+_LEAST = {
+    **dict.fromkeys(("world", "replicas", "micro_batches", "blocks_per_unit"), 1),
+    "prefetch_depth": 0,
+}
 
 
 def _yes_or_number(value: bool | int) -> str:

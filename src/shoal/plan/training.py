@@ -21,6 +21,7 @@ from shoal.errors import ShoalError, UsageError
 from shoal.optim import AdamW
 from shoal.plan.device import NotedActions, NotingDevice
 from shoal.plan.setup import Setup
+from shoal.plan.timing import MICRO_BATCH
 from shoal.runtime.fsdp_module import own_state
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.module_state import context_of
@@ -30,6 +31,8 @@ Units = Sequence[nn.Module | list[nn.Module]]
 NUM_STEPS = 3
 """The first makes the optimizer's state, the second moves into the memory beside it, the third is
 as all others."""
+NUM_SEEN = 3
+"""So many micro-batches are taken at most: those between the first and the last are all alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,9 @@ class Trained:
     """Elements of the integer inputs of one rank's step; rows of the inputs if there are none."""
 
 
-def train(workload: Workload, setup: Setup, imagined: NotingDevice) -> Trained:
+def train(
+    workload: Workload, setup: Setup, imagined: NotingDevice, num_steps: int = NUM_STEPS
+) -> Trained:
     """Let a device take notes of a run; the process group of rank 0 is there already."""
     with torch.device("meta"):
         model, inputs = _built(workload.model), _on_meta(workload.inputs())
@@ -64,12 +69,12 @@ def train(workload: Workload, setup: Setup, imagined: NotingDevice) -> Trained:
         units = workload.units
         found: Units = default_units(model) if units is None else list(units(model))
         _checkpoint(found, setup)
-        _shard(model, found, setup)
+        _shard(model, _joined(found, setup.blocks_per_unit), setup)
     with imagined.running():
         model.to_empty(device="meta")
         context_of(model, own_state(model)).recorder = NotedActions(imagined)
         gc.collect()
-        _steps(imagined, model, inputs, workload, setup)
+        _steps(imagined, model, inputs, workload, setup, num_steps)
     return Trained(
         num_parameters=num_parameters, num_tokens=_num_tokens(inputs) * setup.micro_batches
     )
@@ -98,12 +103,26 @@ def _on_meta(inputs: Any) -> Inputs:
     return (moved if isinstance(moved, tuple) else (moved,)), {}
 
 
+def num_tokens_of(inputs_fn: Callable[[], Any]) -> int:
+    """How many tokens the inputs of one forward have."""
+    with torch.device("meta"):
+        return _num_tokens(_on_meta(inputs_fn()))
+
+
 def _num_tokens(inputs: Inputs) -> int:
     tensors = [one for one in trees.tree_leaves(inputs) if isinstance(one, Tensor) and one.dim()]
     tokens = [one for one in tensors if not one.is_floating_point() and one.dim() > 1]
     if tokens:
         return math.prod(tokens[0].shape)
     return tensors[0].shape[0] if tensors else 1
+
+
+def _joined(units: Units, count: int) -> Units:
+    if count == 1:
+        return units
+    flat = [unit if isinstance(unit, list) else [unit] for unit in units]
+    starts = range(0, len(flat), count)
+    return [[one for unit in flat[at : at + count] for one in unit] for at in starts]
 
 
 def _checkpoint(units: Units, setup: Setup) -> None:
@@ -130,15 +149,22 @@ def _shard(model: nn.Module, found: Units, setup: Setup) -> None:
 
 
 def _steps(
-    imagined: NotingDevice, model: nn.Module, inputs: Inputs, workload: Workload, setup: Setup
+    imagined: NotingDevice,
+    model: nn.Module,
+    inputs: Inputs,
+    workload: Workload,
+    setup: Setup,
+    num_steps: int,
 ) -> None:
     make = workload.optimizer or (lambda parameters: AdamW(parameters, fused=True))
     stepper = make(model.parameters())
     args, kwargs = inputs
-    for _ in range(NUM_STEPS):
+    num_seen = min(setup.micro_batches, NUM_SEEN)
+    for _ in range(num_steps):
         imagined.moment("step")
-        for number in range(setup.micro_batches):
-            is_last = number == setup.micro_batches - 1
+        for number in range(num_seen):
+            imagined.moment(MICRO_BATCH)
+            is_last = number == num_seen - 1
             model.set_requires_gradient_sync(is_last or setup.reduces_each)  # pyright: ignore
             imagined.phase = "activations"
             with _naming_values():

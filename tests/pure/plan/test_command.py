@@ -111,6 +111,18 @@ def test_what_is_planned_is_named_once(
     assert words in capsys.readouterr().err
 
 
+def test_a_plan_is_chosen(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(file), "--world", "2", "--fit", "80GB"]
+    assert main([*words, "--global-batch", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "fully_shard(model" in found["code"]
+    assert {"plan", "needed_bytes", "why_not"} <= set(found["plans"][0])
+    assert main([*words, "--batch", "4"]) == 0
+    assert "plans fit" in capsys.readouterr().out
+    assert main(["plan", str(file), "--world", "2", "--fit", "0.5"]) == 2
+    assert "The least is" in capsys.readouterr().err
+
+
 def test_a_budget_decides_the_exit_code(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(file), "--budget", "80GB"]) == 0
     assert main(["plan", str(file), "--budget", "0.1GB"]) == 1
