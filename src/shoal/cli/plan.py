@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.flags import Parser
+from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout, Rows, Whole
+from shoal.plan import Choice, Forecast, Search, Setup, Workload, forecast_setup
 from shoal.plan.accelerators import ACCELERATORS
-from shoal.plan.forecast import Forecast, forecast
+from shoal.plan.hugging_face import hugging_face_workload
 from shoal.plan.plan_file import read_plan_file
+from shoal.plan.search import Sizes
+from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.train.config import load_recipe
+from shoal.train.foresight import is_recipe, setup_of, workload_of
+from shoal.train.options import replace_options
 from shoal.train.safe_stream import safe_stdout
 
 GIB = 1 << 30
 BAR = 24
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS: Mapping[str, type[Layout]] = {
     "even": Even,
     "flat": Flat,
@@ -30,35 +42,162 @@ LAYOUTS: Mapping[str, type[Layout]] = {
 def main(argv: Sequence[str]) -> int:
     """Forecast what a file defines; 1 if a budget was given and it does not fit."""
     given = _parser().parse(argv)
-    file = read_plan_file(given.file)
     sizes = {name: getattr(given, name) for name in ("batch", "sequence")}
-    found = forecast(
-        file.model,
-        file.inputs_of({name: size for name, size in sizes.items() if size is not None}),
-        world=given.world,
-        replicas=given.replicas,
-        units=file.units,
-        layout=LAYOUTS[given.layout](),
-        policy=file.policy,
-        reshard=given.reshard,
-        prefetch_depth=given.prefetch,
-        micro_batches=given.micro_batches,
-        checkpointing=given.checkpointing,
-        optimizer=file.optimizer,
-        loss=file.loss,
+    source = Planned.of(given, {name: size for name, size in sizes.items() if size is not None})
+    if given.fit is not None:
+        return _choose(source, given)
+    found = forecast_setup(
+        source.workload,
+        source.setup,
         device=given.device,
-        network_model=given.network,
+        network=given.network,
         torch_version=given.torch,
     )
     if given.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        stream = safe_stdout()
-        console = Console(file=stream, markup=False, emoji=False, soft_wrap=True)
-        show(found, console)
+        show(found, Console(file=safe_stdout(), markup=False, emoji=False, soft_wrap=True))
     if given.budget is None:
         return 0
-    return int(found.memory.reserved_peak_bytes + found.context_bytes > given.budget * 1e9)
+    return int(found.needed_bytes > given.budget * 1e9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Planned:
+    """What is to be planned, from whatever the command line names."""
+
+    workload: Workload
+    setup: Setup
+    of_sizes: Callable[[Sizes], Workload]
+    """The workload with inputs of other sizes."""
+    sizes: Sizes
+    is_recipe: bool = False
+
+    @classmethod
+    def of(cls, given: argparse.Namespace, sizes: Mapping[str, int]) -> Planned:
+        """A Python file, a recipe, or a model of Hugging Face's."""
+        if given.model is not None:
+            if given.file is not None:
+                raise UsageError(f"plan {given.file}, or --model {given.model}, not both")
+            kind, colon, path = given.model.partition(":")
+            if kind != "hf" or not colon:
+                raise UsageError(f"--model: expected hf:PATH, got {given.model!r}")
+            half = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            return cls(
+                workload=hugging_face_workload(Path(path), sizes),
+                setup=_setup(given, half),
+                of_sizes=lambda one: hugging_face_workload(Path(path), one),
+                sizes=sizes,
+            )
+        if given.file is None:
+            raise UsageError("what is to be planned? Name a FILE, or --model hf:PATH")
+        if is_recipe(given.file):
+            return cls._of_recipe(given, sizes)
+        file = read_plan_file(Path(given.file))
+        return cls(
+            workload=file.workload(sizes),
+            setup=_setup(given, file.policy),
+            of_sizes=file.workload,
+            sizes=sizes,
+        )
+
+    @classmethod
+    def _of_recipe(cls, given: argparse.Namespace, sizes: Mapping[str, int]) -> Planned:
+        _refuse_what_recipes_say(given)
+        config = load_recipe(given.file)
+        if "batch" in sizes:
+            config = replace_options(config, {("run", "batch_size"): sizes["batch"] * given.world})
+        if "sequence" in sizes:
+            config = replace_options(config, {("model", "context"): sizes["sequence"]})
+        planned = setup_of(config, world=given.world, device=given.device)
+        workload = workload_of(config, world=given.world)
+        return cls(
+            workload=workload,
+            of_sizes=lambda _: workload,
+            sizes={},
+            is_recipe=True,
+            setup=replace(_setup(given, planned.policy), **_chosen_by(planned)),
+        )
+
+
+def _refuse_what_recipes_say(given: argparse.Namespace) -> None:
+    usual = {"replicas": 1, "micro_batches": 1, "reduce_each": False, "checkpointing": False}
+    for name, value in usual.items():
+        if getattr(given, name) != value:
+            flag = name.replace("_", "-")
+            raise UsageError(f"--{flag}: the recipe {given.file} says that; change it there")
+
+
+def _choose(source: Planned, given: argparse.Namespace) -> int:
+    """Search for a plan that fits, and print it with the code that makes it."""
+    if source.is_recipe:
+        raise NotImplementedError(
+            "shoal plan --fit: plans of a recipe cannot be searched, only forecast; put its model "
+            "into a file with model() and inputs()"
+        )
+    if given.budget is not None:
+        raise UsageError("--fit is the budget of a search; --budget goes with a single forecast")
+    console = Console(file=safe_stdout(), markup=False, emoji=False, soft_wrap=True)
+    shows = not given.json and sys.stderr.isatty()
+    search = Search(
+        workload=source.of_sizes,
+        base=source.setup,
+        budget_bytes=given.fit * 1e9,
+        global_batch=given.global_batch,
+        options={"device": given.device, "network": given.network, "torch_version": given.torch},
+        progress=_say_progress if shows else lambda count, plan: None,
+    )
+    sizes = _sizes_to_try(source, given)
+    if given.find == "fastest":
+        found = search.fastest(sizes)
+    elif given.find == "fewest-gpus":
+        found = search.fewest(sizes)
+    elif given.find == "cheapest":
+        found = search.cheapest(sizes)
+    else:
+        name = given.find.partition("-")[2]
+        fixed = {one: size for one, size in source.sizes.items() if one != name}
+        found = search.largest(name, fixed)
+    if shows:
+        print("\r\033[K", end="", file=sys.stderr)
+    if given.json:
+        print(json.dumps(found.to_json(), indent=2))
+    else:
+        show_choice(found, console)
+    return 0
+
+
+def _say_progress(count: int, plan: str) -> None:
+    print(f"\r\033[K{count} plans: {plan[:70]}", end="", file=sys.stderr, flush=True)
+
+
+def _sizes_to_try(source: Planned, given: argparse.Namespace) -> list[Sizes]:
+    """One, or with a global batch all micro-batches of a power of two."""
+    if given.global_batch is None or "batch" in source.sizes:
+        return [source.sizes]
+    return [{**source.sizes, "batch": 1 << power} for power in range(4)]
+
+
+def _chosen_by(recipe: Setup) -> dict[str, Any]:
+    """What a recipe decides, whatever the flags say."""
+    return {name: getattr(recipe, name) for name in ("replicas", "micro_batches", "reduces_each")}
+
+
+def _setup(given: argparse.Namespace, policy: MixedPrecisionPolicy | None) -> Setup:
+    policy = policy or MixedPrecisionPolicy()
+    if given.gradients is not None:
+        policy = replace(policy, reduce_dtype=DTYPES[given.gradients])
+    return Setup(
+        world=given.world,
+        replicas=given.replicas,
+        layout=LAYOUTS[given.layout](),
+        policy=policy,
+        reshard=given.reshard,
+        prefetch_depth=given.prefetch,
+        micro_batches=given.micro_batches,
+        reduces_each=given.reduce_each,
+        checkpointing=given.checkpointing,
+    )
 
 
 def _parser() -> Parser:
@@ -66,48 +205,86 @@ def _parser() -> Parser:
         prog="shoal plan",
         description="Forecast the memory and time of a training step on N ranks, without a GPU.\n"
         "FILE defines model() and inputs(), and may define units(model), loss(output),\n"
-        "optimizer(parameters) and precision.",
+        "optimizer(parameters) and precision; or it is a recipe of `shoal train`.",
     )
-    parser.add_argument("file", type=Path, metavar="FILE", help="a Python file")
+    parser.add_argument("file", nargs="?", metavar="FILE", help="a Python file, FILE:NAME a recipe")
+    parser.add_argument("--model", metavar="hf:PATH", help="a config.json of transformers instead")
     parser.add_argument("--world", type=_count, default=8, metavar="N", help="number of ranks (8)")
-    parser.add_argument(
-        "--replicas",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="ranks that hold the same shards (1)",
-    )
     parser.add_argument("--device", default="h200", help=f"{', '.join(ACCELERATORS)} (h200)")
     parser.add_argument(
         "--network", default="nvlink+ib", help="free, nvlink, ib or nvlink+ib (nvlink+ib)"
     )
-    parser.add_argument("--layout", choices=LAYOUTS, default="even", help="of shards (even)")
-    parser.add_argument(
-        "--reshard", type=_reshard, metavar="yes|no|N", help="after forward; to N ranks (yes)"
-    )
-    parser.add_argument(
-        "--prefetch", type=_count, default=1, metavar="N", help="units gathered ahead (1)"
-    )
-    parser.add_argument(
-        "--micro-batches", type=_count, default=1, metavar="N", help="per optimizer step (1)"
-    )
-    parser.add_argument(
-        "--checkpointing", action="store_true", help="recompute the activations of each unit"
-    )
     parser.add_argument("--batch", type=_count, metavar="N", help="for inputs(batch=...)")
     parser.add_argument("--sequence", type=_count, metavar="N", help="for inputs(sequence=...)")
     parser.add_argument("--torch", metavar="VERSION", help="the release that will run (this one)")
+    _add_setup(parser)
     parser.add_argument(
         "--budget", type=_gigabytes, metavar="GB", help="exit with 1 if it needs more"
     )
+    search = parser.add_argument_group("searching for a plan")
+    search.add_argument(
+        "--fit", type=_gigabytes, metavar="GB", help="choose a plan that needs no more"
+    )
+    search.add_argument(
+        "--find",
+        choices=("fastest", "largest-batch", "longest-sequence", "fewest-gpus", "cheapest"),
+        default="fastest",
+        help="what to choose (fastest)",
+    )
+    search.add_argument(
+        "--global-batch", type=_tokens, metavar="N", help="tokens of a whole step, as 4M"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
+
+
+def _add_setup(parser: Parser) -> None:
+    group = parser.add_argument_group("how the model is sharded and stepped")
+    group.add_argument(
+        "--replicas",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="how many groups of ranks hold all shards each (1)",
+    )
+    group.add_argument("--layout", choices=LAYOUTS, default="even", help="of shards (even)")
+    group.add_argument(
+        "--reshard", type=_reshard, metavar="yes|no|N", help="after forward; to N ranks (yes)"
+    )
+    group.add_argument(
+        "--prefetch", type=_count_or_none, default=1, metavar="N", help="units gathered ahead (1)"
+    )
+    group.add_argument(
+        "--micro-batches", type=_count, default=1, metavar="N", help="per optimizer step (1)"
+    )
+    group.add_argument(
+        "--reduce-each", action="store_true", help="reduce every micro-batch, not their sum"
+    )
+    group.add_argument(
+        "--checkpointing",
+        type=_count,
+        nargs="?",
+        const=True,
+        default=False,
+        metavar="N",
+        help="recompute the activations of each unit, or of every N-th",
+    )
+    group.add_argument("--gradients", choices=DTYPES, help="dtype in which they are reduced")
 
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
     return int(text)
+
+
+def _tokens(text: str) -> int:
+    factor = {"k": 1 << 10, "m": 1 << 20}.get(text[-1:].lower(), 1)
+    return _count(text[:-1] if factor > 1 else text) * factor
+
+
+def _count_or_none(text: str) -> int:
+    return 0 if text == "0" else _count(text)
 
 
 def _reshard(text: str) -> bool | int:
@@ -121,6 +298,34 @@ def _gigabytes(text: str) -> float:
         raise argparse.ArgumentTypeError(f"expected gigabytes, as 80GB, got {text!r}") from None
 
 
+NUM_SHOWN = 12
+
+
+def show_choice(found: Choice, console: Console) -> None:
+    """Print what a search chose, what else fits, and why the rest does not."""
+    show(found.forecast, console)
+    console.print()
+    console.print(f"chosen: {found.chosen}, {found.chosen.tokens_per_s:,.0f} tokens/s")
+    console.print()
+    console.print(found.chosen.setup.code())
+    fitting = [one for one in found.judged if one.fits]
+    others = sorted(fitting, key=lambda one: -one.tokens_per_s)[1 : NUM_SHOWN + 1]
+    if others:
+        console.print()
+        console.print(f"{len(fitting)} plans fit; after the chosen one, the fastest are")
+    for one in others:
+        assert one.figures is not None
+        console.print(
+            f"  {one.tokens_per_s:12,.0f} tokens/s  {one.figures.needed_bytes / 1e9:6.1f} GB  {one}"
+        )
+    rejected = [one for one in found.judged if not one.fits]
+    if rejected:
+        console.print()
+        console.print(f"{len(rejected)} plans do not fit")
+    for one in rejected:
+        console.print(f"  {one}: {one.why_not}")
+
+
 def show(found: Forecast, console: Console) -> None:
     """Print a forecast for people."""
     memory, time = found.memory, found.time
@@ -128,6 +333,7 @@ def show(found: Forecast, console: Console) -> None:
         f"{found.num_parameters / 1e9:.2f} B parameters on {found.world_size} × {found.device}, "
         f"network {found.network}"
     )
+    console.print(found.plan)
     console.print()
     table = Table(box=None, show_header=False, pad_edge=False)
     for _ in range(2):
@@ -138,11 +344,11 @@ def show(found: Forecast, console: Console) -> None:
         table.add_row(name, "█" * round(BAR * size / most), f"{size / GIB:.2f} GiB")
     console.print(table)
     console.print()
-    needed = memory.reserved_peak_bytes + found.context_bytes
+    needed = f"{found.needed_bytes / GIB:.2f}"
     verdict = "fits" if found.fits else "does NOT fit"
     console.print(
         f"memory    {memory.allocated_peak_bytes / GIB:.2f} GiB allocated, "
-        f"{memory.reserved_peak_bytes / GIB:.2f} reserved, {needed / GIB:.2f} with CUDA: "
+        f"{memory.reserved_peak_bytes / GIB:.2f} reserved, {needed} with CUDA: "
         f"{verdict} into {found.device_bytes / GIB:.1f}"
     )
     console.print(

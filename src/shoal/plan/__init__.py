@@ -7,6 +7,21 @@ forecast(model, inputs, world=8).memory.reserved_peak_bytes
 
 from shoal.comm.network import Network
 from shoal.plan.accelerators import Accelerator
-from shoal.plan.forecast import Forecast, forecast
+from shoal.plan.forecast import Forecast, forecast, forecast_setup
+from shoal.plan.search import Choice, NothingFits, Search, Space
+from shoal.plan.setup import Setup
+from shoal.plan.training import Workload
 
-__all__ = ["Accelerator", "Forecast", "Network", "forecast"]
+__all__ = [
+    "Accelerator",
+    "Choice",
+    "Forecast",
+    "Network",
+    "NothingFits",
+    "Search",
+    "Setup",
+    "Space",
+    "Workload",
+    "forecast",
+    "forecast_setup",
+]

@@ -7,7 +7,9 @@ data sheet promises, and a constant. The H200's part was fitted to the unsharded
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from shoal.comm.network import FREE, INFINIBAND, NVLINK, Network
@@ -35,6 +37,7 @@ class Accelerator:
     context_bytes: int = 685 << 20
     """What CUDA's context and loaded kernels take beside the allocator, as on an H200."""
     is_measured: bool = False
+    is_cpu: bool = False
 
     def kernel_time_us(self, flops: int, num_bytes: int, dtype: str) -> float:
         """How long a kernel takes."""
@@ -55,6 +58,21 @@ def _gpu(
     )
 
 
+def _cpu_core() -> Accelerator:
+    """One core of a server's CPU, to which a rank of the demo is bound; all memory of the host."""
+    return Accelerator(
+        name="cpu",
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        tflops={"float32": 0.08, "bfloat16": 0.04, "float16": 0.01, "float64": 0.04},
+        bytes_per_us=8e3,
+        efficiency=0.7,
+        kernel_us=3.0,
+        host_us=0.0,
+        context_bytes=0,
+        is_cpu=True,
+    )
+
+
 ACCELERATORS = {
     one.name: one
     for one in (
@@ -62,6 +80,7 @@ ACCELERATORS = {
         _gpu("h100", 79.6, 790.0, 60.0, 3.35),
         _gpu("a100", 79.2, 290.0, 19.5, 2.0),
         _gpu("b200", 178.0, 1750.0, 75.0, 8.0),
+        _cpu_core(),
     )
 }
 
@@ -72,17 +91,22 @@ def accelerator(name: str | Accelerator) -> Accelerator:
         return name
     if name not in ACCELERATORS:
         raise UsageError(
-            f"unknown device {name!r}; known are {', '.join(ACCELERATORS)}, and in Python a "
-            "Accelerator(...) of your own"
+            f"unknown device {name!r}{_near(name, ACCELERATORS)}; known are "
+            f"{', '.join(ACCELERATORS)}, and in Python an Accelerator(...) of your own"
         )
     return ACCELERATORS[name]
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name.lower(), list(known), n=1, cutoff=0.5)
+    return f" (did you mean {near[0]}?)" if near else ""
 
 
 NODE_SIZE = 8
 """How many ranks share a fast network, where two networks are named."""
 
 
-def network(name: str | Network, world_size: int) -> Network:
+def network_of(name: str | Network, world_size: int) -> Network:
     """A network by its name, as a group of that many ranks sees it."""
     if isinstance(name, Network):
         return name
@@ -94,7 +118,7 @@ def network(name: str | Network, world_size: int) -> Network:
     }
     if name not in named:
         raise UsageError(
-            f"unknown network {name!r}; known are {', '.join(named)}, and in Python a "
-            "Network(name, bandwidth_gb_per_s, latency_us) of your own"
+            f"unknown network {name!r}{_near(name, named)}; known are {', '.join(named)}, "
+            "and in Python a Network(name, bandwidth_gb_per_s, latency_us) of your own"
         )
     return named[name]

@@ -143,3 +143,26 @@ class CachingAllocator:
         self.reserved += segment
         self.reserved_peak = max(self.reserved_peak, self.reserved)
         return block
+
+
+class PlainAllocator(CachingAllocator):
+    """The memory of a host as tensors see it: what is asked for, and given back at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sizes: dict[int, int] = {}
+
+    def allocate(self, owner: int, num_bytes: int, stream: int = 0) -> int:
+        """See `CachingAllocator`; nothing is rounded."""
+        self._sizes[owner] = num_bytes
+        self.allocated += num_bytes
+        self.reserved = self.allocated
+        self.allocated_peak = self.reserved_peak = max(self.allocated_peak, self.allocated)
+        return num_bytes
+
+    def free(self, owner: int) -> int:
+        """See `CachingAllocator`; nothing is kept."""
+        freed = self._sizes.pop(owner, 0)
+        self.allocated -= freed
+        self.reserved = self.allocated
+        return freed

@@ -19,26 +19,29 @@ from shoal._torch import autograd, fakes, kernels, optimizers, subclasses, trees
 from shoal.comm import imagined_device
 from shoal.comm.calls import Call
 from shoal.plan import notes
-from shoal.plan.costs import cost_of
-from shoal.plan.cuda_kernels import as_on_cuda, temporaries_of
+from shoal.plan.costs import Cost, cost_of
+from shoal.plan.device_kernels import kernels_of, temporaries_of
+from shoal.plan.known_values import ASKING, KnownValues
 from shoal.plan.notes import COMPUTE, Note
+from shoal.plan.seen import SEEN
 from shoal.runtime.recorder import Recorder, Running
 from shoal.step.action import Action
 
-MIB = 1 << 20
+WORKSPACE_BYTES = 32 << 20
+"""What cuBLAS keeps on Hopper, for each thread that calls it."""
 
 
 class NotingDevice:
     """Takes notes of all that is asked of it."""
 
-    def __init__(self, *, swaps_memory: bool, workspace_bytes: int = 32 * MIB) -> None:
+    def __init__(self, *, swaps_memory: bool, is_cpu: bool = False) -> None:
         self.notes: list[Note] = []
         self.purposes: dict[int, str] = {}
         """What the memory of each owner is for."""
         self.phase = "parameters"
         """What memory is for, of which nothing else is said."""
         self._swaps_memory = swaps_memory
-        self._workspace_bytes = workspace_bytes
+        self._is_cpu = is_cpu
         self._has_workspace: set[bool] = set()
         self._is_noting = True
         self._stream = COMPUTE
@@ -58,7 +61,7 @@ class NotingDevice:
                 stack.callback(setattr, self, "_is_noting", True)
                 yield
                 return
-            stack.enter_context(as_on_cuda())
+            stack.enter_context(kernels_of("cpu" if self._is_cpu else "cuda"))
             stack.enter_context(optimizers.as_accelerated("meta"))
             stack.enter_context(_Operators(self))
             yield
@@ -69,8 +72,10 @@ class NotingDevice:
         """Whether the device's torch can exchange the memory of two storages."""
         return self._swaps_memory
 
-    def lane(self, name: str) -> _NotedLane:
-        """One more stream."""
+    def lane(self, name: str) -> _NotedLane | None:
+        """One more stream; a CPU has none."""
+        if self._is_cpu:
+            return None
         self._num_lanes += 1
         return _NotedLane(self, self._num_lanes)
 
@@ -89,17 +94,20 @@ class NotingDevice:
 
     # What is noted.
 
-    def saw(self, func: Any, args: Sequence[Any], outputs: Sequence[Tensor]) -> None:
+    def saw(
+        self, func: Any, args: Sequence[Any], outputs: Sequence[Tensor], cost: Cost | None = None
+    ) -> None:
         """An operator ran; outputs are those that it returned."""
         is_new = [self._came(out.untyped_storage(), self.phase) for out in outputs]
-        is_view = func.is_view or (outputs and not any(is_new) and not _writes(func))
-        if is_view:
-            return
-        cost = cost_of(func, args, outputs)
-        if cost.uses_workspace:
-            self._take_workspace()
-        for num_bytes in temporaries_of(func, args):
-            self._borrow(num_bytes)
+        if cost is None:
+            if func.is_view or (outputs and not any(is_new) and not _writes(func)):
+                return
+            cost = cost_of(func, args, outputs)
+        if not self._is_cpu:
+            if cost.uses_workspace:
+                self._take_workspace()
+            for num_bytes in temporaries_of(func, args):
+                self._borrow(num_bytes)
         if cost.num_bytes or cost.flops:
             dtype = str(outputs[0].dtype) if outputs else ""
             shape = tuple(outputs[0].shape) if outputs else ()
@@ -160,7 +168,7 @@ class NotingDevice:
         in_backward = autograd.inside_backward()
         if in_backward not in self._has_workspace:
             self._has_workspace.add(in_backward)
-            self._borrow(self._workspace_bytes, "workspaces", keeps=True)
+            self._borrow(WORKSPACE_BYTES, "workspaces", keeps=True)
 
 
 class NotedActions(Recorder):
@@ -225,6 +233,7 @@ class _Operators(subclasses.TorchDispatchMode):
     def __init__(self, device: NotingDevice) -> None:
         super().__init__()
         self._device = device
+        self._known = KnownValues()
 
     def __torch_dispatch__(
         self,
@@ -237,11 +246,28 @@ class _Operators(subclasses.TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(one not in _PLAIN for one in types):
             return NotImplemented  # a tensor of tensors takes itself apart first
-        result = _run(func, args, kwargs or {})
-        outputs = [
-            one for one in trees.tree_leaves(result) if isinstance(one, Tensor) and one.is_meta
-        ]
-        self._device.saw(func, args, outputs)
+        kwargs = kwargs or {}
+        key = SEEN.key(func, args, kwargs)
+        answer = None if key is None else SEEN.find(key)
+        if answer is not None:
+            result, outputs = answer.give()
+            cost = answer.cost
+        else:
+            if func.overloadpacket in ASKING:
+                known = self._known.answer(func, args)
+                if known is not None:
+                    return known
+            args = self._known.without_masks(func, args)
+            result = _run(func, args, kwargs)
+            outputs = [
+                one for one in trees.tree_leaves(result) if isinstance(one, Tensor) and one.is_meta
+            ]
+            if key is not None:
+                SEEN.learn(key, func, args, result, outputs)
+            cost = None
+        if outputs and not outputs[0].is_floating_point():
+            self._known.follow(func, args, kwargs, outputs)
+        self._device.saw(func, args, outputs, cost)
         return result
 
 

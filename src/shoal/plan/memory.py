@@ -24,10 +24,18 @@ class MemoryForecast:
 
 
 def play(
-    taken: Sequence[Note], purposes: Mapping[int, str], *, begin: int, end: int
+    taken: Sequence[Note],
+    purposes: Mapping[int, str],
+    *,
+    begin: int,
+    end: int,
+    allocator: CachingAllocator | None = None,
 ) -> MemoryForecast:
-    """Play a run from its first note; the peak is looked for between two places in it."""
-    allocator = CachingAllocator()
+    """Play a run from its first note; the peak is looked for between two places in it.
+
+    The allocator is a new one; CUDA's unless another is given.
+    """
+    allocator = allocator or CachingAllocator()
     alive: Counter[str] = Counter()
     at_peak: dict[str, int] = {}
     peak = -1

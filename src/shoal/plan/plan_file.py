@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from shoal.errors import UsageError
+from shoal.plan.training import Workload
 from shoal.runtime.policy import MixedPrecisionPolicy
 
 
@@ -35,8 +36,17 @@ class PlanFile:
     optimizer: Callable[[Any], Any] | None
     policy: MixedPrecisionPolicy | None
 
-    def inputs_of(self, sizes: Mapping[str, int]) -> Callable[[], Any]:
-        """The inputs of a batch or sequence that was asked for, if the file can make them."""
+    def workload(self, sizes: Mapping[str, int]) -> Workload:
+        """What is trained, with inputs of a batch or sequence that was asked for."""
+        return Workload(
+            model=self.model,
+            inputs=self._inputs_of(sizes),
+            units=self.units,
+            loss=self.loss,
+            optimizer=self.optimizer,
+        )
+
+    def _inputs_of(self, sizes: Mapping[str, int]) -> Callable[[], Any]:
         taken = inspect.signature(self.inputs).parameters
         for name in sizes:
             if name not in taken:

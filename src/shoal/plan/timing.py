@@ -41,6 +41,26 @@ class TimeForecast:
     """The longest of these, longest first."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Reached:
+    """How far the lanes had come at a moment, and what they had done by then."""
+
+    name: str
+    at: float
+    host: float
+    compute: float
+    link: float
+    exposed: float
+
+    def __sub__(self, other: _Reached) -> _Reached:
+        return _Reached(
+            self.name, *(getattr(self, name) - getattr(other, name) for name in _CLOCKS)
+        )
+
+
+_CLOCKS = ("at", "host", "compute", "link", "exposed")
+
+
 class Lanes:
     """The streams of one device."""
 
@@ -49,11 +69,10 @@ class Lanes:
         self._streams: dict[int, float] = {}
         self._marks: dict[int, float] = {}
         self._host = self._link = self._compute = self._carried = self._exposed = 0.0
-        self._host_began = 0.0
         self._waits: list[Waiting] = []
         self._moment = ""
-        self.moments: list[tuple[str, float]] = []
-        """When the host came to moments without a unit: the time until all before is done."""
+        self._reached: list[_Reached] = []
+        """The moments without a unit: when all before was done."""
 
     def play(self, taken: Sequence[Note]) -> None:
         """Run what was noted."""
@@ -83,27 +102,43 @@ class Lanes:
                 case notes.Moment(name, unit):
                     self._moment = f"{name} {unit}".strip()
                     if not unit:
-                        self.moments.append((name, max(self._host, streams.get(COMPUTE, 0.0))))
+                        self._reach(name)
                 case _:
                     pass
 
-    def forget_sums(self) -> None:
-        """Let sums and waits begin anew; clocks go on."""
-        self._host_began = self._host
-        self._compute = self._carried = self._exposed = 0.0
-        self._waits.clear()
-        self.moments.clear()
+    def _reach(self, name: str) -> None:
+        at = max(self._host, self._streams.get(COMPUTE, 0.0))
+        self._reached.append(
+            _Reached(name, at, self._host, self._compute, self._carried, self._exposed)
+        )
 
-    def forecast(self, *, begin: str, computed: str, end: str) -> TimeForecast:
-        """The time between moments."""
-        at = dict(self.moments)
+    def begin(self) -> None:
+        """A forecast begins here; clocks go on."""
+        self._waits.clear()
+        self._reached.clear()
+
+    def forecast(self, *, begin: str, computed: str, end: str, unseen: int) -> TimeForecast:
+        """The time between moments, with so many more micro-batches like the last but one."""
+        at = {one.name: one for one in self._reached}
+        step, half = at[end] - at[begin], at[computed] - at[begin]
+        batches = [one for one in self._reached if one.name == MICRO_BATCH]
+        total = {name: getattr(step, name) for name in _CLOCKS}
+        more = 0.0
+        if unseen:
+            one = batches[-1] - batches[-2]
+            more = unseen * one.at
+            total = {name: total[name] + unseen * getattr(one, name) for name in _CLOCKS}
         longest = sorted(self._waits, key=lambda one: -one.duration_us)[:10]
         return TimeForecast(
-            step_ms=(at[end] - at[begin]) / 1e3,
-            forward_backward_ms=(at[computed] - at[begin]) / 1e3,
-            host_ms=(self._host - self._host_began) / 1e3,
-            compute_ms=self._compute / 1e3,
-            link_ms=self._carried / 1e3,
-            exposed_ms=self._exposed / 1e3,
+            step_ms=total["at"] / 1e3,
+            forward_backward_ms=(half.at + more) / 1e3,
+            host_ms=total["host"] / 1e3,
+            compute_ms=total["compute"] / 1e3,
+            link_ms=total["link"] / 1e3,
+            exposed_ms=total["exposed"] / 1e3,
             waits=tuple(longest),
         )
+
+
+MICRO_BATCH = "micro-batch"
+"""The moment at which one begins."""

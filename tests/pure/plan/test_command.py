@@ -54,6 +54,75 @@ def test_the_example_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
     assert "0.93 B parameters" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("reference", ["recipes/tiny.py", "recipes/tiny.py:recipe"])
+def test_recipes_are_planned(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
+    where = str(EXAMPLE.parents[1] / reference)
+    assert main(["plan", where, "--world", "4", "--sequence", "64", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["num_parameters"] > 100_000
+    assert main(["plan", where, "--replicas", "2"]) == 2
+    assert "the recipe" in capsys.readouterr().err
+
+
+def test_flags_choose_the_setup(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--replicas", "2", "--layout", "flat", "--reshard", "no", "--prefetch", "0"]
+    flags += [
+        "--micro-batches",
+        "3",
+        "--reduce-each",
+        "--checkpointing",
+        "2",
+        "--gradients",
+        "fp32",
+    ]
+    assert main(["plan", str(file), *flags]) == 0
+    said = capsys.readouterr().out
+    assert "2 replicas of 4 shards, Flat, reshard no, prefetch 0" in said
+    assert "checkpointing of every 2. unit, 3 micro-batches, each reduced" in said
+    assert "gradients in float32" in said
+
+
+def test_hugging_face_configs_need_transformers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers")
+    config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3}
+    config |= {"intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"vocab_size": 256, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["plan", "--model", f"hf:{tmp_path}", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["num_parameters"] > 100_000
+    assert main(["plan", "--model", f"hf:{tmp_path}", "--sequence", "65"]) == 2
+    assert "64 positions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--model", "gpt"], "expected hf:PATH"),
+        ([], "what is to be planned?"),
+        (["file.py", "--model", "hf:x"], "not both"),
+    ],
+)
+def test_what_is_planned_is_named_once(
+    flags: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *flags]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_a_plan_is_chosen(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(file), "--world", "2", "--fit", "80GB"]
+    assert main([*words, "--global-batch", "16", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "fully_shard(model" in found["code"]
+    assert {"plan", "needed_bytes", "why_not"} <= set(found["plans"][0])
+    assert main([*words, "--batch", "4"]) == 0
+    assert "plans fit" in capsys.readouterr().out
+    assert main(["plan", str(file), "--world", "2", "--fit", "0.5"]) == 2
+    assert "The least is" in capsys.readouterr().err
+
+
 def test_a_budget_decides_the_exit_code(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", str(file), "--budget", "80GB"]) == 0
     assert main(["plan", str(file), "--budget", "0.1GB"]) == 1

@@ -63,7 +63,7 @@ def inputs() -> torch.Tensor:
 
 
 def tiny(**settings: Any) -> Forecast:
-    return forecast(Tiny, inputs, **{"world": 4, "network_model": FREE, **settings})
+    return forecast(Tiny, inputs, **{"world": 4, "network": FREE, **settings})
 
 
 @pytest.mark.parametrize("layout", [Even(), Flat(), Rows()])
@@ -112,7 +112,7 @@ def test_replicas_share_fewer_ranks() -> None:
 
 def test_a_slow_network_is_seen_where_compute_waits() -> None:
     slow = Network("slow", 1.0, 100.0)
-    free, waiting = deep(network_model=FREE), deep(network_model=slow)
+    free, waiting = deep(network=FREE), deep(network=slow)
     assert free.time.exposed_ms < waiting.time.exposed_ms
     late = waiting.time.step_ms - free.time.step_ms
     assert late == pytest.approx(waiting.time.exposed_ms - free.time.exposed_ms, rel=0.05)
@@ -120,9 +120,62 @@ def test_a_slow_network_is_seen_where_compute_waits() -> None:
 
 
 def test_micro_batches_reduce_once() -> None:
-    one, four = tiny(network_model=INFINIBAND), tiny(network_model=INFINIBAND, micro_batches=4)
+    one, four = tiny(network=INFINIBAND), tiny(network=INFINIBAND, micro_batches=4)
     assert four.time.link_ms < 3.9 * one.time.link_ms
     assert four.time.compute_ms > 2.5 * one.time.compute_ms
+
+
+def test_reducing_every_micro_batch_takes_the_link_longer_and_less_memory() -> None:
+    sums = tiny(network=INFINIBAND, micro_batches=4)
+    each = tiny(network=INFINIBAND, micro_batches=4, reduces_each=True)
+    assert each.time.link_ms > 1.2 * sums.time.link_ms
+    assert each.memory.allocated_peak_bytes < sums.memory.allocated_peak_bytes
+
+
+def test_a_mesh_says_ranks_and_replicas() -> None:
+    assert tiny(world=None, mesh=(2, 4)).memory == tiny(world=8, replicas=2).memory
+    assert tiny(world=None, mesh=(8,)).memory == tiny(world=8).memory
+
+
+def test_memory_grows_with_what_is_kept() -> None:
+    """Nothing kept, a part kept within groups of ranks, everything kept."""
+    freed, part, kept = (
+        deep(world=8, reshard=reshard).memory.allocated_peak_bytes for reshard in (True, 2, False)
+    )
+    assert freed < part < kept
+
+
+def test_checkpointing_of_some_units_lies_between() -> None:
+    peaks = [
+        deep(checkpointing=which).memory.allocated_peak_bytes for which in (False, [0, 5], 2, True)
+    ]
+    assert peaks == sorted(peaks, reverse=True)
+    assert len(set(peaks)) == len(peaks)
+
+
+class Indexed(Tiny):
+    """Asks its own indices for their values, as models do that build masks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(x.shape[0], device=x.device)
+        if (positions[1:] - positions[:-1] == 1).all():
+            x = x[positions > 2]
+        return super().forward(x)
+
+
+def test_values_that_depend_on_no_input_are_known() -> None:
+    found = forecast(Indexed, inputs, world=2)
+    assert found.time.compute_ms > 0
+
+
+class Spoilt(Tiny):
+    """Asks for values that depend on an input, through memory that it wrote to."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        flags = torch.zeros(8, dtype=torch.bool, device=x.device)
+        view = flags[2:]
+        view.copy_(x[2:, 0] > 0)
+        return super().forward(x) if flags.all() else x
 
 
 def test_the_process_is_as_before() -> None:
@@ -150,10 +203,18 @@ def on_cpu() -> nn.Module:
 
 MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("the forward needs values", lambda: forecast(Branching, inputs, world=2)),
+    ("the forward needs values", lambda: forecast(Spoilt, inputs, world=2)),
+    ("unknown network 'nvlnk' .did you mean nvlink", lambda: tiny(network="nvlnk")),
+    ("has 8 ranks, not world=4", lambda: tiny(mesh=(2, 4))),
+    ("expected mesh=.shards,", lambda: tiny(mesh=(2, 2, 2))),
+    ("divides the 4 ranks that shard, got 3", lambda: tiny(reshard=3)),
+    ("needs the layout Even", lambda: tiny(reshard=2, layout=Flat())),
+    ("checkpointing=0", lambda: tiny(checkpointing=0)),
+    ("a number of ranks", lambda: tiny(world=None)),
     ("'extra' has memory", lambda: forecast(on_cpu, inputs, world=2)),
-    ("world=3 and\nreplicas=2|world=3 and replicas=2", lambda: tiny(world=3, replicas=2)),
-    ("unknown device 'h300'; known are h200", lambda: tiny(device="h300")),
-    ("unknown network 'tin'", lambda: tiny(network_model="tin")),
+    ("world=3 and replicas=2", lambda: tiny(world=3, replicas=2)),
+    ("unknown device 'h300' .did you mean h200", lambda: tiny(device="h300")),
+    ("unknown network 'tin'", lambda: tiny(network="tin")),
     ("micro_batches=0", lambda: tiny(micro_batches=0)),
     ("a release of torch, as 2.13", lambda: tiny(torch_version="new")),
     ("pass loss=", lambda: forecast(Tiny, inputs, world=2, loss=None, units=_no_grad)),

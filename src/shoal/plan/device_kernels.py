@@ -1,15 +1,15 @@
-"""What operators do on CUDA where meta tensors take the CPU's way.
+"""What operators do on a device where meta tensors take another way.
 
-On meta, torch takes normalisation, attention and dropout apart, as on a CPU, and saves what the
-parts save. While a device is imagined they are the kernels that CUDA has.
+On meta, torch takes normalisation, attention and dropout apart, and saves what the parts save.
+While a device is imagined they are the kernels that CUDA has; on a CPU attention is one kernel.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,11 +18,11 @@ _aten: Any = torch.ops.aten
 
 
 @contextmanager
-def as_on_cuda() -> Iterator[None]:
-    """Let operators on meta tensors be CUDA's, inside of the `with` block."""
+def kernels_of(device_type: Literal["cpu", "cuda"]) -> Iterator[None]:
+    """Let operators on meta tensors be those of a device, inside of the `with` block."""
     library = torch.library.Library("aten", "IMPL")
     try:
-        for name, function in _AS_ON_CUDA.items():
+        for name, function in _KERNELS[device_type].items():
             library.impl(name, function, "AutogradMeta")
         yield
     finally:
@@ -69,12 +69,16 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     is_half = query.dtype in (torch.bfloat16, torch.float16)
+    if query.dim() == 4 and is_half and attn_mask is None and query.shape[-1] <= 256:
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, dropout_p, is_causal, False, scale=scale
+        )[0]
     if enable_gqa and query.shape[-3] != key.shape[-3]:
         times = query.shape[-3] // key.shape[-3]
         key, value = (one.repeat_interleave(times, -3) for one in (key, value))
-    if is_half and attn_mask is None and query.shape[-1] <= 256:
-        return _aten._scaled_dot_product_flash_attention(
-            query, key, value, dropout_p, is_causal, False, scale=scale
+    if query.dim() != 4:
+        return _aten._scaled_dot_product_attention_math(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale
         )[0]
     wants_grad = query.requires_grad or key.requires_grad or value.requires_grad
     return _aten._scaled_dot_product_efficient_attention(
@@ -88,10 +92,36 @@ def _dropout(x: Tensor, p: float, train: bool) -> Tensor:
     return _aten.native_dropout(x, p, train)[0]
 
 
-_AS_ON_CUDA = {
-    "rms_norm": _rms_norm,
-    "scaled_dot_product_attention": _attention,
-    "dropout": _dropout,
+def _attention_on_cpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if query.dim() == 4 and dropout_p == 0 and (attn_mask is None or not attn_mask.requires_grad):
+        if enable_gqa and query.shape[-3] != key.shape[-3]:
+            times = query.shape[-3] // key.shape[-3]
+            key, value = (one.repeat_interleave(times, -3) for one in (key, value))
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
+        )[0]
+    return _aten._scaled_dot_product_attention_math(
+        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+    )[0]
+
+
+_KERNELS: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "cpu": {"scaled_dot_product_attention": _attention_on_cpu},
+    "cuda": {
+        "rms_norm": _rms_norm,
+        "scaled_dot_product_attention": _attention,
+        "dropout": _dropout,
+    },
 }
 
 
@@ -99,10 +129,13 @@ def temporaries_of(func: Any, args: Sequence[Any]) -> list[int]:
     """The bytes that CUDA's kernel of an operator takes while it runs, in order."""
     packet = func.overloadpacket
     if packet is _aten._scaled_dot_product_flash_attention_backward:
-        query = args[1]
+        query, key = args[1], args[2]
         batch, heads, length, dim = query.shape
         rows = batch * heads * _round_up(length, 128)
-        return [rows * 4, rows * _round_up(dim, 32 if dim <= 128 else 64) * 4]
+        taken = [rows * 4, rows * _round_up(dim, 32 if dim <= 128 else 64) * 4]
+        if key.shape[1] != heads:  # gradients of keys and values for every head, then summed
+            taken += [batch * heads * key.shape[2] * dim * key.itemsize] * 2
+        return taken
     return []
 
 
