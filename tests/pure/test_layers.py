@@ -24,6 +24,7 @@ LAYERS = (
     "tensor",
     "optim",
     "runtime",
+    "experts",
     "ddp",
     "watch",
     "compile",

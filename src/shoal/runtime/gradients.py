@@ -81,13 +81,9 @@ class Gradients:
             grad = own_grad(parameter)
             if grad is None:
                 continue
-            if grad.layout is not strided:
-                raise NotImplementedError(
-                    f"parameter {members[index].spec.name!r} of unit {self.unit.name!r} has a "
-                    "sparse gradient, which shoal does not support; make it dense "
-                    "(Embedding(sparse=False))"
-                )
             drop_own_grad(parameter)
+            if grad.layout is not strided:  # ranks have used other rows: the sum is dense
+                grad = grad.to_dense()
             if members[index].sharded.requires_grad:  # frozen since forward, autograd gives none
                 grads[index] = members[index].wrapping.grad_data(grad)
         if self._absent is not None:
@@ -244,10 +240,7 @@ class Gradients:
 
     def keep_broken(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
         """Keep what a backward has accumulated, and maybe taken, that raised."""
-        try:
-            self.keep(taken)
-        except NotImplementedError:  # gradients that cannot be kept, which is why it raised
-            self._drop_own()
+        self.keep(taken)
         self.mark_waiting()
         self.unit.show_after_break()
 

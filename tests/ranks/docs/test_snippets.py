@@ -358,6 +358,7 @@ SCENES: dict[str, Callable[[], Names]] = {
     "comm.md 3": modelled,
     "compile.md 0": beginning,
     "ddp.md 0": replicating,
+    "experts.md 0": nothing,
     "faults.md 0": watching,
     "index.md 0": beginning,
     "join.md 0": nothing,

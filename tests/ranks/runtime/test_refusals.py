@@ -158,30 +158,6 @@ def test_meta_parameters_at_an_explicit_gather() -> None:
 
 
 @ranks(2)
-@pytest.mark.parametrize("where", ["between_blocks", "with_the_root", "list_and_root"])
-def test_a_parameter_shared_across_units(where: str) -> None:
-    def run(engine: Engine) -> list[Any]:
-        model = seeded(Stack)
-        units: list[Any] = [*model.blocks, model]
-        if where == "between_blocks":
-            model.blocks[1].up.weight = model.blocks[0].up.weight
-        elif where == "with_the_root":
-            model.head.bias = model.blocks[0].extra = nn.Parameter(torch.ones(3))
-        else:
-            model.first.weight = model.blocks[1].extra = nn.Parameter(torch.ones(DIM, DIM))
-            units = [[model.blocks[0], model.blocks[1]], model]
-
-        def shard() -> None:
-            for unit in units:
-                engine.api.fully_shard(unit)
-
-        return [_first_error(shard, lambda: model(engine.batches(1)[0]))]
-
-    (error,) = check_engines_agree(run, plain=False)
-    assert isinstance(error, ValueError)
-
-
-@ranks(2)
 @pytest.mark.parametrize("units", ["all", "one_block"])
 @pytest.mark.parametrize("kind", ["adamw", "foreach", "groups"])
 def test_an_optimizer_from_before_sharding(units: str, kind: str) -> None:

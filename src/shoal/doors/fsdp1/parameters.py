@@ -178,6 +178,18 @@ def _blank(item: Found) -> torch.Tensor:
     return blank
 
 
+class _WithDenseGradient(torch.autograd.Function):
+    """A view as it is: gradients of views of a flat parameter cannot be sparse."""
+
+    @staticmethod
+    def forward(ctx: object, view: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return view.view_as(view)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.to_dense() if grad.is_sparse else grad
+
+
 class FlatMembers:
     """The parameters of one flat parameter, as views of it."""
 
@@ -226,6 +238,8 @@ class FlatMembers:
             return
         self._shown, self._modes = flat, modes
         for member, local in zip(self.members, self.views(flat), strict=True):
+            if any(getattr(home.module, "sparse", False) for home in member.homes):
+                local = _WithDenseGradient.apply(local)
             shown = view(local, member.before)
             for home in member.homes:
                 # Past `nn.Module.__setattr__`, which costs more than all the rest.
