@@ -62,4 +62,50 @@ for (const spans of document.querySelectorAll(".spans")) {
     if (event.pointerType !== "touch") tip.hidden = true;
   });
 }
+// Keys: left and right along a lane, up and down to what runs at the same time in the next one.
+for (const spans of document.querySelectorAll(".spans")) {
+  const place = (bar) => ({
+    x: Number(bar.getAttribute("x")),
+    y: Number(bar.getAttribute("y")),
+  });
+  const bars = [...spans.querySelectorAll("rect")].map((bar) => ({ bar, ...place(bar) }));
+  const closest = (found, from) => found.reduce((best, one) =>
+    !best || Math.abs(one.x - from.x) < Math.abs(best.x - from.x) ? one : best, null);
+  let here = null;
+  const steps = {
+    ArrowRight: () => closest(bars.filter((one) => one.y === here.y && one.x > here.x), here),
+    ArrowLeft: () => closest(bars.filter((one) => one.y === here.y && one.x < here.x), here),
+    ArrowDown: () => across((y) => y > here.y, Math.min),
+    ArrowUp: () => across((y) => y < here.y, Math.max),
+    Home: () => bars.reduce((a, b) => (b.x < a.x ? b : a)),
+    End: () => bars.reduce((a, b) => (b.x > a.x ? b : a)),
+  };
+  function across(isBeyond, nearer) {
+    const beyond = bars.filter((one) => isBeyond(one.y));
+    if (!beyond.length) return null;
+    const y = nearer(...beyond.map((one) => one.y));
+    return closest(beyond.filter((one) => one.y === y), here);
+  }
+  function go(next) {
+    here?.bar.classList.remove("here");
+    here = next;
+    here.bar.classList.add("here");
+    const box = here.bar.getBoundingClientRect();
+    show({ pageX: box.left + window.scrollX, pageY: box.bottom + window.scrollY }, [
+      here.bar.dataset.said,
+    ]);
+  }
+  spans.addEventListener("keydown", (event) => {
+    if (event.key === "Escape") tip.hidden = true;
+    if (!(event.key in steps) || !bars.length) return;
+    event.preventDefault();
+    const next = here ? steps[event.key]() : bars[0];
+    if (next) go(next);
+  });
+  spans.addEventListener("blur", () => {
+    here?.bar.classList.remove("here");
+    here = null;
+    tip.hidden = true;
+  });
+}
 document.addEventListener("pointerdown", () => { tip.hidden = true; }, true);

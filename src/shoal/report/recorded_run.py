@@ -18,6 +18,9 @@ T = TypeVar("T")
 _MOST_BYTES = 1 << 23
 """Of a config or a sample."""
 
+MOST_OTHERS = 7
+"""Other ranks whose step is shown, the first ones."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRun:
@@ -27,6 +30,8 @@ class RecordedRun:
     config: dict[str, object] | None
     metrics: Metrics | None
     timeline: StepTimeline | None
+    other_timelines: tuple[StepTimeline, ...] = ()
+    """What other ranks did in the same step, by rank."""
     sample: str | None
     problems: tuple[str, ...]
 
@@ -71,6 +76,13 @@ def read_recorded_run(folder: Path) -> RecordedRun:
     sample = read("sample.txt", _read_sample)
     timeline, unread_spans = read("timeline.json", read_timeline) or (None, [])
     problems += unread_spans
+    others: list[StepTimeline] = []
+    for rank in range(1, MOST_OTHERS + 1) if timeline is not None else ():
+        other, unread = read(f"logs/timeline-rank-{rank}.json", read_timeline) or (None, [])
+        problems += unread
+        # A file of another step is of an earlier run, on more ranks.
+        if other is not None and timeline is not None and other.step == timeline.step:
+            others += [other] if other.actions and other.rank == rank else []
     # Last, because its many lines may have many problems, and the first few are shown.
     metrics = read("metrics.jsonl", read_metrics)
     problems += metrics.problems if metrics is not None else ()
@@ -79,6 +91,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         config=config,
         metrics=metrics,
         timeline=timeline,
+        other_timelines=tuple(others),
         sample=sample,
         problems=tuple(problems),
     )

@@ -22,7 +22,9 @@ from shoal.report.chart import (
 )
 from shoal.report.metrics import Metrics, ResumeRecord, StepRecord
 from shoal.report.number_format import digits, duration, percent, size
+from shoal.report.overlap import overlapped_share
 from shoal.report.recorded_run import RecordedRun
+from shoal.report.throughput import throughput
 from shoal.report.timeline import draw_timeline, list_actions
 from shoal.runtime.recorder import RecordedAction
 from shoal.step.action import ActionKind
@@ -70,6 +72,7 @@ def sections(run: RecordedRun) -> list[Section]:
         _memory(metrics),
         _schedule(run),
         _sample(run),
+        _facts(run, metrics),
         _config(run),
     ]
 
@@ -244,14 +247,52 @@ def _schedule(run: RecordedRun) -> Section:
             title=title,
             missing="No actions of a step were recorded: there is no readable timeline.json.",
         )
+    actions = run.timeline.actions
     return Section(
         title=title,
         lead=f"Step {run.timeline.step:,} as rank {run.timeline.rank} ran it"
-        f"{_moved(run.timeline.actions)}. "
+        f"{_moved(actions)}.{_hidden(actions)} "
         "Communication under compute is hidden; a wait is not. "
-        "A unit's name stands where it fits; point at a bar, or tap it, to read it.",
-        html=draw_timeline(run.timeline) + list_actions(run.timeline),
+        "A unit's name stands where it fits; point at a bar, tap it, or go to it by the arrow "
+        "keys, to read it.",
+        html=draw_timeline(run.timeline) + list_actions(run.timeline) + _other_ranks(run),
+        notes=_why_empty(run, actions),
     )
+
+
+def _hidden(actions: Sequence[RecordedAction]) -> str:
+    """Tell which part of the time of gathers and reductions lay under compute."""
+    shares = {
+        name: overlapped_share(actions, kind)
+        for name, kind in (("gathers", ActionKind.GATHER), ("reductions", ActionKind.REDUCE))
+    }
+    told = [f"{percent(share)} of {name}" for name, share in shares.items() if share is not None]
+    return f" Overlapped with compute: {', '.join(told)}." if told else ""
+
+
+def _other_ranks(run: RecordedRun) -> str:
+    return "".join(
+        f"<details><summary>Show rank {other.rank}{_at(other.host)}."
+        f"{escape(_hidden(other.actions))}</summary>"
+        f"{draw_timeline(other)}</details>"
+        for other in run.other_timelines
+    )
+
+
+def _at(host: str) -> str:
+    return f" on {escape(host)}" if host else ""
+
+
+def _why_empty(run: RecordedRun, actions: Sequence[RecordedAction]) -> tuple[str, ...]:
+    """Say why there are no gathers, where somebody would look for them."""
+    if any(action.kind in (ActionKind.GATHER, ActionKind.REDUCE) for action in actions):
+        return ()
+    if run.setting("compile") in ("graph", "inductor"):
+        return (
+            "The model was compiled: gathers and reductions are nodes of its graphs, which run "
+            "without the engine, so their lanes are empty. torch.profiler shows them.",
+        )
+    return ("No gather or reduction was recorded: one rank has nothing to communicate.",)
 
 
 def _moved(actions: Iterable[RecordedAction]) -> str:
@@ -273,6 +314,38 @@ def _sample(run: RecordedRun) -> Section:
     if not run.sample:
         return Section(title=title, missing="No text was generated: there is no sample.txt.")
     return Section(title=title, html=f'<pre class="sample">{escape(run.sample)}</pre>')
+
+
+def _facts(run: RecordedRun, metrics: Metrics) -> Section:
+    """Where, when and by which command; how fast."""
+    title = "This run"
+    names = {
+        "started": "Started",
+        "command": "Command",
+        "host": "Host",
+        "torch": "torch",
+        "shoal": "shoal",
+    }
+    rows = {
+        shown: value
+        for name, shown in names.items()
+        if isinstance(value := run.setting(name), str) and value
+    }
+    if run.timeline is not None and run.timeline.device:
+        rows["Device"] = run.timeline.device
+    steady = _steady(metrics.steps, metrics.resumes)
+    speed = throughput(run, finite_mean(record.tokens_per_s for record in steady))
+    if speed is not None:
+        known = "not known: the peak of this device and precision is not in the table"
+        rows["TFLOP/s per rank"] = digits(speed.tflops_per_s)
+        rows["MFU"] = known if speed.mfu is None else percent(speed.mfu)
+    if not rows:
+        return Section(title=title, missing="config.json does not say when and where it ran.")
+    cells = "".join(
+        f'<tr><th scope="row">{escape(name)}</th><td>{escape(value)}</td></tr>'
+        for name, value in rows.items()
+    )
+    return Section(title=title, html=f'<table class="facts">{cells}</table>')
 
 
 def _config(run: RecordedRun) -> Section:

@@ -31,6 +31,7 @@ from shoal.runtime.recorder import OPTIMIZER, Kind, RecordedAction
 from shoal.step.action import ActionKind
 
 _MOST_BYTES = 1 << 26
+_MOST_CHARACTERS = 200
 
 WIDEST_PX = 1200
 """The widest that the style sheet lets the page be."""
@@ -90,6 +91,9 @@ class StepTimeline:
     step: int
     rank: int
     actions: tuple[RecordedAction, ...]
+    host: str = ""
+    device: str = ""
+    """What the device calls itself; "" for CPUs, and in files of earlier runs."""
 
 
 Rows = tuple[tuple[RecordedAction, ...], ...]
@@ -148,7 +152,9 @@ def read_timeline(path: Path) -> tuple[StepTimeline, list[str]]:
         raise ValueError(
             f"expected whole numbers 'step' and 'rank', got {short(step)} and {short(rank)}"
         )
-    return StepTimeline(step=step, rank=rank, actions=tuple(actions)), problems
+    host, device = (str(fields.get(name, ""))[:_MOST_CHARACTERS] for name in ("host", "device"))
+    timeline = StepTimeline(step=step, rank=rank, actions=tuple(actions), host=host, device=device)
+    return timeline, problems
 
 
 def _action(fields: object) -> RecordedAction:
@@ -214,7 +220,9 @@ def draw_timeline(timeline: StepTimeline) -> str:
     )
     return (
         f'{legend(_LEGEND)}<div class="gantt"><div class="lanes">{names}</div>'
-        f'<div class="track"><div class="spans" style="height:{height_px:.1f}px">'
+        f'<div class="track"><div class="spans" tabindex="0" role="group" '
+        f'aria-label="{escape(summary)}: arrow keys go from action to action" '
+        f'style="height:{height_px:.1f}px">'
         f'<svg viewBox="0 0 1000 {height_px:.1f}" preserveAspectRatio="none" role="img" '
         f'aria-label="{escape(summary)}"><path class="grid" d="{grid}"/>'
         f"{shapes}</svg>{labels}</div>{below(ticks, 'time in the step, ms')}</div></div>"
@@ -248,18 +256,20 @@ def _label(
 
 
 def list_actions(timeline: StepTimeline) -> str:
-    """Tell a step action by action: when it began, how long it took, its bytes."""
+    """Tell a step action by action, as a table: when it began, how long it took, its bytes."""
     by_start = sorted(timeline.actions, key=lambda action: action.start_us)
-    lines = [
-        f"{(action.start_us - by_start[0].start_us) / 1e3:10.3f} ms  {action.kind:>9}  "
-        + "  ".join(
-            (
-                action.unit or "root",
-                *([size(action.num_bytes)] if action.num_bytes else []),
-                duration(action.duration_us / 1e6),
-            )
-        )
+    rows = "".join(
+        f"<tr><td>{(action.start_us - by_start[0].start_us) / 1e3:.3f}</td>"
+        f"<td>{duration(action.duration_us / 1e6)}</td><td>{action.kind}</td>"
+        f"<td>{escape(action.unit or 'root')}</td>"
+        f"<td>{size(action.num_bytes) if action.num_bytes else ''}</td></tr>"
         for action in by_start
-    ]
-    text = escape("\n".join(lines))
-    return f"<details><summary>Show the actions in order</summary><pre>{text}</pre></details>"
+    )
+    heads = "".join(
+        f'<th scope="col">{name}</th>' for name in ("at, ms", "took", "action", "unit", "bytes")
+    )
+    return (
+        "<details><summary>Show the actions as a table</summary>"
+        f'<div class="scroll" tabindex="0"><table class="actions">'
+        f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div></details>"
+    )

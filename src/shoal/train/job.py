@@ -5,6 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import os
+import shlex
+import socket
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -185,6 +188,9 @@ class TrainJob:
             "job": environment.job_id(),
             "shoal": __version__,
             "torch": torch.__version__,
+            "started": datetime.now().astimezone().isoformat(" ", "seconds"),
+            "host": socket.gethostname(),
+            "command": shlex.join(["shoal", *sys.argv[1:]]),
         }
 
 

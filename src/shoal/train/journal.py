@@ -1,13 +1,14 @@
 """The journal: what a run says of itself while it runs, and who hears it.
 
-Rank 0's journal has listeners (the metrics file, the display, TensorBoard, the timeline); the
-journals of the other ranks have none, so the loop talks to its journal without asking who it is.
+Rank 0's journal has listeners (the metrics file, the display, TensorBoard, the timeline); those of
+the next ranks have a timeline and the others none, so the loop does not ask which rank it is.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import socket
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -134,10 +135,16 @@ def _lines_up_to(last: int, path: Path) -> Iterator[bytes]:
 
 
 class TimelineFile(Listener):
-    """Remembers the last steps; at the end writes the one of median length to `timeline.json`."""
+    """Remembers the last steps of a rank; at the end writes the one of median length.
 
-    def __init__(self, path: Path) -> None:
+    All ranks choose the same step, by what all of them reported of it. Rank 0's file is
+    `timeline.json`, those of others are in `logs/`.
+    """
+
+    def __init__(self, path: Path, *, rank: int = 0, device: str = "") -> None:
         self._path = path
+        self._rank = rank
+        self._device = device
         self._home = path.parent.stat()
         self._recent: deque[tuple[StepRecord, Sequence[RecordedAction]]] = deque(maxlen=_NUM_RECENT)
 
@@ -149,10 +156,16 @@ class TimelineFile(Listener):
         """Write the typical one of the last steps, if there were any, and its folder is there."""
         if not self._recent or not is_still(self._path.parent, self._home):
             return
-        by_length = sorted(self._recent, key=lambda entry: entry[0].step_ms)
+        by_length = sorted(self._recent, key=lambda entry: (sum(entry[0].own_ms), entry[0].step))
         record, actions = by_length[len(by_length) // 2]
         performed = [asdict(action) for action in actions]
-        timeline = {"step": record.step, "rank": 0, "actions": performed}
+        timeline = {
+            "step": record.step,
+            "rank": self._rank,
+            "host": socket.gethostname(),
+            "device": self._device,
+            "actions": performed,
+        }
         with disk_errors("write", self._path):
             replace(self._path, json.dumps(timeline).encode()).close()
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from shoal.errors import DivergedError
 from shoal.report.metrics import StepRecord, ValidationRecord
+from shoal.report.recorded_run import MOST_OTHERS
 from shoal.train.build import build_run
 from shoal.train.checkpoints import CheckpointSaver, RunProgress
 from shoal.train.config import TrainConfig
@@ -77,6 +78,7 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
         saved = saver.finish()
         finished = not gate.diverged and progress.step == run.steps
         journal.note("writing a sample and the report…" if finished else "writing the report…")
+    world.barrier()  # the report shows the timelines of several ranks
 
     if gate.diverged:
         if world.leads:
@@ -96,13 +98,15 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
 
 
 def _open_journal(job: TrainJob, world: World, progress: RunProgress) -> Journal:
-    """Only rank 0 keeps one; the others' has no listeners."""
-    if not world.leads:
-        return Journal([])
+    """Rank 0 keeps one; of the next ranks only what they did in a step is written down."""
     folder = job.folder
+    device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else ""
+    timeline = TimelineFile(folder.timeline_of(world.rank), rank=world.rank, device=device)
+    if not world.leads:
+        return Journal([timeline] if world.rank <= MOST_OTHERS else [])
     listeners: list[Listener] = [
         MetricsFile(folder.metrics, start_step=progress.step, num_ranks=world.size),
-        TimelineFile(folder.timeline),
+        timeline,
         make_display(start_step=progress.step, num_steps=job.config.run.steps),
     ]
     if job.config.run.tensorboard:

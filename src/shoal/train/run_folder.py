@@ -79,6 +79,10 @@ class RunFolder:
     proposed_config = _PathInside("logs/config.json")
     """The config of a resume, until the ranks have loaded its checkpoint."""
 
+    def timeline_of(self, rank: int) -> Path:
+        """What a rank's engine did in the step that `timeline.json` is of."""
+        return self.logs / f"timeline-rank-{rank}.json" if rank else self.timeline
+
     @property
     def flags(self) -> str:
         """The flags that name this folder."""

@@ -9,6 +9,8 @@ CONFIG: dict[str, object] = {
     "name": "demo",
     "device": "cpu",
     "num_parameters": 6_342_912,
+    "started": "2026-01-02 03:04:05+00:00",
+    "command": "shoal train --name demo",
     "model": {"dim": 256},
 }
 

@@ -71,6 +71,7 @@ def test_a_full_run_has_every_section_and_its_numbers(tmp_path: Path) -> None:
         "Memory per rank",
         "The schedule of one step",
         "Generated sample",
+        "This run",
         "Resolved config",
     ]
     for expected in (

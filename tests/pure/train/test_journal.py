@@ -86,7 +86,8 @@ def test_the_timeline_is_of_the_median_of_the_last_steps(tmp_path):
         action = RecordedAction(
             kind=ActionKind.FORWARD, unit=f"unit of {step}", start_us=0, end_us=5
         )
-        record = StepRecord(step=step, loss=1.0, step_ms=slow.get(step, 100.0 + step))
+        own_ms = (slow.get(step, 100.0 + step), 50.0)  # all ranks know it, and choose alike
+        record = StepRecord(step=step, loss=1.0, step_ms=1.0, own_ms=own_ms)
         timeline.on_step(record, (action,))
     timeline.close()
     found, problems = read_timeline(path)
