@@ -35,6 +35,11 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
+def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
+    """Let a DTensor of the same global shape lie elsewhere."""
+    tensor._spec = spec
+
+
 def dtensor_spec(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
