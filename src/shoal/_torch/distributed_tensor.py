@@ -72,6 +72,16 @@ def is_shard_of(placement: Placement, dim: int) -> bool:
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
 
 
+def forget_placements() -> None:
+    """Drop what DTensor remembers of its operations: it holds meshes whose groups may be gone.
+
+    Meshes of the same ranks compare equal, so an old one would be taken for a new one.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
+
+
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """Wrap a local tensor; skips what `from_local` checks, and is not differentiable."""
     # Past `__init__`, which does nothing, behind wrappers that cost more than all the rest.

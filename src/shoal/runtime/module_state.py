@@ -183,6 +183,8 @@ class ModuleState:
 
     def forget_context(self) -> None:
         """Be part of no model, until one of its modules is called again."""
+        if self.context is not None:
+            self.context.disown()
         self.context = None
         self.is_root = False
         self._depth = 0

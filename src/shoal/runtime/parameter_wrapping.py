@@ -45,6 +45,10 @@ class ParameterWrapping(ABC):
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """What this rank holds, as the tensor that an optimizer sees."""
 
+    @abstractmethod
+    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
+        """The same for a local tensor of any dtype, such as a moment."""
+
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a gradient, as the tensor that an optimizer sees."""
         return self.shard(local)
@@ -89,6 +93,10 @@ class ShardedWrapping(ParameterWrapping):
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """See `ParameterWrapping.shard`."""
         return ShardedTensor.of(local, self.placement)
+
+    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
+        """See `ParameterWrapping.shard_as`."""
+        return self.shard(local)
 
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """See `ParameterWrapping.grad`; checks nothing, since it is made anew in every step."""
@@ -135,6 +143,15 @@ class DTensorWrapping(ParameterWrapping):
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """See `ParameterWrapping.shard`."""
         return distributed_tensor.dtensor(local, self.spec)
+
+    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
+        """See `ParameterWrapping.shard_as`."""
+        meta = self.spec.tensor_meta
+        assert meta is not None
+        spec = distributed_tensor.dtensor_spec(
+            self.spec.mesh, self.spec.placements, meta.shape, meta.stride, local.dtype
+        )
+        return distributed_tensor.dtensor(local, spec)
 
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `ParameterWrapping.local_of`."""

@@ -3,3 +3,7 @@
 In: a sharded model, its optimizer, data in global batches. Out: steps that are applied on all ranks
 or on none. `galois`, `parity`, `versions` and `roster` are pure; see docs/survive.md.
 """
+
+from shoal.survive.door import survive
+
+__all__ = ["survive"]

@@ -1,0 +1,136 @@
+"""A launcher whose ranks may die: it holds the store, and says who is gone.
+
+    with Launcher(command(["train.py"]), num_ranks=4) as launcher:
+        lost = launcher.wait()
+
+A rank that dies of a signal is written into the log of events, and the others go on. One that ends
+with an error ends the job, as everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Protocol, Self, TypeAlias
+
+import torch.distributed as dist
+
+from shoal.errors import RankError
+from shoal.survive.environment import of_member
+from shoal.survive.roster import Event, EventKind, EventLog
+
+_POLL_S = 0.01
+_GRACE_S = 2.0
+
+
+class RankProcess(Protocol):
+    """A process of a rank, such as a `subprocess.Popen`."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit status, negative for a signal; None while it runs."""
+        ...
+
+
+Start: TypeAlias = Callable[[int, Mapping[str, str]], RankProcess]
+"""Starts the process of a member, with these variables added to its environment."""
+
+
+def command(arguments: Sequence[str]) -> Start:
+    """Start ranks as this Python with some arguments."""
+
+    def start(_: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(
+            [sys.executable, *arguments], env={**os.environ, **variables}, start_new_session=True
+        )
+
+    return start
+
+
+class Launcher:
+    """The processes of a job, ended for sure when the `with` block is left."""
+
+    def __init__(self, start: Start, num_ranks: int) -> None:
+        self._start_process = start
+        self._num_ranks = num_ranks
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._log = EventLog(self.store)
+        self.processes: dict[int, RankProcess] = {}
+        """By member; members are never used twice."""
+        self.lost: list[int] = []
+        """Members that died of signals, in order."""
+        self._arriving: set[int] = set()
+
+    def __enter__(self) -> Self:
+        try:
+            for member in range(self._num_ranks):
+                self._start(member, joins=False)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def join(self) -> int:
+        """Start one more process, which joins at the end of a step; returns its member number."""
+        member = max(self.processes) + 1
+        self._arriving.add(member)
+        self._start(member, joins=True)
+        return member
+
+    def wait(self) -> list[int]:
+        """Wait until all processes have ended; returns the members that died of signals.
+
+        Raises `RankError` if one ended with an error, or if none is left.
+        """
+        while self.poll():
+            time.sleep(_POLL_S)
+        return self.lost
+
+    def poll(self) -> bool:
+        """Look at the processes once; tells whether some still run."""
+        running = False
+        for member, process in self.processes.items():
+            status = process.poll()
+            if status is None:
+                running = True
+            elif status > 0:
+                raise RankError(f"member {member} ended with status {status}, which ends the job")
+            elif status < 0 and member not in self.lost:
+                self.lost.append(member)
+                if member in self._arriving:
+                    self._arriving.discard(member)  # nobody has heard of it
+                else:
+                    self._log.post(Event(kind=EventKind.LOST, member=member))
+        for member in list(self._arriving):
+            if self.store.check([f"arrivals/{member}"]):
+                self._arriving.discard(member)
+                self._log.post(Event(kind=EventKind.JOINED, member=member))
+        if not running and len(self.lost) == len(self.processes):
+            raise RankError(f"all {len(self.lost)} ranks died of signals: nobody is left to go on")
+        return running
+
+    def _start(self, member: int, *, joins: bool) -> None:
+        variables = of_member(member, self._num_ranks, self.store.port, joins=joins)
+        self.processes[member] = self._start_process(member, variables)
+
+    def _end(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            running = [own for own in self.processes.values() if own.poll() is None]
+            for own in running:
+                with suppress(ProcessLookupError):
+                    os.kill(own.pid, number)
+            deadline = time.monotonic() + _GRACE_S
+            while time.monotonic() < deadline and any(own.poll() is None for own in running):
+                time.sleep(_POLL_S)

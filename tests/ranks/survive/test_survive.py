@@ -1,0 +1,112 @@
+"""Ranks die at every moment; the others go on bit for bit like a run resized from a checkpoint."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from harness import on_ranks
+from shoal.checkpoint import load_training, save_training
+from shoal.survive.shares import share_in
+from survival.jobs import launch
+from survival.program import (
+    Batches,
+    build,
+    optimizer_of,
+    scheduler_of,
+    shard,
+    train_step,
+    whole_state,
+)
+
+
+def one_stretch(folder, first, last, plan):
+    """Steps on the ranks of the pool, from a checkpoint and to another; no survive in it."""
+    model = shard(build(), plan.get("layout", "even"))
+    optimizer = optimizer_of(model, plan.get("optimizer", "adamw"))
+    scheduler = scheduler_of(optimizer)
+    if first:
+        extra = load_training(folder / f"step-{first}", model, optimizer)
+        scheduler.load_state_dict(extra["scheduler"])
+    batches = Batches(plan["steps"], plan.get("samples", 12))
+    losses = {}
+    for step in range(first, last):
+        share, weight = share_in(batches[step], dist.get_rank(), dist.get_world_size())
+        losses[step] = train_step(model, optimizer, scheduler, share, weight).hex()
+    if last < plan["steps"]:
+        extra = {"scheduler": scheduler.state_dict()}
+        save_training(folder / f"step-{last}", model, optimizer, extra)
+        return losses, {}
+    return losses, whole_state(model, optimizer)
+
+
+def uninterrupted(folder, num_ranks, recoveries, plan):
+    """The truth: a run without survive, resized at the same steps by saving and loading."""
+    stretches = [(0, num_ranks)] + [(r["version"], len(r["members"])) for r in recoveries]
+    losses, state = {}, {}
+    ends = [start for start, _ in stretches[1:]] + [plan["steps"]]
+    for (first, size), last in zip(stretches, ends, strict=True):
+        if first == last:  # somebody died again before a step was done
+            continue
+        found = on_ranks(size, one_stretch, folder, first, last, plan)
+        for step in range(first, last):
+            losses[step] = [by_step[step] for by_step, _ in found]
+        state = found[0][1]
+    return losses, state
+
+
+def assert_bit_equal(outcome, folder, num_ranks, plan):
+    losses, state = uninterrupted(folder, num_ranks, outcome.recoveries, plan)
+    assert outcome.losses.keys() == losses.keys()
+    for step, by_rank in outcome.losses.items():
+        assert {rank: losses[step][rank] for rank in by_rank} == by_rank, step
+    assert all(len(by_rank) >= len(outcome.stories) for by_rank in outcome.losses.values())
+    assert outcome.state
+    assert outcome.state.keys() == state.keys()
+    for name, value in state.items():
+        assert torch.equal(outcome.state[name], value), name
+
+
+PHASES = [
+    "forward", "backward", "reduction", "optimizer", "parity", "parity sent", "parity done",
+]  # fmt: skip
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_rank_dies_in_every_phase(phase, tmp_path):
+    plan = {"steps": 6, "1": [[3, phase]]}
+    outcome = launch(tmp_path / "job", 4, plan)
+    assert outcome.lost == [1]
+    assert [r["members"] for r in outcome.recoveries] == [[0, 2, 3]]
+    assert outcome.recoveries[0]["version"] in (2, 3, 4)
+    assert_bit_equal(outcome, tmp_path, 4, plan)
+
+
+def test_one_after_another_dies_also_the_first(tmp_path):
+    """Four ranks become one; shares of 13 samples are not equal; state of Flat shards moves."""
+    plan = {
+        "steps": 9,
+        "samples": 13,
+        "layout": "flat",
+        "0": [[1, "optimizer"]],
+        "3": [[3, "backward"]],
+        "1": [[6, "parity"]],
+    }
+    outcome = launch(tmp_path / "job", 4, plan)
+    assert outcome.lost == [0, 3, 1]
+    assert [r["members"] for r in outcome.recoveries] == [[1, 2, 3], [1, 2], [2]]
+    assert_bit_equal(outcome, tmp_path, 4, plan)
+
+
+def test_two_die_at_the_same_time_with_two_parities(tmp_path):
+    plan = {
+        "steps": 5,
+        "parities": 2,
+        "optimizer": "sgd",
+        "1": [[2, "reduction"]],
+        "2": [[2, "reduction"]],
+    }
+    outcome = launch(tmp_path / "job", 5, plan)
+    assert sorted(outcome.lost) == [1, 2]
+    assert outcome.recoveries[-1]["members"] == [0, 3, 4]
+    assert_bit_equal(outcome, tmp_path, 5, plan)
