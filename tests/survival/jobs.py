@@ -88,11 +88,12 @@ class Outcome:
 
     @property
     def recoveries(self) -> list[dict[str, Any]]:
-        return next(iter(self.stories.values()))["recoveries"]
+        """As one of those has it that were there from the beginning to the end."""
+        return max((s["recoveries"] for s in self.stories.values()), key=len)
 
 
 def launch(
-    folder: Path, num_ranks: int, plan: dict[str, Any], *, join_at_s: list[float] | None = None
+    folder: Path, num_ranks: int, plan: dict[str, Any], *, num_joining: int = 0, leaving: int = -1
 ) -> Outcome:
     """Run the program on ranks that die as planned; wait for those that are left."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,14 +104,15 @@ def launch(
         process.start()
         return Forked(process)
 
-    began, joins = time.monotonic(), sorted(join_at_s or [])
+    began = time.monotonic()
     with Launcher(start, num_ranks) as launcher:
         try:
+            for _ in range(num_joining):
+                launcher.join()
+            if leaving >= 0:
+                launcher.leave(leaving)
             while launcher.poll():
                 time.sleep(0.005)
-                while joins and time.monotonic() - began > joins[0]:
-                    joins.pop(0)
-                    launcher.join()
                 if time.monotonic() - began > plan.get("limit_s", 60):
                     raise TimeoutError("the job hangs")
         except Exception as error:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -144,19 +145,28 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
     doom.hook(model, optimizer)
     batches = Batches(plan["steps"], plan.get("samples", 12))
     losses: dict[int, list] = {}
+    waits = {int(step): number for step, number in plan.get("wait_for_events", {}).items()}
     with survive(
         model, optimizer, batches, stateful=[scheduler], parities=plan.get("parities", 1)
     ) as run:
         for step in run:
+            if step.number in waits:  # until it is known who came and went
+                while run._watcher.num_events < waits[step.number]:
+                    time.sleep(0.005)
+            if str(step.number) in plan.get("resize", {}):
+                run.resize(plan["resize"][str(step.number)])
+            if plan.get("pause_s"):
+                time.sleep(plan["pause_s"])
             with step:
                 doom.step = step.number
                 loss = train_step(model, optimizer, scheduler, step.batch, step.weight)
                 losses[step.number] = [run.rank, loss.hex()]
-        state = whole_state(model, optimizer)
-        if run.rank == 0:
-            torch.save(state, folder / "state.pt")
+        if not run.has_left:
+            state = whole_state(model, optimizer)
+            if run.rank == 0:
+                torch.save(state, folder / "state.pt")
         story = {
-            "rank": run.rank,
+            "has_left": run.has_left,
             "losses": losses,
             "recoveries": [
                 {
@@ -168,6 +178,7 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
                 for r in run.recoveries
             ],
             "sent": run.num_sent_bytes,
+            "kept": run.num_kept_bytes,
         }
         (folder / f"{member}.json").write_text(json.dumps(story))
 

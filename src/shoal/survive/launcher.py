@@ -69,6 +69,10 @@ class Launcher:
         self.lost: list[int] = []
         """Members that died of signals, in order."""
         self._arriving: set[int] = set()
+        self._joined: set[int] = set()
+        self._leaving: int | None = None
+        self._size: int | None = None
+        self._is_over = False
 
     def __enter__(self) -> Self:
         try:
@@ -107,7 +111,7 @@ class Launcher:
                 running = True
             elif status > 0:
                 raise RankError(f"member {member} ended with status {status}, which ends the job")
-            elif status < 0 and member not in self.lost:
+            elif status < 0 and member not in self.lost and not self._is_over:
                 self.lost.append(member)
                 if member in self._arriving:
                     self._arriving.discard(member)  # nobody has heard of it
@@ -116,10 +120,51 @@ class Launcher:
         for member in list(self._arriving):
             if self.store.check([f"arrivals/{member}"]):
                 self._arriving.discard(member)
+                self._joined.add(member)
                 self._log.post(Event(kind=EventKind.JOINED, member=member))
+        self._resize()
+        if running and self._only_wait():
+            self._is_over = True
+            self._end()
+            return False
         if not running and len(self.lost) == len(self.processes):
             raise RankError(f"all {len(self.lost)} ranks died of signals: nobody is left to go on")
         return running
+
+    def leave(self, member: int) -> None:
+        """Let a member go at the end of a step; the others go on with what it had."""
+        self._log.post(Event(kind=EventKind.LEAVES, member=member))
+
+    @property
+    def running(self) -> list[int]:
+        """The members whose processes run."""
+        return [member for member, own in self.processes.items() if own.poll() is None]
+
+    def _resize(self) -> None:
+        """Come closer to the size that ranks asked for: one process at a time."""
+        if self.store.check(["resize"]):
+            self._size = int(self.store.get("resize"))
+        running = self.running
+        if self._leaving in running or self._arriving or self._size is None:
+            return
+        self._leaving = None
+        if any(not self._has_entered(member) for member in running):
+            return
+        if 0 < len(running) < self._size:
+            self.join()
+        elif len(running) > self._size:
+            self._leaving = max(running)
+            self.leave(self._leaving)
+
+    def _has_entered(self, member: int) -> bool:
+        """Whether a member trains, and does not only wait for the others to let it in."""
+        return member not in (self._arriving | self._joined) or self.store.check(
+            [f"entered/{member}"]
+        )
+
+    def _only_wait(self) -> bool:
+        """Whether those that still run came too late: the training is over."""
+        return not any(self._has_entered(member) for member in self.running)
 
     def _start(self, member: int, *, joins: bool) -> None:
         variables = of_member(member, self._num_ranks, self.store.port, joins=joins)

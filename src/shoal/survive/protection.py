@@ -68,6 +68,12 @@ class Protection:
         self._failure: BaseException | None = None
         self._notice = 0
 
+    @property
+    def num_kept_bytes(self) -> int:
+        """The memory of images and parities, with the one that the next image is written to."""
+        kept = sum(one.image.nbytes + one.parity.nbytes for one in self.kept.values())
+        return kept + (0 if self._spare is None else self._spare.nbytes)
+
     def begin(self, rest: Rest, notice: int) -> None:
         """Start to protect the state as it is; nobody may change it until `settle`.
 

@@ -87,8 +87,19 @@ class SurvivingRun:
         self._generations: dict[int, Protected] = {}
         self._step: Step | None = None
         self._has_applied = False
+        self.has_left = False
+        """Whether this process was asked to go, and the others go on without it."""
 
     # What users ask.
+
+    def resize(self, world_size: int) -> None:
+        """Ask the launcher for so many ranks; all ranks call it alike, and go on meanwhile.
+
+        Processes come and go between steps, one after another.
+        """
+        if world_size < 1:
+            raise UsageError(f"expected 1 rank or more, got {world_size}")
+        self._store.set("resize", str(world_size))
 
     @property
     def rank(self) -> int:
@@ -112,6 +123,11 @@ class SurvivingRun:
     def num_sent_bytes(self) -> int:
         """What this rank has sent for its last parity."""
         return self._protections[-1].num_sent_bytes
+
+    @property
+    def num_kept_bytes(self) -> int:
+        """What this rank keeps beside its state: images and parities of the last versions."""
+        return sum(protection.num_kept_bytes for protection in self._protections)
 
     # The beginning and the end.
 
@@ -184,7 +200,7 @@ class SurvivingRun:
 
     def __iter__(self) -> Iterator[Step]:
         while True:
-            while self.version < len(self._data):
+            while self.version < len(self._data) and not self.has_left:
                 assert self._generation is not None
                 batch, weight = share_in(
                     self._data[self.version], self._generation.rank, self.world_size
@@ -195,6 +211,8 @@ class SurvivingRun:
                     raise UsageError(
                         "a step was not run: write `for step in run:` and `with step:` inside"
                     )
+            if self.has_left:
+                return
             try:  # a rank may die when others have done their last step
                 self._settle()
                 self._part()
@@ -303,6 +321,9 @@ class SurvivingRun:
             if self._generation is not None:
                 self._generation.leave()
                 self._generation = None
+            if decision is None:
+                self.has_left = True
+                return
             agreed = time.monotonic()
             try:
                 self._form(decision.members)
@@ -314,6 +335,7 @@ class SurvivingRun:
                 _drop(error)
                 self._break_off()
                 continue
+            self._store.set(f"entered/{self._place.member}", "1")
             assert decision.footing is not None
             seconds = {
                 "agree": agreed - began,
@@ -338,8 +360,8 @@ class SurvivingRun:
             time.sleep(_POLL_S)
         return True
 
-    def _decide(self) -> Decision:
-        """What all agree on; of generations that do not concern this process it hears nothing."""
+    def _decide(self) -> Decision | None:
+        """What all agree on; None if they go on without this process, as it was asked to leave."""
         while True:
             self._number += 1
             footings = [p.footing for p in self._protections]
@@ -354,6 +376,8 @@ class SurvivingRun:
                     time.sleep(_POLL_S)
             if self._place.member in decision.members:
                 break
+            if self._protections:
+                return None
         self._num_events = decision.num_events
         if decision.footing is None:
             raise RankError(

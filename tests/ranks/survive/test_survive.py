@@ -59,7 +59,7 @@ def assert_bit_equal(outcome, folder, num_ranks, plan):
     assert outcome.losses.keys() == losses.keys()
     for step, by_rank in outcome.losses.items():
         assert {rank: losses[step][rank] for rank in by_rank} == by_rank, step
-    assert all(len(by_rank) >= len(outcome.stories) for by_rank in outcome.losses.values())
+    assert len(outcome.losses[plan["steps"] - 1]) == len(losses[plan["steps"] - 1])
     assert outcome.state
     assert outcome.state.keys() == state.keys()
     for name, value in state.items():
@@ -95,6 +95,32 @@ def test_one_after_another_dies_also_the_first(tmp_path):
     outcome = launch(tmp_path / "job", 4, plan)
     assert outcome.lost == [0, 3, 1]
     assert [r["members"] for r in outcome.recoveries] == [[1, 2, 3], [1, 2], [2]]
+    assert_bit_equal(outcome, tmp_path, 4, plan)
+
+
+def test_a_rank_joins_and_trains_on(tmp_path):
+    plan = {"steps": 6, "samples": 7, "wait_for_events": {"2": 1}, "0": [[4, "parity"]]}
+    outcome = launch(tmp_path / "job", 2, plan, num_joining=1)
+    assert [r["members"] for r in outcome.recoveries] == [[0, 1, 2], [1, 2]]
+    assert outcome.stories.keys() == {1, 2}
+    assert_bit_equal(outcome, tmp_path, 2, plan)
+
+
+def test_a_rank_leaves_and_nothing_is_lost(tmp_path):
+    plan = {"steps": 5, "layout": "rows", "wait_for_events": {"2": 1}}
+    outcome = launch(tmp_path / "job", 3, plan, leaving=0)
+    assert outcome.stories[0]["has_left"]
+    assert not outcome.lost
+    assert [(r["members"], r["undone"]) for r in outcome.recoveries] == [([1, 2], 0)]
+    assert_bit_equal(outcome, tmp_path, 3, plan)
+
+
+@pytest.mark.soak
+def test_ranks_ask_for_other_sizes(tmp_path):
+    """4, 3, 2, 4: all in one run."""
+    plan = {"steps": 60, "pause_s": 0.1, "resize": {"2": 2, "20": 4}, "limit_s": 110}
+    outcome = launch(tmp_path / "job", 4, plan)
+    assert [len(r["members"]) for r in outcome.recoveries] == [3, 2, 3, 4]
     assert_bit_equal(outcome, tmp_path, 4, plan)
 
 
