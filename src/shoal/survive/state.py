@@ -226,12 +226,16 @@ class TrainingState:
         ):
             raise NotImplementedError(
                 f"{type(optimizer).__name__} keeps {key!r} of parameter "
-                f"{self.units[place[0]].qualified(member.spec.name)!r} as a "
-                f"{type(value).__name__} of shape {tuple(value.shape)}: state of a sharded "
+                f"{self._name_of(parameter)!r} as a {type(value).__name__} of shape "
+                f"{tuple(value.shape)}: state of a sharded "
                 "parameter must be single elements, or sharded as the parameter is "
                 f"({tuple(parameter.shape)}), to be rebuilt when a rank dies"
             )
         return True
+
+    def _name_of(self, parameter: Tensor) -> str:
+        names = (name for name, found in self.model.named_parameters() if found is parameter)
+        return next(names, "?")
 
     @torch.no_grad()
     def write_image(self, image: Tensor, layout: ImageLayout, rank: int) -> None:

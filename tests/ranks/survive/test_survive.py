@@ -1,5 +1,8 @@
 """Ranks die at every moment; the others go on bit for bit like a run resized from a checkpoint."""
 
+import os
+import random
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -115,6 +118,35 @@ def test_a_rank_leaves_and_nothing_is_lost(tmp_path):
     assert_bit_equal(outcome, tmp_path, 3, plan)
 
 
+NUM_SEEDS = int(os.environ.get("SHOAL_DEATHS", "20"))
+"""How many jobs die at random; each has several deaths."""
+
+
+def random_plan(seed):
+    """A job of 4 to 6 ranks, of which up to three die, in the order of steps."""
+    draw = random.Random(seed)
+    num_ranks = draw.randint(4, 6)
+    doomed = draw.sample(range(num_ranks), draw.randint(1, 3))
+    step, plan = 0, {"samples": draw.randint(6, 14)}
+    for member in doomed:
+        step += draw.randint(2, 4)  # the one before is made good by then
+        plan[str(member)] = [[step, draw.choice(PHASES)]]
+    plan["steps"] = step + draw.randint(2, 4)
+    plan["layout"] = draw.choice(["even", "flat", "rows"])
+    plan["optimizer"] = draw.choice(["adamw", "sgd"])
+    return num_ranks, plan, doomed
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_ranks_die_at_random(seed, tmp_path):
+    num_ranks, plan, doomed = random_plan(seed)
+    outcome = launch(tmp_path / "job", num_ranks, plan)
+    assert outcome.lost == doomed
+    assert len(outcome.stories) == num_ranks - len(doomed)
+    assert_bit_equal(outcome, tmp_path, num_ranks, plan)
+
+
 @pytest.mark.soak
 def test_ranks_ask_for_other_sizes(tmp_path):
     """4, 3, 2, 4: all in one run."""
@@ -124,15 +156,16 @@ def test_ranks_ask_for_other_sizes(tmp_path):
     assert_bit_equal(outcome, tmp_path, 4, plan)
 
 
-def test_two_die_at_the_same_time_with_two_parities(tmp_path):
+@pytest.mark.parametrize("moment", ["deciding", "rebuilding"])
+def test_with_two_parities_another_may_die_while_they_recover(moment, tmp_path):
     plan = {
         "steps": 5,
         "parities": 2,
         "optimizer": "sgd",
         "1": [[2, "reduction"]],
-        "2": [[2, "reduction"]],
+        "2": [[2, moment]],
     }
     outcome = launch(tmp_path / "job", 5, plan)
-    assert sorted(outcome.lost) == [1, 2]
+    assert outcome.lost == [1, 2]
     assert outcome.recoveries[-1]["members"] == [0, 3, 4]
     assert_bit_equal(outcome, tmp_path, 5, plan)
