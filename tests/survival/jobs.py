@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shoal.survive.launcher import Launcher
+from shoal.survive.launcher import Launcher, Start
 from survival import program
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -92,10 +92,8 @@ class Outcome:
         return max((s["recoveries"] for s in self.stories.values()), key=len)
 
 
-def launch(
-    folder: Path, num_ranks: int, plan: dict[str, Any], *, num_joining: int = 0, leaving: int = -1
-) -> Outcome:
-    """Run the program on ranks that die as planned; wait for those that are left."""
+def starter(folder: Path, plan: dict[str, Any]) -> Start:
+    """Starts members of the job, forked off the server."""
     folder.mkdir(parents=True, exist_ok=True)
     warm_up()
 
@@ -104,8 +102,15 @@ def launch(
         process.start()
         return Forked(process)
 
+    return start
+
+
+def launch(
+    folder: Path, num_ranks: int, plan: dict[str, Any], *, num_joining: int = 0, leaving: int = -1
+) -> Outcome:
+    """Run the program on ranks that die as planned; wait for those that are left."""
     began = time.monotonic()
-    with Launcher(start, num_ranks) as launcher:
+    with Launcher(starter(folder, plan), num_ranks) as launcher:
         try:
             for _ in range(num_joining):
                 launcher.join()

@@ -3,6 +3,7 @@
 program.py FOLDER PLAN      PLAN: {"<member>": [[step, phase], …], "steps": …, …} as JSON
 """
 
+import importlib
 import json
 import os
 import signal
@@ -16,11 +17,14 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal import fully_shard
+from shoal.checkpoint import latest, load_training, save_training, step_folder
 from shoal.layout import Flat, Rows
 from shoal.survive import survive
 
 LAYOUTS = {"even": None, "flat": Flat(), "rows": Rows()}
 WIDTH = 13
+DEATHS = "deaths"
+"""Where the dying write when: set to a file of the job."""
 
 
 class Batches:
@@ -91,7 +95,25 @@ def _whole(value: Any) -> torch.Tensor:
 
 
 def die() -> None:
+    with open(DEATHS, "a") as file:
+        file.write(f"{time.time()}\n")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume(folder: Path, model, optimizer, scheduler) -> int:
+    """Load the last checkpoint, if there is one; returns its step."""
+    saved = latest(folder)
+    if saved is None:
+        return 0
+    scheduler.load_state_dict(load_training(saved, model, optimizer)["scheduler"])
+    return int(saved.name.partition("-")[2])
+
+
+def fork_a_child() -> None:
+    """A process that holds this one's sockets, as workers of a DataLoader do."""
+    if os.fork() == 0:
+        time.sleep(8)
+        os._exit(0)
 
 
 class Doom:
@@ -100,6 +122,8 @@ class Doom:
     def __init__(self, member: int, plan: dict[str, Any]) -> None:
         self.moments = {(step, phase) for step, phase in plan.get(str(member), [])}
         self.step = -1
+        self.broken_at: list[float] = []
+        """When this process left the groups of a dead one."""
 
     def at(self, phase: str) -> None:
         if (self.step, phase) in self.moments:
@@ -117,7 +141,19 @@ class Doom:
         self._around(protection, "exchange", "parity sent", after=True)
         self._around(versions.Versions, "end_keep", "parity done", after=True)
         self._around(run.SurvivingRun, "_decide", "deciding", after=True)
+        save = importlib.import_module("shoal.checkpoint.save")
+        self._around(save, "write_regions", "saving", after=True)
+        self._note_breaks(run.SurvivingRun)
         self._around(run, "rebuild_images", "rebuilding", after=True)
+
+    def _note_breaks(self, owner: Any) -> None:
+        function = owner._break_off
+
+        def around(*args: Any) -> None:
+            self.broken_at.append(time.time())
+            function(*args)
+
+        owner._break_off = around
 
     def _around(self, owner: Any, name: str, phase: str, *, after: bool) -> None:
         function = getattr(owner, name)
@@ -134,6 +170,8 @@ class Doom:
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:
+    global DEATHS
+    DEATHS = str(folder / "deaths.txt")
     member = int(os.environ["SHOAL_SURVIVE_MEMBER"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -144,10 +182,18 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
     doom = Doom(member, plan)
     doom.hook(model, optimizer)
     batches = Batches(plan["steps"], plan.get("samples", 12))
+    start = resume(folder, model, optimizer, scheduler)
+    if start:
+        doom.moments.clear()
     losses: dict[int, list] = {}
     waits = {int(step): number for step, number in plan.get("wait_for_events", {}).items()}
     with survive(
-        model, optimizer, batches, stateful=[scheduler], parities=plan.get("parities", 1)
+        model,
+        optimizer,
+        batches,
+        stateful=[scheduler],
+        parities=plan.get("parities", 1),
+        start=start,
     ) as run:
         for step in run:
             if step.number in waits:  # until it is known who came and went
@@ -161,6 +207,11 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
                 doom.step = step.number
                 loss = train_step(model, optimizer, scheduler, step.batch, step.weight)
                 losses[step.number] = [run.rank, loss.hex()]
+                if step.number + 1 == plan.get("save_at") and latest(folder) is None:
+                    extra = {"scheduler": scheduler.state_dict()}
+                    save_training(step_folder(folder, step.number + 1), model, optimizer, extra)
+            if step.number == plan.get("fork_at"):
+                fork_a_child()
         if not run.has_left:
             state = whole_state(model, optimizer)
             if run.rank == 0:
@@ -179,6 +230,7 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
             ],
             "sent": run.num_sent_bytes,
             "kept": run.num_kept_bytes,
+            "broken_at": doom.broken_at,
         }
         (folder / f"{member}.json").write_text(json.dumps(story))
 

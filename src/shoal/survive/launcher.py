@@ -9,6 +9,7 @@ with an error ends the job, as everywhere.
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -26,6 +27,14 @@ from shoal.survive.roster import Event, EventKind, EventLog
 
 _POLL_S = 0.01
 _GRACE_S = 2.0
+
+
+FALLEN = "fallen"
+"""Under this key ranks say that too many of them are lost."""
+
+
+class LostStateError(RankError):
+    """More ranks died than parity can rebuild: only a checkpoint has the state."""
 
 
 class RankProcess(Protocol):
@@ -104,12 +113,19 @@ class Launcher:
 
     def poll(self) -> bool:
         """Look at the processes once; tells whether some still run."""
+        if self.store.check([FALLEN]):
+            raise LostStateError(
+                f"{len(self.lost)} ranks died, the members {self.lost}, too many at the same time "
+                "for their state to be rebuilt from parity"
+            )
         running = False
         for member, process in self.processes.items():
             status = process.poll()
             if status is None:
                 running = True
             elif status > 0:
+                if self.store.check([FALLEN]):
+                    return self.poll()
                 raise RankError(f"member {member} ended with status {status}, which ends the job")
             elif status < 0 and member not in self.lost and not self._is_over:
                 self.lost.append(member)
@@ -128,7 +144,7 @@ class Launcher:
             self._end()
             return False
         if not running and len(self.lost) == len(self.processes):
-            raise RankError(f"all {len(self.lost)} ranks died of signals: nobody is left to go on")
+            raise LostStateError(f"all {len(self.lost)} ranks died: nobody is left to go on")
         return running
 
     def leave(self, member: int) -> None:
@@ -179,3 +195,20 @@ class Launcher:
             deadline = time.monotonic() + _GRACE_S
             while time.monotonic() < deadline and any(own.poll() is None for own in running):
                 time.sleep(_POLL_S)
+
+
+def run_job(start: Start, num_ranks: int, num_restarts: int) -> list[int]:
+    """Run a job to its end; returns the members that died in its last start."""
+    for restart in itertools.count(1):
+        try:
+            with Launcher(start, num_ranks) as launcher:
+                return launcher.wait()
+        except LostStateError as error:
+            if restart > num_restarts:
+                raise
+            print(
+                f"{error}; starting all ranks again, from the last checkpoint of the program, "
+                f"{restart} of at most {num_restarts} times",
+                file=sys.stderr,
+            )
+    raise AssertionError("unreachable")

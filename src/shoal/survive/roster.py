@@ -35,7 +35,7 @@ class KeyValues(Protocol):
         """Tell whether all keys are there, without waiting."""
         ...
 
-    def compare_set(self, key: str, expected: str, desired: str) -> bytes:
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
         """Put a value unless there is one; returns the one that is there then."""
         ...
 

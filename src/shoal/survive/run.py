@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from shoal.errors import RankError, ShoalError, UsageError
 from shoal.survive.environment import membership
 from shoal.survive.generation import Generation, leave_groups, synchronise
+from shoal.survive.launcher import FALLEN, LostStateError
 from shoal.survive.protection import KeptVersion, Protection
 from shoal.survive.rebuild import Succession, rebuild_images, reshard
 from shoal.survive.roster import Decision, EventLog, Protected, Roster
@@ -380,7 +381,8 @@ class SurvivingRun:
                 return None
         self._num_events = decision.num_events
         if decision.footing is None:
-            raise RankError(
+            self._store.set(FALLEN, "1")
+            raise LostStateError(
                 f"too many ranks are lost: of the members {sorted(decision.members)} that are "
                 "left, none has a parity from which the others' state could be rebuilt. Start "
                 "again from the last checkpoint"

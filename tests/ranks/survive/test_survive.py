@@ -1,7 +1,9 @@
 """Ranks die at every moment; the others go on bit for bit like a run resized from a checkpoint."""
 
+import json
 import os
 import random
+import shutil
 
 import pytest
 import torch
@@ -9,8 +11,9 @@ import torch.distributed as dist
 
 from harness import on_ranks
 from shoal.checkpoint import load_training, save_training
+from shoal.survive.launcher import run_job
 from shoal.survive.shares import share_in
-from survival.jobs import launch
+from survival.jobs import launch, starter
 from survival.program import (
     Batches,
     build,
@@ -116,6 +119,43 @@ def test_a_rank_leaves_and_nothing_is_lost(tmp_path):
     assert not outcome.lost
     assert [(r["members"], r["undone"]) for r in outcome.recoveries] == [([1, 2], 0)]
     assert_bit_equal(outcome, tmp_path, 3, plan)
+
+
+def test_it_is_noticed_at_once_though_other_processes_hold_the_sockets(tmp_path):
+    """Children of the dead rank, such as workers of a DataLoader, keep its connections open."""
+    plan = {"steps": 5, "fork_at": 1, "1": [[3, "reduction"]]}
+    outcome = launch(tmp_path / "job", 4, plan)
+    died_at = float((tmp_path / "job" / "deaths.txt").read_text())
+    assert all(story["broken_at"][0] - died_at < 1 for story in outcome.stories.values())
+    assert_bit_equal(outcome, tmp_path, 4, plan)
+
+
+@pytest.mark.soak
+def test_a_rank_dies_while_a_checkpoint_is_saved(tmp_path):
+    plan = {"steps": 5, "save_at": 3, "1": [[2, "saving"]]}
+    outcome = launch(tmp_path / "job", 4, plan)
+    assert outcome.lost == [1]
+    assert_bit_equal(outcome, tmp_path, 4, plan)
+    plan["steps"] = 3
+    shutil.copytree(tmp_path / "job" / "step-00000003", tmp_path / "step-3")
+    _, saved = on_ranks(2, one_stretch, tmp_path, 3, 3, plan)[0]
+    _, truth = uninterrupted(tmp_path / "truth", 4, outcome.recoveries, plan)
+    assert all(torch.equal(saved[name], value) for name, value in truth.items())
+
+
+def test_what_cannot_be_rebuilt_starts_again_from_the_checkpoint(tmp_path, capsys):
+    """Two of four die, with one parity: all start again where the program has saved."""
+    job = tmp_path / "job"
+    plan = {"steps": 5, "save_at": 2, "1": [[3, "reduction"]], "2": [[3, "deciding"]]}
+    assert run_job(starter(job, plan), 4, 1) == []
+    said = capsys.readouterr().err
+    assert "2 ranks died, the members [1, 2], too many at the same time" in said
+    assert "starting all ranks again" in said
+    stories = [json.loads(path.read_text()) for path in job.glob("*.json")]
+    assert all(min(map(int, story["losses"])) == 2 for story in stories)
+    _, truth = uninterrupted(tmp_path / "truth", 4, [], plan)
+    found = torch.load(job / "state.pt")
+    assert all(torch.equal(found[name], value) for name, value in truth.items())
 
 
 NUM_SEEDS = int(os.environ.get("SHOAL_DEATHS", "20"))
