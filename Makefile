@@ -4,8 +4,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_VENV := .venv-docs
 
-.PHONY: help demo test test-pure test-ranks soak check fix bench build clean
+.PHONY: help demo test test-pure test-ranks soak check fix bench docs build clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -50,8 +51,21 @@ fix: $(STAMP) ## format, and mend what the linter can
 bench: $(STAMP) ## benchmarks against plain, DDP, FSDP1 and FSDP2 on the device that is there
 	$(BIN)/shoal bench
 
+# The site needs no torch: docstrings are read, not imported.
+$(DOCS_VENV)/.installed: pyproject.toml constraints.txt
+	@test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -c 'import tomllib; \
+	  print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+	  > $(DOCS_VENV)/requirements.txt
+	$(DOCS_VENV)/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --requirement $(DOCS_VENV)/requirements.txt
+	@touch $@
+
+docs: $(DOCS_VENV)/.installed ## build the documentation in site/; open site/index.html
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --quiet --clean
+
 build: $(STAMP) ## make the wheel and the source archive in dist/
 	$(BIN)/python -m build --no-isolation
 
 clean: ## remove the environment and everything generated
-	rm -rf $(VENV) dist build runs .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(DOCS_VENV) site dist build runs .pytest_cache .ruff_cache .hypothesis

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from shoal.runtime.fully_shard import fully_shard
     from shoal.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from shoal.tensor.sharded import ShardedTensor
+    from shoal.uneven.join import join
 
 __all__ = [
     "CPUOffloadPolicy",
@@ -35,6 +36,7 @@ __all__ = [
     "compile_step",
     "full_parameters",
     "fully_shard",
+    "join",
     "register_fsdp_forward_method",
     "replicate",
     "share_comm_ctx",
@@ -50,6 +52,7 @@ _MODULES = {
     "compile_step": "shoal.compile.step.compile_step",
     "full_parameters": "shoal.runtime.full_parameters",
     "fully_shard": "shoal.runtime.fully_shard",
+    "join": "shoal.uneven.join",
     "register_fsdp_forward_method": "shoal.runtime.fsdp_module",
     "replicate": "shoal.ddp.replicate",
     "share_comm_ctx": "shoal.runtime.fsdp_module",

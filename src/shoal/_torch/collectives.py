@@ -214,3 +214,39 @@ def broadcast_in_graph(tensor: Tensor, source: int, group: dist.ProcessGroup) ->
 def group_named(name: str) -> dist.ProcessGroup:
     """The process group that a collective in a graph names."""
     return c10d._resolve_process_group(cast(Any, name))
+
+
+_OPERATORS = (
+    *("allreduce_", "allreduce_coalesced_", "reduce_", "broadcast_", "barrier", "gather_"),
+    *("allgather_", "_allgather_base_", "allgather_coalesced_", "allgather_into_tensor_coalesced_"),
+    *("reduce_scatter_", "_reduce_scatter_base_", "reduce_scatter_tensor_coalesced_", "scatter_"),
+    *("alltoall_", "alltoall_base_", "send", "recv_", "recv_any_source_", "monitored_barrier_"),
+)
+
+
+def before_collectives(hear: Callable[[str], object]) -> torch.library.Library:
+    """Call `hear` with the name of every collective of this process before it is launched.
+
+    However it was asked for: all ways lead through these operators, whose BackendSelect key is
+    free. What `hear` raises comes to whoever asked. Serves as long as the returned library lives.
+    """
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    library = torch.library.Library("c10d", "IMPL")
+
+    def listen(name: str) -> None:
+        op = getattr(torch.ops.c10d, name).default
+
+        def kernel(keyset: torch._C.DispatchKeySet, *args: Any, **kwargs: Any) -> Any:
+            hear(name)
+            return op.redispatch(keyset & below, *args, **kwargs)
+
+        library.impl(name, kernel, "BackendSelect", with_keyset=True)
+
+    for name in _OPERATORS:
+        listen(name)
+    return library
+
+
+def stop_hearing(library: torch.library.Library) -> None:
+    """End what `before_collectives` began."""
+    cast(Any, library)._destroy()

@@ -121,3 +121,27 @@ def _draw_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
         whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
     local.copy_(whole)
     return target
+
+
+@functools.cache
+def view_complex_locally() -> None:
+    """Let `view_as_real` of uneven complex shards be a view, as optimizers need it.
+
+    DTensor makes such a vector whole first, and what is written to that is lost. From here on, in
+    this process.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    aten = torch.ops.aten
+    for op in (aten.view_as_real.default, aten.view_as_complex.default):
+        handlers.setdefault(op, _view_complex)
+
+
+def _view_complex(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    (tensor,) = args
+    assert isinstance(tensor, DTensor)
+    local, is_complex = op(tensor._local_tensor), tensor.is_complex()
+    shape = (*tensor.shape, 2) if is_complex else tensor.shape[:-1]
+    strides = torch.empty(shape, device="meta").stride()
+    return dtensor(
+        local, dtensor_spec(tensor.device_mesh, tensor.placements, shape, strides, local.dtype)
+    )

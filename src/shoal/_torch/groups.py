@@ -107,6 +107,14 @@ def num_launched(group: dist.ProcessGroup) -> int | None:
         return None
 
 
+def serves_host(group: dist.ProcessGroup) -> bool:
+    """Whether a group communicates tensors of the host, through gloo."""
+    try:
+        return cast(Any, group)._get_backend(torch.device("cpu")).name() == "gloo"
+    except RuntimeError:
+        return False
+
+
 Future: type = torch._C.Future
 """The futures of c10d's works and of `then`; `torch.futures.Future` is a class below it."""
 

@@ -72,19 +72,14 @@ class Bucket:
     def _fill(self) -> None:
         sources: list[Tensor] = []
         targets: list[Tensor] = []
-        for _, name, parameter, view in self._gradients:
+        for _, _, parameter, view in self._gradients:
             grad = parameter.grad
             if grad is view:
                 continue  # autograd has added to it right here
             if grad is None:
                 view.zero_()
                 continue
-            if grad.layout is not torch.strided:
-                raise NotImplementedError(
-                    f"shoal: the gradient of {name!r} is sparse ({grad.layout}), which replicate "
-                    "does not average; use sparse=False, or leave the parameter to ignored_params"
-                )
-            sources.append(grad)
+            sources.append(grad if grad.layout is torch.strided else grad.to_dense())
             targets.append(view)
         self._order_streams(sources)
         if sources:
@@ -119,7 +114,7 @@ class Bucket:
                 continue
             if as_views:
                 parameter.grad = view
-            elif grad is None:
+            elif grad is None or grad.layout is not torch.strided:
                 parameter.grad = view.clone()
             else:
                 sources.append(view)

@@ -75,7 +75,7 @@ def replicate(
     ignored = set(ignored_params)
     named = [(n, p) for n, p in _parameters(modules) if p not in ignored]
     trained = [(name, parameter) for name, parameter in named if parameter.requires_grad]
-    _check(module, modules, named, trained)
+    _check(module, named, trained)
     device = device_of_inputs(trained[0][1].device, device_id, device_ids)
     shared = modules if broadcast_buffers else ()
     buffers = [(one, n) for _, one in shared for n, b in one._buffers.items() if b is not None]
@@ -159,7 +159,6 @@ def _parameters(modules: Iterable[tuple[str, nn.Module]]) -> list[Named]:
 
 def _check(
     root: nn.Module,
-    modules: Iterable[tuple[str, nn.Module]],
     named: Iterable[Named],
     trained: list[Named],
 ) -> None:
@@ -189,12 +188,6 @@ def _check(
                 f"shoal: an optimizer of torch's _apply_optimizer_in_backward is on {name!r}; use "
                 "parameter.register_post_accumulate_grad_hook, which replicate calls when the "
                 "gradient is averaged"
-            )
-    for prefix, module in modules:
-        if getattr(module, "sparse", False) and isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-            raise NotImplementedError(
-                f"shoal: {prefix.rstrip('.') or 'the module'!r} has sparse gradients, which "
-                "replicate does not average; use sparse=False, or ignored_modules"
             )
 
 

@@ -1,20 +1,33 @@
-"""Which parameters a call of `fully_shard` takes, and whether it can."""
+"""Which parameters a call of `fully_shard` takes or borrows, and whether it can.
+
+    fully_shard(embedding)    its unit owns the weight
+    fully_shard(head)         borrows it (tied weights): the owner is gathered for the head, too
+
+A borrowed parameter stays one `nn.Parameter`, under as many names as without shards.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 from shoal._torch import composable, subclasses
 from shoal.errors import ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout, ParamSpec
-from shoal.mesh import DataParallelMeshInfo, FSDPMeshInfo, HSDPMeshInfo, own_mesh_info
+from shoal.layout.strides import shares_elements, strides_of
+from shoal.mesh import (
+    DataParallelMeshInfo,
+    DDPMeshInfo,
+    FSDPMeshInfo,
+    HSDPMeshInfo,
+    own_mesh_info,
+)
 from shoal.runtime.gather_hooks import has_hooks_before_sharding, refusal
 from shoal.runtime.module_state import state_of
 from shoal.runtime.parameter_wrapping import (
@@ -22,10 +35,12 @@ from shoal.runtime.parameter_wrapping import (
     ShardedWrapping,
     bytes_of,
     dtensor_wrapping,
+    num_copies_on,
 )
-from shoal.runtime.policy import ShardPlacementResult
-from shoal.runtime.shards import Home, ParameterSource
-from shoal.runtime.updates import owners_known, replaced_home
+from shoal.runtime.policy import MixedPrecisionPolicy, ShardPlacementResult
+from shoal.runtime.shards import Home, Member, ParameterSource
+from shoal.runtime.unit import Borrowed, Unit
+from shoal.runtime.updates import is_kept, owners_known, replaced_home
 from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor
 
@@ -112,27 +127,66 @@ def _move(tensor: torch.Tensor, device: torch.device) -> None:
     torch.utils.swap_tensors(tensor, moved)
 
 
-def without_shared(
-    found: Sequence[Found],
-) -> tuple[list[Found], Callable[[nn.Module], str] | None]:
-    """The parameters that no other unit has sharded, and what is wrong if there are others.
+def without_borrowed(found: Sequence[Found]) -> tuple[list[Found], list[Borrowed]]:
+    """The parameters that no other unit has sharded, and those that are tied to one that has."""
+    owners = _owners() if any(map(_may_be_borrowed, found)) else {}
+    own: list[Found] = []
+    borrowed: list[Borrowed] = []
+    for item in found:
+        home = replaced_home(item.parameter)
+        owner = owners.get(id(item.parameter) if home is None else home)
+        if owner is None or set(item.homes) & set(owner[1].homes):
+            own.append(item)
+        else:
+            unit, member = owner
+            borrowed.append(Borrowed(unit=unit, member=member, homes=item.homes, name=item.name))
+    return own, borrowed
 
-    What is wrong is said when the root is known, and with it what parameters are called.
-    """
-    shared = [item for item in found if replaced_home(item.parameter) is not None]
-    own = [item for item in found if replaced_home(item.parameter) is None]
-    return own, partial(_refusal, shared[0]) if shared else None
+
+def _may_be_borrowed(item: Found) -> bool:
+    parameter = item.parameter
+    is_shard = isinstance(parameter, (DTensor, ShardedTensor)) or is_kept(parameter)
+    return is_shard or replaced_home(parameter) is not None
 
 
-def _refusal(item: Found, root: nn.Module) -> str:
-    paths = {module: name for name, module in root.named_modules()}
-    here, there = item.homes[0], replaced_home(item.parameter)
-    names = [f"{paths.get(home.module, '?')}.{home.name}".lstrip(".") for home in (here, there)]
-    return (
-        f"parameter {names[0]!r} is already managed by another unit, which has sharded it as "
-        f"{names[1]!r}: the two are one parameter (tied weights). Shared parameters must be in one "
-        "unit: give all modules that use it to one call, fully_shard([a, b])"
-    )
+def _owners() -> Mapping[object, tuple[Unit, Member]]:
+    """The unit and member of every sharded parameter, by its places and by itself."""
+    found: dict[object, tuple[Unit, Member]] = {}
+    for unit in owners_known():
+        for member in unit.shards.members:
+            found[id(member.sharded)] = unit, member
+            found.update((home, (unit, member)) for home in member.homes)
+    return found
+
+
+def check_borrowed(
+    borrowed: Sequence[Borrowed], info: DataParallelMeshInfo, policy: MixedPrecisionPolicy
+) -> None:
+    """Refuse tied parameters that two modules want in two ways; every rank sees the same."""
+    for one in borrowed:
+        name, there = one.name, one.unit.qualified(one.member.spec.name)
+        dtype, wanted = (p.compute_dtype(one.member.dtype) for p in (one.unit.policy, policy))
+        if dtype is not wanted:
+            raise UsageError(
+                f"parameter {name!r} is tied to {there!r} (one parameter, two modules), which is "
+                f"computed in {dtype}, and this call asks for {wanted}: give both calls one "
+                "param_dtype"
+            )
+        ranks, others = _ranks_of(one.unit.mesh_info), _ranks_of(info)
+        if ranks != others:
+            raise UsageError(
+                f"parameter {name!r} is tied to {there!r} (one parameter, two modules), which is "
+                f"sharded and replicated over ranks {ranks}, and this call is for {others}: give "
+                "both calls one mesh"
+            )
+
+
+def _ranks_of(info: DataParallelMeshInfo) -> list[list[int]]:
+    groups = [
+        info.shard_process_group if isinstance(info, FSDPMeshInfo) else None,
+        info.replicate_process_group if isinstance(info, DDPMeshInfo) else None,
+    ]
+    return [[] if group is None else dist.get_process_group_ranks(group) for group in groups]
 
 
 def check_not_outer(found: Sequence[Found], modules: Sequence[nn.Module]) -> None:
@@ -156,19 +210,19 @@ def check_not_outer(found: Sequence[Found], modules: Sequence[nn.Module]) -> Non
 def check(found: Sequence[Found]) -> None:
     """Refuse what cannot be sharded, by name; every rank sees the same and raises alike."""
     for item in found:
-        name, parameter = item.name, item.parameter
-        if parameter.dim() == 0:
-            raise UsageError(
-                f"fully_shard doesn't support scalar parameters. Change {name} to a 1D tensor with "
-                "numel equal to 1."
-            )
-        if not parameter.is_contiguous():
-            raise NotImplementedError(
-                f"FSDP does not support non-contiguous parameters: {name!r} has shape "
-                f"{tuple(parameter.shape)} and strides {parameter.stride()}; replace it by a "
-                "contiguous copy before fully_shard"
-            )
-        has_hooks_before_sharding(name, bytes_of(parameter))
+        check_strides(item.name, bytes_of(item.parameter))
+
+
+def check_strides(name: str, tensor: torch.Tensor) -> None:
+    """Refuse strides that no full parameter can have."""
+    if shares_elements(tensor):
+        raise UsageError(
+            f"parameter {name!r} of shape {tuple(tensor.shape)} has strides {tensor.stride()}, by "
+            "which several of its elements are one, so that no optimizer can step it: replace it "
+            "by a copy (parameter.contiguous()) before it is sharded"
+        )
+    if has_hooks_before_sharding(name, tensor) and strides_of(tensor) is not None:
+        raise refusal(name, f"strides of {tensor.stride()}: make it contiguous")
 
 
 def group(
@@ -196,7 +250,7 @@ def group(
         if own is None:
             own = own_mesh_info(given)
             known.append((given, own))
-        dim = _dim(item, placement, own)
+        dim = _dim(item, placement)
         replicas = own.replicate_process_group if isinstance(own, HSDPMeshInfo) else None
         entry = by_group.setdefault((own.shard_process_group, replicas), (own, [], []))
         if entry[0] is not own:
@@ -216,7 +270,7 @@ def _answer(result: Any, info: FSDPMeshInfo) -> tuple[Any, Any]:
     return result, info
 
 
-def _dim(item: Found, placement: Any, own: FSDPMeshInfo) -> int:
+def _dim(item: Found, placement: Any) -> int:
     if placement is None:
         return 0
     if not isinstance(placement, Shard):
@@ -225,34 +279,39 @@ def _dim(item: Found, placement: Any, own: FSDPMeshInfo) -> int:
             f"{item.name!r}, got {placement!r}"
         )
     data = bytes_of(item.parameter)
-    dim = placement.dim + data.dim() if placement.dim < 0 else placement.dim
-    if not 0 <= dim < data.dim():
+    num_dims = max(data.dim(), 1)
+    dim = placement.dim + num_dims if placement.dim < 0 else placement.dim
+    if not 0 <= dim < num_dims:
         raise AssertionError(
             f"Shard dim {placement.dim} is invalid for {data.dim()}D tensor: parameter "
             f"{item.name!r} has shape {tuple(data.shape)}"
         )
-    if dim > 0 and data.shape[dim] % own.shard_mesh_size != 0:
-        raise NotImplementedError(
-            f"FSDP does not support uneven sharding on dim {dim}, on dim 0 only: parameter "
-            f"{item.name!r} of shape {tuple(data.shape)} is cut over {own.shard_mesh_size} ranks"
-        )
     return dim
+
+
+def specs_of(found: Sequence[Found], layout: Layout, num_ranks: int) -> list[ParamSpec]:
+    """The parameters as they are packed: with `Even` every rank has a copy of a number by itself.
+
+    A DTensor has no other way to lie on one rank of several.
+    """
+    numbers = (num_ranks,) if isinstance(layout, Even) else ()
+    shapes = [tuple(bytes_of(item.parameter).shape) or numbers for item in found]
+    return [
+        ParamSpec(name=item.name, shape=shape, dtype=item.parameter.dtype)
+        for item, shape in zip(found, shapes, strict=True)
+    ]
 
 
 def _group(
     found: Sequence[Found], dims: Sequence[int], layout: Layout | None, info: DataParallelMeshInfo
 ) -> Group:
-    specs = [
-        ParamSpec(name=f.name, shape=tuple(bytes_of(f.parameter).shape), dtype=f.parameter.dtype)
-        for f in found
-    ]
-    if layout is None:
-        layout = Even(tuple(dims))
-    elif isinstance(layout, Even) and isinstance(info, FSDPMeshInfo):
+    is_chosen = layout is not None
+    layout = Even(tuple(dims)) if layout is None else layout
+    specs = specs_of(found, layout, num_copies_on(info))
+    if is_chosen and isinstance(layout, Even) and isinstance(info, FSDPMeshInfo):
         wanted = layout.pack(specs, info.shard_mesh_size).dims
-        dims = [_dim(f, Shard(dim), info) for f, dim in zip(found, wanted, strict=True)]
+        dims = [_dim(f, Shard(dim)) for f, dim in zip(found, wanted, strict=True)]
     if isinstance(layout, Even):
-        _check_complex(found, info)
         wrappings: list[ParameterWrapping] = [
             dtensor_wrapping(f.name, f.parameter, dim, info)
             for f, dim in zip(found, dims, strict=True)
@@ -264,19 +323,6 @@ def _group(
         for spec, f, wrapping in zip(specs, found, wrappings, strict=True)
     )
     return Group(mesh_info=info, layout=layout, sources=sources)
-
-
-def _check_complex(found: Sequence[Found], info: DataParallelMeshInfo) -> None:
-    """Refuse vectors whose `view_as_real` is a copy: optimizers would write into that."""
-    num_ranks = info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
-    for item in found:
-        parameter = item.parameter
-        if parameter.is_complex() and parameter.dim() == 1 and len(parameter) % num_ranks:
-            raise NotImplementedError(
-                f"shoal: the complex parameter {item.name!r} has {len(parameter)} elements, which "
-                f"{num_ranks} ranks cannot share evenly: torch's optimizers would lose updates of "
-                "such a DTensor. Pass layout=Flat(), or make it a matrix of one column"
-            )
 
 
 def _sharded_wrappings(

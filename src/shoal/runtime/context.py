@@ -74,14 +74,18 @@ class Context:
         observer.begin_step()
         self.machine.begin_forward()
 
-    def enter_forward(self, unit: Unit) -> None:
+    def enter_forward(self, unit: Unit, user: object = None) -> None:
         """A unit is about to compute."""
         step = unit.step
         is_stale = not step.is_bare and step.phase not in COMPUTING and unit.is_stale
         is_nested = autograd.inside_backward()
-        self._perform(self.machine.enter_forward(step, is_stale=is_stale, is_nested=is_nested))
+        self._perform(
+            self.machine.enter_forward(step, is_stale=is_stale, is_nested=is_nested, user=user)
+        )
 
-    def leave_forward(self, unit: Unit, *, is_reached: bool, is_expected: bool) -> None:
+    def leave_forward(
+        self, unit: Unit, *, is_reached: bool, is_expected: bool, user: object = None
+    ) -> None:
         """A unit has computed; its outputs have derivatives, or may have."""
         self._perform(
             self.machine.leave_forward(
@@ -89,6 +93,7 @@ class Context:
                 is_reached=is_reached,
                 is_expected=is_expected,
                 is_nested=autograd.inside_backward(),
+                user=user,
             )
         )
 
@@ -98,12 +103,12 @@ class Context:
             self.boundary = None
             self._perform(self.machine.end_forward(expects_backward=expects_backward))
 
-    def abort_forward(self, units: Sequence[Unit], *, is_root: bool) -> None:
+    def abort_forward(self, units: Sequence[Unit], *, is_root: bool, user: object = None) -> None:
         """The forward of a module with these units raised."""
         if is_root and not autograd.inside_backward():
             self.machine.abort_forward()
         for unit in units:
-            self._perform(self.machine.raise_forward(unit.step))
+            self._perform(self.machine.raise_forward(unit.step, user=user))
 
     # Moments of backward.
 
@@ -155,10 +160,7 @@ class Context:
                 "(module.compile()), or the step with torch.compile(model, backend='shoal')"
             )
         self.clear_broken_backward()
-        # All units at once, and not each when its turn comes: a third of the time.
-        for unit in self.units:
-            unit.gradients.settle_marks()
-            unit.note_operations()
+        self._note_shards()
 
         def end() -> None:
             try:
@@ -173,6 +175,13 @@ class Context:
         autograd.call_after_backward(end)
         self._perform(self.machine.begin_backward())
 
+    def _note_shards(self) -> None:
+        """Look at what users have done to shards and gradients before this backward."""
+        # All units at once, and not each when its turn comes: a third of the time.
+        for unit in self.units:
+            unit.gradients.settle_marks()
+            unit.note_operations()
+
     def _end_backward(self) -> None:
         with subclasses.no_torch_function_subclass():  # freed parameters would answer in Python
             for unit in self.units:
@@ -180,6 +189,21 @@ class Context:
                 unit.noted = None
         self._perform(self.machine.end_backward())
         self._end = None
+
+    # Moments of another rank's step, which this rank has no inputs for.
+
+    def shadow(self, name: str, answer: Callable[[], Actions]) -> None:
+        """Do what the machine answers to a moment that another rank's machine was told."""
+        if name == "abandon":
+            self._clear_away()
+            return
+        if name == "begin_backward":
+            self._note_shards()
+        actions = answer()
+        if name == "end_backward":
+            for unit in self.units:
+                unit.noted = None
+        self._perform(actions)
 
     # A step that does not end as planned.
 

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, Literal, NoReturn, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -129,7 +129,16 @@ class UnshardHandle:
         self._units = ()
 
 
-class FSDPModule(ModuleCall, TorchFSDPModule):
+if TYPE_CHECKING:
+
+    class _TorchFSDPModule(TorchFSDPModule, nn.Module):
+        """A module too, which at runtime the class behind `FSDPModule` says."""
+
+else:
+    _TorchFSDPModule = TorchFSDPModule
+
+
+class FSDPModule(ModuleCall, _TorchFSDPModule):
     """What `fully_shard` makes of a module's class; libraries that look for torch's find it."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -146,7 +155,7 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
             unit.prefetch()
             unit.step.is_kept = True
             unit.watch_all_grads()
-        handle = UnshardHandle(state.units)
+        handle = UnshardHandle(state.used)
         if async_op:
             return handle
         handle.wait()
@@ -154,7 +163,7 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
 
     def reshard(self) -> None:
         """Free this module's gathered parameters."""
-        for unit in own_state(self).units:
+        for unit in own_state(self).used:
             unit.reshard()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -165,7 +174,7 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
         # Past torch's class: what follows it is the module's own.
         super(TorchFSDPModule, self).zero_grad(set_to_none)  # pyright: ignore
         for state in _states(self, recurse=True):
-            for unit in state.units:
+            for unit in state.used:
                 unit.gradients.zero(set_to_none=set_to_none)
 
     def reset_iter_state(self) -> None:
@@ -359,7 +368,7 @@ class FSDPModule(ModuleCall, TorchFSDPModule):
         self.reshard()
         # Past torch's class, which would look for its own state.
         result = super(TorchFSDPModule, self)._apply(fn, recurse)  # pyright: ignore
-        for unit in own_state(self).units:
+        for unit in own_state(self).used:
             # Of several modules that form a unit this may be the first to move: the last one, or
             # the next gather, follows.
             if unit.shards.is_on_one_device:
@@ -439,9 +448,9 @@ def _ready(module: object, state: ModuleState) -> tuple[Unit, ...]:
     """A module's units, when they can be gathered; before the first forward each stands alone."""
     if state.context is None:
         assert isinstance(module, nn.Module)
-        for unit in state.units:
+        for unit in state.used:
             unit.prepare_alone()
-    return state.units
+    return state.used
 
 
 def _steps_of(modules: object) -> tuple[UnitStep, ...]:

@@ -29,7 +29,6 @@ from shoal.layout.buffer import gathered_rows
 from shoal.layout.even import EvenPacking
 from shoal.layout.spec import ALIGN_NUMEL, round_up
 from shoal.runtime.arena import Arena, Buffer
-from shoal.runtime.parameter_wrapping import ParameterWrapping
 
 if TYPE_CHECKING:
     from shoal.runtime.gather_hooks import Extension
@@ -160,33 +159,47 @@ class FullParameters:
         self,
         unit: str,
         packing: Packing,
-        wrappings: Sequence[ParameterWrapping],
+        members: Sequence[Member],
         arena: Arena,
         dtype: torch.dtype,
     ) -> None:
         self._gathered = Buffer(packing.gathered_bytes, arena)
         self._laid_out: Buffer | None = None
+        self._restrided: Buffer | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._columns: tuple[torch.Tensor, list[int], list[torch.Tensor]] | None = None
         self.gathered = self._gathered.typed(dtype)
         """What an all-gather writes, in the one dtype of all parameters, or as bytes."""
         copied = _copied(packing)
-        self._stays = not copied or len(copied) < len(packing.params)
-        """Whether parameters lie in what was gathered, so that it is needed as long as they."""
-        datas = self._lay_beside(packing, copied, arena) if copied else {}
+        rows = self._lay_beside(packing, copied, arena) if copied else {}
         for index, param in enumerate(packing.params):
-            if index not in datas:
-                datas[index] = _view(self._gathered.bytes, param, packing.gathered_offset(index))
-        datas = [datas[index] for index in range(len(packing.params))]
-        beside = () if self._laid_out is None else (self._laid_out,)
-        self._buffers = (self._gathered, *beside) if self._stays else beside
-        """Where the parameters lie."""
+            if index not in rows:
+                rows[index] = _view(self._gathered.bytes, param, packing.gathered_offset(index))
+        self._row_major = [rows[index] for index in range(len(packing.params))]
+        """The parameters in row-major order; some have other strides, and are copied once more."""
+        datas, restrided = [*self._row_major], self._restride(members, arena)
+        for index, data in restrided.items():
+            datas[index] = data
+        stay = {index in copied for index in range(len(packing.params)) if index not in restrided}
+        last = self._restrided
+        self._buffers = tuple(
+            buffer
+            for buffer, stays in (
+                (self._gathered, False in stay),
+                (self._laid_out, True in stay),
+                (last, True),
+            )
+            if buffer is not None and stays
+        )
+        """Where the parameters lie, so that it is needed as long as they."""
         # `.data` gives a parameter a version counter of its own, so that writing a gather into
         # the buffer does not look like an in-place change of what autograd saved.
-        self._datas = datas
+        self._datas = datas = [
+            member.wrapping.shaped(data) for member, data in zip(members, datas, strict=True)
+        ]
         self.parameters = tuple(
-            nn.Parameter(wrapping.full(data.data), requires_grad=False)
-            for wrapping, data in zip(wrappings, datas, strict=True)
+            nn.Parameter(member.wrapping.full(data.data), requires_grad=False)
+            for member, data in zip(members, datas, strict=True)
         )
         self._is_imagined = arena.device.type == "meta"
         self._freeable = [p for p in self.parameters if type(p) is nn.Parameter]
@@ -200,9 +213,9 @@ class FullParameters:
 
     def settle(self) -> None:
         """All views of the buffers are made: leave them without memory."""
-        self._gathered.settle()
-        if self._laid_out is not None:
-            self._laid_out.settle()
+        for buffer in (self._gathered, self._laid_out, self._restrided):
+            if buffer is not None:
+                buffer.settle()
         self._become(FreedParameter)
 
     def rename(self, unit: str) -> None:
@@ -235,6 +248,28 @@ class FullParameters:
                 rows = gathered_rows(packing, self._gathered.bytes, index)
                 for stripe in packing.stripes(index):
                     self._copies.append((stripe.of_full(data.view(-1)), stripe.of_rows(rows)))
+        return datas
+
+    def _restride(self, members: Sequence[Member], arena: Arena) -> dict[int, torch.Tensor]:
+        """Views of one more buffer for the parameters that are not row-major."""
+        self._turns: list[tuple[torch.Tensor, torch.Tensor]] = []
+        strides = {i: m.strides for i, m in enumerate(members) if m.strides is not None}
+        if not strides:
+            return {}
+        offsets: dict[int, int] = {}
+        end = 0
+        for index in strides:
+            offsets[index] = end
+            end = round_up(end + self._row_major[index].nbytes, 16 * 16)
+        self._restrided = Buffer(end, arena)
+        datas: dict[int, torch.Tensor] = {}
+        for index, stride in strides.items():
+            rows = self._row_major[index]
+            flat = self._restrided.bytes[offsets[index] : offsets[index] + rows.nbytes]
+            datas[index] = flat.view(rows.dtype).as_strided(
+                rows.shape, stride, offsets[index] // rows.itemsize
+            )
+            self._turns.append((datas[index], rows))
         return datas
 
     def _as_columns(
@@ -281,12 +316,23 @@ class FullParameters:
                 kernels.copy_columns(*self._columns)
             else:
                 kernels.foreach_copy([t for t, _ in self._copies], [s for _, s in self._copies])
-            if not self._stays:
+            if self._gathered not in self._buffers and not self._turns:
                 self._gathered.empty()
+        self.turn()
         self.wake()
         if self.extension is not None:
             self.extension.finish()
         self.note_writes()
+
+    def turn(self) -> None:
+        """The parameters are there in row-major order: copy those that have other strides."""
+        if self._restrided is None:
+            return
+        self._restrided.fill()
+        kernels.foreach_copy([t for t, _ in self._turns], [s for _, s in self._turns])
+        for buffer in (self._gathered, self._laid_out):
+            if buffer is not None and buffer not in self._buffers:
+                buffer.empty()
 
     def rest(self) -> None:
         """Nothing computes with the parameters."""
@@ -324,12 +370,18 @@ class FullParameters:
             self.extension.cancel()
 
     def revive(self) -> list[torch.Tensor]:
-        """Give the parameters memory without a gather; returns what has to be written."""
-        for buffer in self._buffers:
+        """Give the parameters memory without a gather; returns what has to be written.
+
+        It is in row-major order: `turn` does the rest.
+        """
+        filled = self._buffers
+        if self._restrided is not None:
+            filled = [one for one in (self._gathered, self._laid_out) if one is not None]
+        for buffer in filled:
             buffer.fill()
         self.wake()
         self.note_writes()
-        return self._datas
+        return self._row_major
 
     def come_home(self) -> None:
         """Bring parameters back that were given other memory (`parameter.data = ...`)."""

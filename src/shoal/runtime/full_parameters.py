@@ -91,7 +91,7 @@ def _serve_state_dicts(unit: Unit, stack: ExitStack, writeback: bool) -> None:
 
 def _units(module: nn.Module, recurse: bool) -> list[Unit]:
     state = state_of(module)
-    own = [] if state is None else list(state.units)
+    own = [] if state is None else list(state.used)
     units = units_of(module) if recurse else own
     if not units and not isinstance(module, FSDPModule):
         raise UsageError(

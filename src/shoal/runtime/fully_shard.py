@@ -5,8 +5,8 @@ Both change the module in place, and its class.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Never, TypeVar
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Never, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import nn
@@ -27,11 +27,12 @@ from shoal.mesh import (
 )
 from shoal.runtime.collect import (
     check,
+    check_borrowed,
     check_not_outer,
     collect,
     group,
     move_to,
-    without_shared,
+    without_borrowed,
 )
 from shoal.runtime.fsdp_module import FSDPModule, torch_state
 from shoal.runtime.gather import PostForward
@@ -62,6 +63,25 @@ def _with_state(function: Function) -> Function:
     return function
 
 
+class ShardOptions(TypedDict, total=False):
+    """The arguments of `fully_shard`, for type checkers."""
+
+    mesh: DeviceMesh | None
+    reshard_after_forward: bool | int | None
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+    layout: Layout | None
+
+
+@overload
+def fully_shard(module: nn.Module, **options: Unpack[ShardOptions]) -> FSDPModule: ...
+@overload
+def fully_shard(
+    module: Sequence[nn.Module], **options: Unpack[ShardOptions]
+) -> Sequence[FSDPModule]: ...
 @_with_state
 def fully_shard(
     module: Any,
@@ -80,14 +100,36 @@ def fully_shard(
 
     They form one unit: gathered together before the module's forward and backward, freed after,
     their gradients reduced together. Call it bottom-up, on the blocks and then on the whole
-    model, and build the optimizer afterwards. The module is changed in place and returned. A list
-    of modules forms one unit too.
+    model, and build the optimizer afterwards. The module is changed in place and returned; its
+    class gets the methods of `FSDPModule`.
 
-    `mesh` has one axis, over which parameters are sharded, or two: replicate, shard. With
-    `dp_mesh_dims` it may have more, of which those are named. `reshard_after_forward` frees the
-    parameters between forward and backward; a number keeps them within groups of that many ranks;
-    by default all but the root's are freed. `layout` says how parameters are cut: `Even()` gives
-    DTensors, `Flat()`, `Rows()`, `Block(k)` and `Whole()` give `ShardedTensor`s.
+    Args:
+        module: A module, or a list of modules whose parameters form one unit together.
+        mesh: The ranks. With one axis, parameters are sharded over it. With two, they are
+            replicated over the first and sharded over the second. By default one axis with all
+            ranks.
+        reshard_after_forward: Whether parameters are freed between forward and backward. False
+            keeps them, which saves a gather and costs their memory. A number keeps them cut
+            over groups of so many ranks. By default all units but the root's are freed.
+        shard_placement_fn: Called with each parameter; returns `Shard(dim)` to cut it along
+            another dim than 0, or None.
+        mp_policy: In which dtypes parameters are gathered and gradients are reduced, and to which
+            inputs and outputs are cast. By default all keep their dtype.
+        offload_policy: `CPUOffloadPolicy()` keeps shards, gradients and optimizer state on the
+            host, where the optimizer then steps. By default they are on the device.
+        ignored_params: Parameters that stay as they are: neither moved, sharded nor reduced.
+        dp_mesh_dims: Which axes of a mesh with more axes replicate and shard; the others are for
+            tensor parallelism and its like.
+        layout: How parameters are cut. `Even()`, the default, gives DTensors. `Flat()`, `Rows()`,
+            `Block(k)`, `Whole()` and layouts of your own give `ShardedTensor`s.
+
+    Returns:
+        The module, or the list, that was given.
+
+    Raises:
+        UsageError: An argument is wrong, or the module cannot be sharded; the message says which
+            and what to do. It is a `ValueError`.
+        ShardedTwiceError: The module is sharded or replicated already.
     """
     refuse_unknown("fully_shard", unknown)
     policy, offload = precision_of(mp_policy), offload_of(offload_policy)
@@ -126,9 +168,10 @@ def make_units(
     """Let the engine manage the parameters of modules that `modules_of` has checked."""
     _post_forward(reshard_after_forward, info)  # refuses a wrong number before anything changes
     device = device_of(info.mesh)
-    found, refusal = without_shared(collect(modules, ignored))
+    found, borrowed = without_borrowed(collect(modules, ignored))
     check_not_outer(found, modules)
     check(found)
+    check_borrowed(borrowed, info, policy)
     move_to(found, modules, device, ignored)
     units = []
     for part in group(found, layout, info, shard_placement_fn):
@@ -141,13 +184,15 @@ def make_units(
     reshards = None if reshard_after_forward is None else reshard_after_forward is not False
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward == 1:
         reshards = False
-    ModuleState(modules, units, policy, reshards, device, refusal)
+    ModuleState(modules, units, policy, reshards, device, borrowed)
     for unit in units:
-        _check_loads(unit)
+        _check_loads(unit, {home.module for m in unit.shards.members for home in m.homes})
+    for one in borrowed:
+        _check_loads(one.unit, {home.module for home in one.homes})
     _let_mix(modules)
 
 
-def _check_loads(unit: Unit) -> None:
+def _check_loads(unit: Unit, modules: Iterable[nn.Module]) -> None:
     """Have state dicts looked at before they are loaded into DTensors."""
     if not isinstance(unit.layout, Even):
         return  # a ShardedTensor takes its elements out of a whole tensor
@@ -156,7 +201,7 @@ def _check_loads(unit: Unit) -> None:
         if not unit.step.is_lent:
             refuse_plain_values(unit, module, state, prefix)
 
-    for module in {home.module for member in unit.shards.members for home in member.homes}:
+    for module in modules:
         module.register_load_state_dict_pre_hook(look)
 
 
@@ -241,6 +286,22 @@ class ReplicateModule(FSDPModule):
     """What `replicate` makes of a module's class."""
 
 
+class ReplicateOptions(TypedDict, total=False):
+    """The arguments of `replicate`, for type checkers."""
+
+    mesh: DeviceMesh | None
+    mp_policy: MixedPrecisionPolicy | None
+    offload_policy: OffloadPolicy | None
+    ignored_params: set[nn.Parameter] | None
+    dp_mesh_dims: DataParallelMeshDims | None
+
+
+@overload
+def replicate(module: nn.Module, **options: Unpack[ReplicateOptions]) -> ReplicateModule: ...
+@overload
+def replicate(
+    module: Sequence[nn.Module], **options: Unpack[ReplicateOptions]
+) -> Sequence[ReplicateModule]: ...
 def replicate(
     module: Any,
     *,

@@ -17,6 +17,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 from shoal._torch import distributed_tensor, kernels
 from shoal.comm import observer
+from shoal.comm.calls import Pair
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
 from shoal.layout import Even
@@ -134,6 +135,7 @@ class Gather:
         if not is_as_stored or size == 1:
             self._copy_in = self._copy_of(shards, packing, rank)
         self._prepared: Prepared | None = None
+        self._pairs: list[Pair] = []
         if transport is not None and size > 1 and output.numel() > 0:
             flat = stored.view(output.dtype) if is_as_stored else None
             sent = self._mine if flat is None else [flat[start:stop] for start, stop in spans]
@@ -141,6 +143,16 @@ class Gather:
             self._prepared = transport.prepare_all_gathers(output, pairs, reason=self._reason)
             self._in_stream = transport.gather_in_stream(output, pairs, reason=self._reason)
             self._pairs = pairs
+
+    @property
+    def sent(self) -> list[torch.Tensor]:
+        """What this rank gives to each part of the gather; nothing where it is alone."""
+        return [sent for _, sent in self._pairs]
+
+    @property
+    def received(self) -> list[torch.Tensor]:
+        """The parts, each the same of all ranks."""
+        return [received for received, _ in self._pairs]
 
     def _copy_of(self, shards: Stored, packing: Packing, rank: int) -> Callable[[], object]:
         """What writes the shards to this rank's places."""
@@ -250,15 +262,26 @@ class PostForward:
 
     def keep(self, full: FullParameters) -> None:
         """Keep this rank's piece of the full parameters, and register it on the modules."""
-        datas = [parameter.detach() for parameter in full.parameters]
+        members = self._unit.shards.members
+        datas = [
+            member.wrapping.packed(parameter.detach())
+            for member, parameter in zip(members, full.parameters, strict=True)
+        ]
         if self._packing is None or self._packing.params != self._unit.compute_packing.params:
             params = self._unit.compute_packing.params
             self._packing = Even().pack(params, self._transport.size)
         self._shard = shard_of(self._packing, self._transport.rank, datas)
         views = shard_views(self._packing, self._transport.rank, self._shard)
-        for member, data, view in zip(self._unit.shards.members, datas, views, strict=True):
+        for member, data, view in zip(members, datas, views, strict=True):
+            if not member.sharded.dim():
+                member.register(member.sharded)
+                continue
             spec = distributed_tensor.dtensor_spec(
-                self._info.mesh, (Replicate(), Shard(0)), data.shape, data.stride(), data.dtype
+                self._info.mesh,
+                (Replicate(), Shard(0)),
+                data.shape,
+                torch.empty(data.shape, device="meta").stride(),
+                data.dtype,
             )
             parameter = nn.Parameter(
                 distributed_tensor.dtensor(view, spec), requires_grad=member.sharded.requires_grad
@@ -288,6 +311,7 @@ class PostForward:
         with torch.no_grad():
             if targets:
                 kernels.foreach_copy(targets, sources)
+            full.turn()
         self.drop()
 
     def drop(self) -> None:

@@ -143,6 +143,11 @@ class GradientMatrix:
             size * self._chunks[i] == whole.params[i].numel for i in self._in_order
         )
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether there may be memory between gradients that nobody writes."""
+        return self._packing is not None
+
     def lay_out(
         self, grads: Mapping[int, torch.Tensor], take: Take, *, in_parts: bool, is_written: bool
     ) -> tuple[list[Batch], torch.Tensor | None]:
@@ -512,5 +517,5 @@ def cut(
 
 def examples_of(shapes: list[Shape]) -> list[torch.Tensor]:
     """Tensors of these shapes, with no memory behind them."""
-    blank = torch.empty(1)
+    blank = torch.empty(())
     return [blank.expand(shape) for shape in shapes]

@@ -41,6 +41,8 @@ class Gradients:
         self._partial: tuple[tuple[int, ...], torch.Tensor, tuple[int, ...]] | None = None
         """Whose were reduced without the replicas, the sums, and what was trained then."""
         self._marks: dict[int, GradMark] = {}
+        self._absent: tuple[int, ...] | None = None
+        """The parameters of which other ranks have gradients, where this one had no inputs."""
         self.waiting: set[Unit] = set()
         """The units of the model that have gradients of earlier backwards to reduce."""
 
@@ -50,6 +52,24 @@ class Gradients:
         self.unit.step.has_grads = any(
             own_grad(parameters[i]) is not None for i in self.unit.trained
         )
+
+    def present(self) -> set[int]:
+        """The parameters whose gradients a reduction would have now."""
+        parameters, members = self.unit.full.parameters, self.unit.shards.members
+        arrived = (i for i in self.unit.trained if own_grad(parameters[i]) is not None)
+        trained = {index for index in arrived if members[index].sharded.requires_grad}
+        return trained | self._unused | self._waiting_indices()
+
+    def _waiting_indices(self) -> set[int]:
+        """The parameters of which gradients of earlier backwards are kept."""
+        return set(self._kept)
+
+    def stand_in(self, present: tuple[int, ...]) -> None:
+        """Let the next reduction be of these parameters, for ranks that have gradients of them.
+
+        This rank has no inputs: it contributes what it keeps of earlier ones, and zeros.
+        """
+        self._absent = present
 
     def take(self) -> dict[int, torch.Tensor]:
         """Take the gradients that arrived off the full parameters."""
@@ -61,15 +81,14 @@ class Gradients:
             grad = own_grad(parameter)
             if grad is None:
                 continue
-            if grad.layout is not strided:
-                raise NotImplementedError(
-                    f"parameter {members[index].spec.name!r} of unit {self.unit.name!r} has a "
-                    "sparse gradient, which shoal does not support; make it dense "
-                    "(Embedding(sparse=False))"
-                )
             drop_own_grad(parameter)
+            if grad.layout is not strided:  # ranks have used other rows: the sum is dense
+                grad = grad.to_dense()
             if members[index].sharded.requires_grad:  # frozen since forward, autograd gives none
                 grads[index] = members[index].wrapping.grad_data(grad)
+        if self._absent is not None:
+            self._unused, self._absent = set(self._absent), None
+            self._kept = {i: kept for i, kept in self._kept.items() if i in self._unused}
         return grads
 
     def keep(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
@@ -116,6 +135,11 @@ class Gradients:
         if not grads and not kept_unused and not self.unit.options.reduces_unused:
             return None
         return self.unit.reducer.pack(grads, kept_unused)
+
+    @property
+    def has_partial(self) -> bool:
+        """Whether gradients were reduced to which the replicas have still to add theirs."""
+        return self._partial is not None
 
     def add_partial(
         self, indices: tuple[int, ...], output: torch.Tensor
@@ -216,10 +240,7 @@ class Gradients:
 
     def keep_broken(self, taken: Mapping[int, torch.Tensor] | None = None) -> None:
         """Keep what a backward has accumulated, and maybe taken, that raised."""
-        try:
-            self.keep(taken)
-        except NotImplementedError:  # gradients that cannot be kept, which is why it raised
-            self._drop_own()
+        self.keep(taken)
         self.mark_waiting()
         self.unit.show_after_break()
 

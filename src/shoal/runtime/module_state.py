@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, cast
 
@@ -26,7 +26,7 @@ from shoal.runtime.context import Context
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.runtime.rank_guard import check_ranks_agree
 from shoal.runtime.streams import Streams
-from shoal.runtime.unit import Unit
+from shoal.runtime.unit import Borrowed, Unit
 from shoal.step.phase import Phase
 from shoal.step.unit_step import ModuleRun
 
@@ -136,12 +136,14 @@ class ModuleState:
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
         device: torch.device,
-        refusal: Callable[[nn.Module], str] | None = None,
+        borrowed: Sequence[Borrowed] = (),
     ) -> None:
-        self.refusal = refusal
-        """Why the modules cannot run below a root. It is said at the first forward, as in torch."""
         self.modules = tuple(modules)
         self.units = tuple(units)
+        self.borrowed = tuple(borrowed)
+        """The parameters of other units that the modules use too (tied weights)."""
+        self.used = tuple(dict.fromkeys((*units, *(one.unit for one in borrowed))))
+        """The units that are gathered when the modules run: their own, and those borrowed from."""
         self.policy = policy
         self.device = device
         self.streams: Streams | None = None
@@ -164,9 +166,14 @@ class ModuleState:
                 module.register_forward_hook(lambda _, __, output: self.cast_output(output))
         for unit in self.units:
             unit.options = replace(unit.options, reshards_after_forward=reshard_after_forward)
-            self._register_state_dict_hooks(unit)
+            self._register_state_dict_hooks(
+                unit, (home.module for member in unit.shards.members for home in member.homes)
+            )
+        for one in self.borrowed:
+            one.unit.share(one.member, one.homes)
+            self._register_state_dict_hooks(one.unit, (home.module for home in one.homes))
 
-    def _register_state_dict_hooks(self, unit: Unit) -> None:
+    def _register_state_dict_hooks(self, unit: Unit, modules: Iterable[nn.Module]) -> None:
         """Show state dicts the shards, and gathered parameters in `full_parameters` alone."""
 
         def reshard(*_: object) -> None:
@@ -176,7 +183,7 @@ class ModuleState:
         def follow(*_: object) -> None:
             unit.retrace_if_moved()
 
-        for module in {home.module for member in unit.shards.members for home in member.homes}:
+        for module in set(modules):
             module.register_state_dict_pre_hook(reshard)
             module.register_load_state_dict_pre_hook(reshard)
             module.register_load_state_dict_post_hook(follow)
@@ -216,17 +223,18 @@ class ModuleState:
             context.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
-        if not self.units:
+        if not self.used:
             return args, kwargs, []
         if len(self.modules) > 1 and not self._to_run:
             self._to_run.update(self.modules)
         inputs = None
         runs: Runs = []
-        for unit in self.units:
-            context.enter_forward(unit)
+        for unit in self.used:
+            context.enter_forward(unit, self)
             if unit.phase is Phase.FORWARD:
                 inputs = inputs or Reach.of_call(args, kwargs)
-                runs.append((unit, _begin_run(context, unit, inputs)))
+                is_borrowed = unit not in self.units
+                runs.append((unit, _begin_run(context, unit, inputs, is_borrowed=is_borrowed)))
         return args, kwargs, runs
 
     def enter_graph(
@@ -235,7 +243,7 @@ class ModuleState:
         """Inputs for a module in a graph, and full parameters by their names in it."""
         args, kwargs = self._cast_inputs(args, kwargs)
         tensors: dict[str, torch.Tensor] = {}
-        for at, unit in enumerate(self.units):
+        for at, unit in enumerate(self.used):
             in_graph = unit.in_graph
             # Asked so that they become guards: when shards have another dtype, or somebody sets
             # other options, the graph is traced again.
@@ -267,8 +275,10 @@ class ModuleState:
         if runs:
             self._hook_outputs(context, runs, reach)
             if is_complete and self._depth == 0:
-                for unit in self.units:
-                    context.leave_forward(unit, is_reached=is_reached, is_expected=is_expected)
+                for unit in self.used:
+                    context.leave_forward(
+                        unit, is_reached=is_reached, is_expected=is_expected, user=self
+                    )
         if self.is_root and self._depth == 0:
             context.end_forward(expects_backward=is_expected)
         return output
@@ -279,7 +289,7 @@ class ModuleState:
         if self._depth == 0:
             self._to_run.clear()
             if self.context is not None:
-                self.context.abort_forward(self.units, is_root=self.is_root)
+                self.context.abort_forward(self.used, is_root=self.is_root, user=self)
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -385,7 +395,7 @@ def units_of(model: nn.Module) -> list[Unit]:
     for module in model.modules():
         state = state_of(module)
         if state is not None:
-            found.update(dict.fromkeys(state.units))
+            found.update(dict.fromkeys(state.used))
     return list(found)
 
 
@@ -423,21 +433,34 @@ def context_of(module: nn.Module, state: ModuleState) -> Context:
             for unit in below.units:
                 unit.name = name or "root"
                 units.append(unit)
-        for below in found:
-            if below.refusal is not None:
-                raise UsageError(below.refusal(module))
+        for below, name in found.items():
+            _check_lenders(below, name, units)
         check_ranks_agree(units)
-        context = Context(units, state.units, state.streams)
+        context = Context(units, state.used, state.streams)
         for below in found:
             below.context = context
     assert state.context is not None
     return state.context
 
 
-def _begin_run(context: Context, unit: Unit, inputs: Reach) -> ModuleRun:
+def _check_lenders(state: ModuleState, name: str, units: Sequence[Unit]) -> None:
+    """Refuse a module whose tied parameters belong to units outside of what runs."""
+    for one in state.borrowed:
+        if one.unit not in units:
+            path = ".".join(part for part in (name, one.name) if part)
+            raise UsageError(
+                f"parameter {path!r} is tied to {one.unit.qualified(one.member.spec.name)!r}, "
+                "which is not below the module that was called first. Call fully_shard on a module "
+                "that contains both, and run that one"
+            )
+
+
+def _begin_run(
+    context: Context, unit: Unit, inputs: Reach, *, is_borrowed: bool = False
+) -> ModuleRun:
     """Arrange to be told when backward has left the module."""
     tensors = inputs.differentiable
-    run = ModuleRun(unit.gathered_version)
+    run = ModuleRun(unit.gathered_version, unit.step.position, is_borrowed=is_borrowed)
     if context.machine.is_in_turn and not autograd.inside_backward():
         unit.step.runs.add(run)
     # Without such inputs a run counts as open until the end of backward. So it does with leaves

@@ -10,8 +10,7 @@ from torch import nn
 
 from shoal.errors import InvariantError, UsageError
 from shoal.layout import Even, Layout
-from shoal.layout.spec import ParamSpec
-from shoal.runtime.collect import check, collect
+from shoal.runtime.collect import check, collect, specs_of
 from shoal.runtime.fsdp_module import own_state
 from shoal.runtime.fully_shard import modules_of
 from shoal.runtime.module_state import context_of, state_of
@@ -128,7 +127,7 @@ def _declared(
         check(params)
         if not params:
             continue
-        specs = [ParamSpec.of(item.name, item.parameter) for item in params]
+        specs = specs_of(params, layout, world)
         packing = layout.pack(specs, world).in_sections()
         position, name = min(places[one] for one in modules)
         unit = describe(

@@ -74,11 +74,19 @@ class ParameterWrapping(ABC):
         """Let a tensor that was sharded like this over other ranks be sharded over these."""
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
-        """The full parameter over gathered bytes."""
+        """The full parameter over gathered bytes, as `shaped` gives them."""
         return data
 
     def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
         """The bytes of a full gradient."""
+        return grad
+
+    def shaped(self, data: torch.Tensor) -> torch.Tensor:
+        """Gathered bytes in the shape of the parameter."""
+        return data
+
+    def packed(self, grad: torch.Tensor) -> torch.Tensor:
+        """A plain full gradient in the shape of the gathered bytes."""
         return grad
 
 
@@ -189,6 +197,45 @@ class DTensorWrapping(ParameterWrapping):
         return grad if self.before is None else local_grad(grad, self.before, self.data_axes)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NumberWrapping(DTensorWrapping):
+    """A number by itself, of which every rank holds a copy: the bytes are as many as ranks.
+
+    The copy of the first rank is the one that counts. All get the same updates, but for the order
+    in which a backend adds up.
+    """
+
+    num_copies: int
+
+    def shard(self, local: torch.Tensor) -> torch.Tensor:
+        """See `ParameterWrapping.shard`."""
+        return distributed_tensor.dtensor(local.view(()), self.spec)
+
+    def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `ParameterWrapping.local_of`."""
+        if not isinstance(tensor, DTensor):
+            return None
+        return distributed_tensor.local_tensor(tensor).view(1)
+
+    def rehome(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """See `ParameterWrapping.rehome`."""
+        assert isinstance(tensor, DTensor)
+        distributed_tensor.set_local_tensor(tensor, local.view(()))
+
+    def shaped(self, data: torch.Tensor) -> torch.Tensor:
+        """See `ParameterWrapping.shaped`."""
+        return data[0]
+
+    def packed(self, grad: torch.Tensor) -> torch.Tensor:
+        """See `ParameterWrapping.packed`."""
+        return grad.expand(self.num_copies).contiguous()
+
+    def grad_data(self, grad: torch.Tensor) -> torch.Tensor:
+        """See `ParameterWrapping.grad_data`."""
+        # No `super()`: a class with slots is made anew by its decorator.
+        return self.packed(DTensorWrapping.grad_data(self, grad))
+
+
 def local_grad(
     grad: torch.Tensor,
     spec: distributed_tensor.DTensorSpec,
@@ -218,23 +265,38 @@ def dtensor_wrapping(
     """Shard a parameter along a dim over the data-parallel axes of a mesh."""
     if info.mesh.device_type == "cpu":
         distributed_tensor.draw_as_unsharded_on_cpu()
+    if parameter.is_complex():
+        distributed_tensor.view_complex_locally()
+    is_number = bytes_of(parameter).dim() == 0
+    before, data_axes = None, frozenset[int]()
     if info.is_spmd_mesh:
         if not isinstance(parameter, DTensor):
             raise UsageError(
                 f"with dp_mesh_dims all parameters must be DTensors on the whole mesh, but "
                 f"{name!r} is a plain tensor: distribute it (distribute_module) before fully_shard"
             )
-        return _on_named_axes(name, parameter, dim, info)
-    if isinstance(parameter, DTensor):
-        return _beside_other_axes(name, parameter, dim, info)
-    spec = distributed_tensor.dtensor_spec(
-        info.mesh,
-        _data_placements(info, Shard(dim)),
-        parameter.shape,
-        parameter.stride(),
-        parameter.dtype,
-    )
-    return DTensorWrapping(spec=spec)
+        before = distributed_tensor.spec_of(parameter)
+        spec, data_axes = _on_named_axes(name, before, None if is_number else dim, info)
+    elif isinstance(parameter, DTensor):
+        before = distributed_tensor.spec_of(parameter)
+        spec = _beside_other_axes(name, before, None if is_number else dim, info)
+    else:
+        spec = distributed_tensor.dtensor_spec(
+            info.mesh,
+            _data_placements(info, Replicate() if is_number else Shard(dim)),
+            parameter.shape,
+            torch.empty(parameter.shape, device="meta").stride(),
+            parameter.dtype,
+        )
+    if is_number:
+        num_copies = num_copies_on(info)
+        return NumberWrapping(spec=spec, before=before, data_axes=data_axes, num_copies=num_copies)
+    return DTensorWrapping(spec=spec, before=before, data_axes=data_axes)
+
+
+def num_copies_on(info: DataParallelMeshInfo) -> int:
+    """How many ranks that shard parameters have a copy of a number by itself."""
+    return info.shard_mesh_size if isinstance(info, FSDPMeshInfo) else 1
 
 
 def _data_placements(info: DataParallelMeshInfo, shard: Placement) -> tuple[Placement, ...]:
@@ -244,27 +306,28 @@ def _data_placements(info: DataParallelMeshInfo, shard: Placement) -> tuple[Plac
 
 
 def _beside_other_axes(
-    name: str, parameter: DTensor, dim: int, info: DataParallelMeshInfo
-) -> DTensorWrapping:
+    name: str, before: distributed_tensor.DTensorSpec, dim: int | None, info: DataParallelMeshInfo
+) -> distributed_tensor.DTensorSpec:
     """The parameter is distributed over axes of its own, such as tensor parallelism's."""
-    before = distributed_tensor.spec_of(parameter)
     if len(before.placements) > 2:
         raise NotImplementedError(
             f"shoal: parameter {name!r} is distributed over {len(before.placements)} axes "
             f"({before.placements}); at most 2 beside the data-parallel ones are supported"
         )
-    factor = distributed_tensor.num_shards(before, dim)
-    shard = distributed_tensor.strided_shard(dim, factor) if factor > 1 else Shard(dim)
+    shard: Placement = Replicate()
+    if dim is not None:
+        factor = distributed_tensor.num_shards(before, dim)
+        shard = distributed_tensor.strided_shard(dim, factor) if factor > 1 else Shard(dim)
     mesh = torch_meshes.concatenate_meshes([info.mesh, before.mesh])
     placements = (*_data_placements(info, shard), *before.placements)
-    return DTensorWrapping(spec=distributed_tensor.respec(before, mesh, placements), before=before)
+    return distributed_tensor.respec(before, mesh, placements)
 
 
 def _on_named_axes(
-    name: str, parameter: DTensor, dim: int, info: DataParallelMeshInfo
-) -> DTensorWrapping:
+    name: str, before: distributed_tensor.DTensorSpec, dim: int | None, info: DataParallelMeshInfo
+) -> tuple[distributed_tensor.DTensorSpec, frozenset[int]]:
     """The parameter is distributed over the whole mesh, of which some axes are data-parallel."""
-    before, dims = distributed_tensor.spec_of(parameter), info.dp_mesh_dims
+    dims = info.dp_mesh_dims
     assert dims is not None
     if before.mesh is not info.spmd_mesh:
         raise UsageError(
@@ -281,7 +344,8 @@ def _on_named_axes(
                 f"{names[axis]!r}, got {before.placements[axis]}"
             )
     placements = list(before.placements)
-    for axis in shard_axes:
+    for axis in shard_axes if dim is not None else ():
+        assert dim is not None
         factor = 1
         for later in range(axis + 1, before.mesh.ndim):
             if distributed_tensor.is_shard_of(before.placements[later], dim):
@@ -292,11 +356,7 @@ def _on_named_axes(
     mesh = before.mesh
     if len(shard_axes) > 1:
         mesh, placements = _with_one_shard_axis(before.mesh, placements, info, names)
-    return DTensorWrapping(
-        spec=distributed_tensor.respec(before, mesh, placements),
-        before=before,
-        data_axes=frozenset(data_axes),
-    )
+    return distributed_tensor.respec(before, mesh, placements), frozenset(data_axes)
 
 
 def _with_one_shard_axis(

@@ -21,6 +21,9 @@ from shoal.step.plan import ParameterPlan, UnitPlan
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
 
+COMPARED = "compared"
+"""What units hear when the ranks compare which one is about to run."""
+
 
 def check_ranks_agree(units: Sequence[Unit]) -> None:
     """Raise on every rank if the ranks of a mesh have sharded different models."""
@@ -50,6 +53,8 @@ def check_inputs_agree(unit: Unit, inputs: Mapping[str, object]) -> None:
 
 def check_order_agrees(unit: Unit, timeout: timedelta = TIMEOUT) -> None:
     """Raise on every rank if ranks are about to run different units, or to train other parts."""
+    if unit.told is not None:
+        unit.told(COMPARED, ())
     _compare(
         _ranks_of(unit),
         _group_of(unit),

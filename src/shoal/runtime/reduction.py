@@ -148,6 +148,8 @@ class Reduction:
             mark.synchronize()
             mark = None
         self.unit.gradients.put_reduced(self.indices, self._output, self._cuts)
+        if self.unit.inspector is not None:
+            self.unit.inspector.on_reduced(self.unit, self._output)
         return mark
 
 
@@ -218,6 +220,8 @@ class UnitReducer:
         batches, rows = matrix.lay_out(
             grads, self._take, in_parts=self._is_plain(), is_written=division.is_before
         )
+        if unit.inspector is not None and rows is not None and matrix.has_gaps:
+            rows.zero_()  # what happens to lie in gaps is reduced too
         packed = PackedGradients(indices, tuple(sorted(grads)), grads, batches, rows, division)
         if unit.streams.reducing is not None and len(batches) == 1:
             packed.copy()
@@ -231,12 +235,13 @@ class UnitReducer:
         return self._unit.matrix.copy_out(packed.present, batch.inputs)
 
     def _is_plain(self) -> bool:
-        """Whether reductions are the engine's own, on its own stream."""
+        """Whether reductions are the engine's own, on its own stream, with nobody looking."""
         options = self._unit.options
         return (
             self._unit.streams.reducing is not None
             and options.reduce_scatter is None
             and options.reduce_group is None
+            and self._unit.inspector is None
         )
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -267,6 +272,7 @@ class UnitReducer:
         lane = unit.streams.reducing
         if lane is None:
             packed.copy()
+            self._show(inputs)
             pairs = list(zip(outputs, inputs, strict=True))
             if scatters and self._is_single(division):
                 pending = self._scatter(output, pairs, division)
@@ -279,11 +285,13 @@ class UnitReducer:
             part.copy()
             (rows_of_part,) = part.inputs
             with lane:
+                self._show(part.inputs)
                 self._scatter_now(division, output, [(next(outputs), rows_of_part)])
         if not packed.is_copied:
             last.copy()
             packed.grads.clear()
         with lane:
+            self._show(last.inputs)
             self._scatter_now(division, output, list(zip(outputs, last.inputs, strict=True)))
             indices, used = self._complete(indices, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
@@ -301,6 +309,11 @@ class UnitReducer:
             reduction.host_mark = mark
         return reduction
 
+    def _show(self, matrices: Sequence[torch.Tensor]) -> None:
+        """Let an inspector look at what is about to be reduced."""
+        if self._unit.inspector is not None:
+            self._unit.inspector.on_reducing(self._unit, matrices)
+
     def _to_host(self, output: torch.Tensor) -> torch.Tensor:
         """Start copying reduced gradients to where the shards live, beside compute."""
         stored = self._unit.shards.buffer
@@ -315,7 +328,8 @@ class UnitReducer:
     def _is_single(self, division: Division) -> bool:
         """Whether one collective is all there is to do."""
         steps = (self._unit.replicas, self._unit.options.all_reduce_hook)
-        return division.is_in_collective and not any(step is not None for step in steps)
+        is_scaled = self._unit.gradient_scale != 1
+        return division.is_in_collective and not is_scaled and steps == (None, None)
 
     def _complete(
         self, indices: tuple[int, ...], output: torch.Tensor, division: Division
@@ -327,6 +341,8 @@ class UnitReducer:
         """
         unit, options = self._unit, self._unit.options
         used = None
+        if unit.gradient_scale != 1:
+            output.mul_(unit.gradient_scale)
         if unit.replicas is not None:
             indices, used = unit.gradients.add_partial(indices, output)
             if not options.all_reduces:

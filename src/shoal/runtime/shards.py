@@ -20,11 +20,12 @@ from shoal.errors import InvariantError, UsageError
 from shoal.layout import Packing, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
 from shoal.layout.even import EvenPacking
+from shoal.layout.strides import Strides, strides_of
 from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.gather_hooks import cut, has_hooks, without
 from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
-from shoal.runtime.updates import mark_replaced, note_change
+from shoal.runtime.updates import mark_kept, mark_replaced, note_change
 from shoal.tensor.sharded import ShardedTensor
 
 _version_of = attrgetter("_version")
@@ -51,15 +52,25 @@ class ParameterSource:
 class Member:
     """One sharded parameter of a unit."""
 
-    __slots__ = ("dtype", "homes", "local", "places", "sharded", "spec", "wrapping")
+    __slots__ = ("dtype", "homes", "local", "places", "sharded", "spec", "strides", "wrapping")
 
-    def __init__(self, source: ParameterSource, sharded: nn.Parameter) -> None:
+    def __init__(
+        self, source: ParameterSource, sharded: nn.Parameter, strides: Strides | None
+    ) -> None:
         self.spec = source.spec
-        self.homes = source.homes
+        self.strides = strides
+        """Those of the full parameter, unless it is row-major."""
+        self.homes: tuple[Home, ...] = ()
         self.wrapping = source.wrapping
         # Straight into the dictionaries: `setattr` on a module costs ten times as much.
-        self.places = [(home.module._parameters, home.name) for home in source.homes]
+        self.places: list[tuple[dict[str, nn.Parameter | None], str]] = []
+        self.add(source.homes)
         self.take(sharded)
+
+    def add(self, homes: Sequence[Home]) -> None:
+        """Know of more places where the parameter is registered."""
+        self.homes += tuple(homes)
+        self.places += [(home.module._parameters, home.name) for home in homes]
 
     def take(self, sharded: nn.Parameter) -> None:
         """Hold a sharded parameter, and the very object that is its local tensor."""
@@ -89,6 +100,8 @@ class Shards:
         self._rank = rank
         self._offload = offload
         tensors = [bytes_of(source.parameter.detach()) for source in sources]
+        strides = [strides_of(tensor) for tensor in tensors]
+        tensors = [one.wrapping.packed(t) for one, t in zip(sources, tensors, strict=True)]
         self._leave_out(tensors)
         stored = [
             torch.empty(param.shape, dtype=param.dtype, device=tensor.device)
@@ -101,7 +114,7 @@ class Shards:
         for index in self.extended:
             locals_[index] = self._cut(index, tensors[index])
         self.members = tuple(
-            Member(source, self._adopt(source, local, index in self.extended))
+            Member(source, self._adopt(source, local, index in self.extended), strides[index])
             for index, (source, local) in enumerate(zip(sources, locals_, strict=True))
         )
         self.rename(unit)
@@ -169,6 +182,7 @@ class Shards:
         original = source.parameter
         sharded = source.wrapping.adopt(original, local)
         if sharded is original:
+            mark_kept(original)
             return sharded
         if not is_extended:  # there the attributes are the tensor itself
             vars(sharded).update(vars(original))
@@ -196,6 +210,12 @@ class Shards:
     def home_device(self, device: torch.device) -> torch.device:
         """Where the shards live, when `device` computes."""
         return torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device
+
+    def share(self, member: Member, homes: Sequence[Home]) -> None:
+        """Register one of the parameters at more places, whose modules use it too."""
+        member.add(homes)
+        self._remember()
+        member.register(member.sharded)
 
     def register(self) -> None:
         """Put the sharded parameters on the modules."""

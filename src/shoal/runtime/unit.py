@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter, methodcaller
 from typing import ClassVar, Protocol, TypeAlias
@@ -32,7 +33,7 @@ from shoal.runtime.gradient_matrix import GradientMatrix
 from shoal.runtime.gradients import Gradients
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, UnitOptions
 from shoal.runtime.reduction import UnitReducer
-from shoal.runtime.shards import Member, ParameterSource, Shards
+from shoal.runtime.shards import Home, Member, ParameterSource, Shards
 from shoal.runtime.streams import Streams
 from shoal.runtime.updates import count_updates
 from shoal.step.action import ActionKind, Actions
@@ -54,6 +55,24 @@ class InGraph(Protocol):
     """For each parameter one of its full shape, without memory: what full gradients are for."""
     gather: Callable[..., tuple[torch.Tensor, ...]]
     """Full parameters of the leaf, which gets reduced gradients, or of both, where full ones do."""
+
+
+class Inspector(Protocol):
+    """Looks at what a unit communicates, on the way; nothing does unless somebody asked for it."""
+
+    def on_gathered(
+        self, unit: Unit, sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor]
+    ) -> None:
+        """A gather is over: what this rank has sent to each part of it, and received."""
+        ...
+
+    def on_reducing(self, unit: Unit, matrices: Sequence[torch.Tensor]) -> None:
+        """Matrices of gradients, a row for each rank, are about to be reduced."""
+        ...
+
+    def on_reduced(self, unit: Unit, output: torch.Tensor) -> None:
+        """This rank's row was reduced, and lies on its parameters."""
+        ...
 
 
 class Unit:
@@ -100,6 +119,7 @@ class Unit:
         self._post: PostForward | None = None
         self.in_graph: InGraph | None = None
         """How graphs gather and reduce it, once one was captured."""
+        self.inspector: Inspector | None = None
         self.num_updates = 0
         self.noted: int | None = None
         """What `note_operations` saw, while a backward of the model runs."""
@@ -109,6 +129,10 @@ class Unit:
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
         self.notices: Callable[..., None] | None = None
+        self.told: Callable[[str, Actions], None] | None = None
+        """Hears what is asked of the unit past the step machine: a request, and what it takes."""
+        self.gradient_scale = 1.0
+        """What reduced gradients are multiplied by, where fewer ranks have inputs."""
         self._counted: set[int] = set()
         self._watches_all = False
         self.trained: tuple[int, ...] = ()
@@ -141,8 +165,8 @@ class Unit:
         compute = [self.policy.compute_dtype(dtype) for dtype in stored]
         self.compute_packing = packing if stored == compute else packing.with_dtypes(compute)
         gather_dtype = compute[0] if len(set(compute)) == 1 else torch.uint8
-        wrappings = [member.wrapping for member in self.shards.members]
-        self.full = FullParameters(self.name, self.compute_packing, wrappings, arena, gather_dtype)
+        members = self.shards.members
+        self.full = FullParameters(self.name, self.compute_packing, members, arena, gather_dtype)
         self.gather, self._kept = self._gather_from(self.shards), None
         self.full.settle()
         self.extension = Extension(self) if self.shards.extended else None
@@ -325,6 +349,13 @@ class Unit:
             return self.version
         return self.num_updates, self.shards.num_changes, self.noted
 
+    def share(self, member: Member, homes: Sequence[Home]) -> None:
+        """Let modules of another call use one of the parameters (tied weights)."""
+        self.reshard()
+        self.shards.share(member, homes)
+        if self._prepared is not None:
+            self._find_registrations()
+
     def sharded_parameters(self) -> list[nn.Parameter]:
         """The parameters that the optimizer holds."""
         return [member.sharded for member in self.shards.members]
@@ -333,20 +364,25 @@ class Unit:
 
     def prefetch(self) -> None:
         """Start the gather, unless the full parameters are there or on their way."""
-        self._perform(self.step.prefetch())
+        self._perform(self._asked("prefetch", self.step.prefetch()))
 
     def hold(self) -> None:
         """Make the full parameters valid, from whatever phase this is."""
-        self._perform(self.step.hold())
+        self._perform(self._asked("hold", self.step.hold()))
 
     def reshard(self) -> None:
         """Let go of the full parameters, from whatever phase this is, and of casts of shards.
 
         State dicts ask for it, through which shards may be written with nothing counted.
         """
-        self._perform(self.step.release())
+        self._perform(self._asked("release", self.step.release()))
         if self._kept is not None:
             self._kept[0].forget()
+
+    def _asked(self, name: str, actions: Actions) -> Actions:
+        if self.told is not None:
+            self.told(name, actions)
+        return actions
 
     def _perform(self, actions: Actions) -> None:
         for number, action in enumerate(actions):
@@ -434,6 +470,9 @@ class Unit:
     def finish_gather(self) -> None:
         """Wait, lay the parameters out, register them on the modules."""
         self.wait_gather()
+        if self.inspector is not None and (self.post is None or not self.post.is_active):
+            gather = self.gather if self._kept is None else self._kept[1]
+            self.inspector.on_gathered(self, gather.sent, gather.received)
         if self.post is not None and self.post.is_active:
             self.post.restore(self.full)
         else:
@@ -538,6 +577,17 @@ class Unit:
         """Let users see the gradients of shards; the phase tells where it broke until the next."""
         if self.phase not in (Phase.SHARDED, Phase.GATHERING):
             self.full.rest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrowed:
+    """A parameter that another call has sharded, whose unit is gathered for these modules too."""
+
+    unit: Unit
+    member: Member
+    homes: tuple[Home, ...]
+    name: str
+    """Below the modules that borrow it."""
 
 
 PERFORM: dict[ActionKind, Callable[[Unit], None]] = {

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 from torch import nn
@@ -37,11 +38,22 @@ class Updatable(Protocol):
 
 
 _REPLACED = "_shoal_replaced"
+_KEPT = "_shoal_kept"
 
 
 def mark_replaced(parameter: nn.Parameter, name: str, home: object) -> None:
     """Note on an original parameter that shards have taken its place, and where that is."""
     setattr(parameter, _REPLACED, (name, home))
+
+
+def mark_kept(parameter: nn.Parameter) -> None:
+    """Note on an original parameter that it is the shard itself now."""
+    setattr(parameter, _KEPT, True)
+
+
+def is_kept(parameter: nn.Parameter) -> bool:
+    """Whether an original parameter has become the shard itself."""
+    return getattr(parameter, _KEPT, False)
 
 
 def replaced_name(parameter: nn.Parameter) -> str | None:
@@ -112,6 +124,12 @@ def count_updates(owner: Updatable) -> None:
 def owners_known() -> list[Any]:
     """All units that are alive, of whatever model."""
     return [*_owners]
+
+
+def optimizers_of(owners: Iterable[Updatable]) -> list[Optimizer]:
+    """The optimizers that have stepped parameters of these owners, in the order of their first."""
+    wanted = {*owners}
+    return [one for one, known in _owners_in.items() if not wanted.isdisjoint(known.owners)]
 
 
 def _held(optimizer: Optimizer) -> list[int]:

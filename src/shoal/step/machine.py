@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import takewhile
 
 from shoal.step.action import Action, ActionKind, Actions
@@ -44,24 +45,31 @@ class Machine:
         for unit in self.units:
             if unit.phase is Phase.FORWARD:  # an earlier forward raised
                 unit.phase = Phase.HELD
+            unit.position = None
         self._ask_for_turns()
         self.orders.begin()
         # In a `full_parameters` block nothing is gathered, and one rank may run alone: an order
         # that the others have not seen would make its next gathers differ from theirs.
         self._is_running = not any(unit.is_lent for unit in self.units)
 
-    def enter_forward(self, unit: UnitStep, *, is_stale: bool, is_nested: bool = False) -> Actions:
+    def enter_forward(
+        self, unit: UnitStep, *, is_stale: bool, is_nested: bool = False, user: object = None
+    ) -> Actions:
         """A unit is about to compute: hold it, and gather ahead what comes next.
 
         `is_stale` says that its shards were changed since they were gathered, `is_nested` that it
-        happens inside of a backward. In BACKWARD this is a recomputation, and everything is there.
-        In FORWARD it is another module of the unit, or the same one called by itself.
+        happens inside of a backward; `user` is whatever computes. In BACKWARD this is a
+        recomputation, and everything is there. In FORWARD it is another module of the unit, or one
+        that shares its parameters, or the same one called by itself.
         """
         if unit.phase in COMPUTING:
+            if unit.phase is Phase.FORWARD:
+                unit.users.add(user)
             return ()
         actions = list(unit.release()) if is_stale else []
         self._hold(unit, actions)
         actions.append(unit.begin(Phase.FORWARD))
+        unit.users = {user}
         if not is_nested:
             self._prefetch_forward(unit, actions)
         return tuple(actions)
@@ -73,12 +81,13 @@ class Machine:
         is_reached: bool = True,
         is_expected: bool = True,
         is_nested: bool = False,
+        user: object = None,
     ) -> Actions:
         """A unit has computed: free it, or let it rest until its backward.
 
         `is_reached` says that its outputs have derivatives, `is_expected` that they may have.
         """
-        if unit.phase is not Phase.FORWARD:  # somebody took its parameters away
+        if not self._is_last_user(unit, user):
             return ()
         # Whoever asked for full parameters after forward wants them in evaluations too.
         unit.stays = unit.settings.reshards_after_forward is False
@@ -96,9 +105,9 @@ class Machine:
         reshards = unit.settings.reshards_after_forward
         return unit not in self.roots if reshards is None else reshards
 
-    def raise_forward(self, unit: UnitStep) -> Actions:
+    def raise_forward(self, unit: UnitStep, *, user: object = None) -> Actions:
         """A unit's forward raised."""
-        if unit.phase is not Phase.FORWARD:
+        if not self._is_last_user(unit, user):
             return ()
         unit.phase = Phase.HELD
         return (unit.do(ActionKind.REST),)
@@ -153,11 +162,11 @@ class Machine:
         if not is_current:
             return (unit.do(ActionKind.REFUSE_CHANGED),)
         actions: list[Action] = []
-        if unit.settings.gathers_in_backward:
+        if unit.settings.gathers_in_backward or run.is_borrowed:
             self._hold(unit, actions)
             actions.append(unit.begin(Phase.BACKWARD))
         if not unit.settings.prefetches_late:
-            self._prefetch_backward(unit, actions)
+            self._prefetch_backward(unit, actions, run.position)
         return tuple(actions)
 
     def reducible(self, unit: UnitStep, run: ModuleRun) -> Sequence[UnitStep]:
@@ -178,7 +187,7 @@ class Machine:
             return ()
         actions: list[Action] = []
         if not self.is_in_turn:
-            self._reduce(unit, actions, self._gather_for_next)
+            self._reduce(unit, actions, partial(self._gather_for_next, run.position))
         elif self._is_over(unit):
             while self._turns and self._is_over(self._turns[0]):
                 self._reduce(self._turns.pop(0), actions)
@@ -186,7 +195,7 @@ class Machine:
             return ()
         self._free(unit, actions)
         if unit.settings.prefetches_late:
-            self._prefetch_backward(unit, actions)
+            self._prefetch_backward(unit, actions, run.position)
         return tuple(actions)
 
     def gradient_arrived(self, unit: UnitStep, *, is_handed_over: bool = False) -> Actions:
@@ -266,11 +275,25 @@ class Machine:
         settings = unit.settings
         depth, named = settings.prefetch_depth, settings.forward_prefetch
         orders = self.orders
-        following = orders.enter(unit, depth) if self._is_running else orders.after(unit, depth)
+        if self._is_running:
+            unit.position = orders.position
+            following = orders.enter(unit, depth)
+        else:
+            unit.position = None
+            following = orders.after(unit, depth)
         for target in following if named is None else named:
             actions += target.prefetch()
 
-    def _prefetch_backward(self, unit: UnitStep, actions: list[Action]) -> None:
+    def _is_last_user(self, unit: UnitStep, user: object) -> bool:
+        """Whether a unit's forward is over when a user's is."""
+        if unit.phase is not Phase.FORWARD:  # somebody took its parameters away
+            return False
+        unit.users.discard(user)
+        return not unit.users
+
+    def _prefetch_backward(
+        self, unit: UnitStep, actions: list[Action], position: int | None = None
+    ) -> None:
         if self.is_in_turn:  # all that backward needs was gathered when it began
             return
         settings = unit.settings
@@ -278,7 +301,8 @@ class Machine:
         if then is None:
             # The root's backward comes first, although its forward did too: it is around.
             is_root = unit in self.roots
-            then = self.orders.last(depth) if is_root else self.orders.before(unit, depth)
+            orders = self.orders
+            then = orders.last(depth) if is_root else orders.before(unit, depth, position)
         for target in then:
             # The root's backward has begun: if it is not held, backward needs no more of it.
             if target.settings.gathers_in_backward and target not in self.roots:
@@ -289,7 +313,7 @@ class Machine:
         is_left = [run.left_in == self._num_backwards for run in unit.runs]
         return bool(is_left) and all(is_left) and not unit.open_runs
 
-    def _gather_for_next(self, unit: UnitStep, actions: list[Action]) -> None:
+    def _gather_for_next(self, position: int | None, unit: UnitStep, actions: list[Action]) -> None:
         """Gather what the backward that comes next is about to gather ahead.
 
         Before the reduction of this one: compute waits for gathers first.
@@ -297,10 +321,11 @@ class Machine:
         settings = unit.settings
         if settings.prefetches_late or settings.backward_prefetch is not None:
             return
-        for following in self.orders.before(unit):
+        for following in self.orders.before(unit, position=position):
             is_on_its_way = following.phase is not Phase.SHARDED and following not in self.roots
             if is_on_its_way and not following.settings.prefetches_late:
-                self._prefetch_backward(following, actions)
+                before = None if position is None else position - 1
+                self._prefetch_backward(following, actions, before)
 
     def _reduce(
         self,

@@ -29,6 +29,11 @@ class Orders(Generic[T]):
         """What was seen, newest first; what was declared, as long as nothing was."""
         return tuple(self._known)
 
+    @property
+    def position(self) -> int:
+        """How many units have computed in this forward."""
+        return len(self._seen)
+
     def begin(self) -> None:
         """A forward starts."""
         self._seen: list[T] = []
@@ -68,10 +73,15 @@ class Orders(Generic[T]):
         self._is_derived = False
         self._positions = _positions(seen)
 
-    def before(self, unit: T, depth: int = 1) -> tuple[T, ...]:
-        """The units whose backwards come next, after the newest forward."""
-        position = self._positions.get(unit, 0)
-        return self._known[0][max(0, position - depth) : position][::-1]
+    def before(self, unit: T, depth: int = 1, position: int | None = None) -> tuple[T, ...]:
+        """The units whose backwards come next, after the newest forward.
+
+        `position` says which run of the unit it was; its first, if that is not known.
+        """
+        order = self._known[0]
+        if position is None or position >= len(order) or order[position] is not unit:
+            position = self._positions.get(unit, 0)
+        return order[max(0, position - depth) : position][::-1]
 
     def last(self, depth: int = 1) -> tuple[T, ...]:
         """The units that computed last in the newest forward, the very last first."""

@@ -24,11 +24,17 @@ _BEFORE = {
 class ModuleRun:
     """One run of a unit's module: its backward begins at the outputs and ends at the inputs."""
 
-    __slots__ = ("__weakref__", "left_in", "version")
+    __slots__ = ("__weakref__", "is_borrowed", "left_in", "position", "version")
 
-    def __init__(self, version: object = None) -> None:
+    def __init__(
+        self, version: object = None, position: int | None = None, *, is_borrowed: bool = False
+    ) -> None:
         self.version = version
         """The parameters' version in forward."""
+        self.position = position
+        """As which unit of its forward it ran, if it ran in the model's."""
+        self.is_borrowed = is_borrowed
+        """Whether the module is another one than the unit's, with which it shares parameters."""
         self.left_in = 0
         """The number of the backward that has left it last."""
 
@@ -59,6 +65,10 @@ class UnitStep:
         """Whether a `full_parameters` block has them: then state dicts show them, not shards."""
         self.stays = False
         """Whether it is held after forward, also where no backward follows."""
+        self.users: set[object] = set()
+        """Whose forwards compute with it now, where parameters are shared by several modules."""
+        self.position: int | None = None
+        """As which unit of this forward it began to compute."""
         self.open_runs: set[ModuleRun] = set()
         """Those that backward has come to and not left."""
         self.runs: weakref.WeakSet[ModuleRun] = weakref.WeakSet()

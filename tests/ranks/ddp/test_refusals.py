@@ -71,8 +71,6 @@ def test_what_cannot_be_replicated():
         replicate(nn.LazyLinear(3))
     with pytest.raises(UsageError, match="'weight' is on the meta device"):
         replicate(nn.Linear(5, 3, device="meta"))
-    with pytest.raises(NotImplementedError, match="sparse gradients"):
-        replicate(nn.Embedding(5, 3, sparse=True))
     with pytest.raises(NotImplementedError, match="mixed_precision"):
         replicate(nn.Linear(5, 3), mixed_precision=object())
     mesh = init_device_mesh("cpu", (2, 1))
@@ -89,19 +87,6 @@ def test_what_a_replicated_module_cannot_do():
         copy.deepcopy(model)
     with pytest.raises(NotImplementedError, match="create_graph"):
         model(batch(0)).mean().backward(create_graph=True)
-    weight = nn.Parameter(torch.ones(5, 3))
-
-    class Sparse(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return nn.functional.embedding(x, self.weight, sparse=True)
-
-    sparse = replicate(Sparse())
-    with pytest.raises(NotImplementedError, match="gradient of 'weight' is sparse"):
-        sparse(torch.tensor([1, 2])).sum().backward()
 
 
 @ranks(2)

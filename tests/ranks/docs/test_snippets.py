@@ -63,6 +63,11 @@ def nothing() -> Names:
     return {}
 
 
+def forecasting() -> Names:
+    """It imagines the ranks."""
+    return {}
+
+
 def script() -> Names:
     """The ranks of this test have a process group already."""
     dist.init_process_group = lambda: None  # pyright: ignore
@@ -219,6 +224,19 @@ def reporting() -> Names:
     return {"Path": Path}
 
 
+def tied() -> Names:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.head(self.embedding(tokens))
+
+    return {"fully_shard": fully_shard, "model": Tied()}
+
+
 def exporting() -> Names:
     from shoal.fsdp import full_parameters
 
@@ -340,15 +358,20 @@ SCENES: dict[str, Callable[[], Names]] = {
     "comm.md 3": modelled,
     "compile.md 0": beginning,
     "ddp.md 0": replicating,
+    "experts.md 0": nothing,
     "faults.md 0": watching,
+    "index.md 0": beginning,
+    "join.md 0": nothing,
     "migration.md 0": old_checkpoints,
     "migration.md 1": ddp_checkpoints,
     "migration.md 2": taking_over,
     "passes.md 0": whole_steps,
     "passes.md 1": beginning,
+    "plan.md 0": forecasting,
     "report.md 0": reporting,
     "runtime.md 0": planning,
-    "runtime.md 1": exporting,
+    "runtime.md 1": tied,
+    "runtime.md 2": exporting,
     "sharded_tensor.md 0": sharded_layers,
     "tensor.md 0": placing,
     "tensor.md 1": resharding,
@@ -358,7 +381,7 @@ SCENES: dict[str, Callable[[], Names]] = {
 }
 
 
-ALONE = (local_ranks, modelled)
+ALONE = (forecasting, local_ranks, modelled)
 """Those that make ranks of their own."""
 
 

@@ -90,6 +90,7 @@ def trained(engine: Engine, name: str, *, with_real: bool = False, **options: An
     return [*seen, snapshot(model, optimizer)]
 
 
+@pytest.mark.compose("complex parameters", "fully_shard", "every layout")
 @ranks(2, 4)
 @pytest.mark.sampled
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -111,6 +112,7 @@ def test_torchs_engine_gives_the_same(dtypes: Any) -> None:
     check_like_plain(ours, plain)
 
 
+@pytest.mark.compose("complex parameters", "HSDP")
 @ranks(4)
 @pytest.mark.parametrize("layout", [Even(), Flat()], ids=repr)
 def test_replicas(layout: Layout) -> None:
@@ -118,6 +120,7 @@ def test_replicas(layout: Layout) -> None:
     check_like_plain(trained(SHOAL, "sgd", layout=layout, mesh=two_axes()), plain)
 
 
+@pytest.mark.compose("complex parameters", "wrapper")
 @ranks(2)
 @pytest.mark.parametrize("use_orig_params", [False, True])
 def test_the_wrapper(use_orig_params: bool) -> None:
@@ -170,15 +173,29 @@ def test_checkpoints(layouts: tuple[Layout, Layout], tmp_path: Path) -> None:
     check_same(seen[1], seen[0], exact=True, where="loaded against saved")
 
 
-@ranks(2)
-def test_vectors_whose_updates_torch_would_lose_are_refused() -> None:
-    """`torch.view_as_real` of such a DTensor is a copy, into which Adam would write."""
+class Vector(nn.Module):
+    """A vector and a number, which no two ranks can share evenly."""
 
-    def vector() -> nn.Module:
-        layer = nn.Linear(DIM, 3)
-        layer.bias = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
-        return layer
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.randn(DIM - 1, dtype=torch.complex64))
+        self.turn = nn.Parameter(torch.randn((), dtype=torch.complex64))
 
-    with pytest.raises(NotImplementedError, match=r"complex parameter 'bias'.*layout=Flat\(\)"):
-        SHOAL.api.fully_shard(vector())
-    SHOAL.api.fully_shard(vector(), layout=Flat())
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x[:, 1:] * self.turn + self.offset).abs()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_uneven_vectors(name: str) -> None:
+    """`torch.view_as_real` of such a DTensor would be a copy, into which Adam would write."""
+    seen = []
+    for engine in (SHOAL, PLAIN):
+        model = engine.shard(seeded(Vector))
+        optimizer = OPTIMIZERS[name](model.parameters())
+        for batch in engine.batches(3):
+            loss_of(model(batch)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        seen.append(snapshot(model, optimizer))
+    check_like_plain(*seen)

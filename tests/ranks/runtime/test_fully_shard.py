@@ -268,10 +268,8 @@ def test_refusals_name_what_they_refuse() -> None:
     def linear(**options) -> nn.Linear:
         return nn.Linear(4, 4, **options)
 
-    scalar = linear()
-    scalar.gain = nn.Parameter(torch.ones(()))
-    strided = linear()
-    strided.weight = nn.Parameter(torch.ones(4, 4).t()[:, ::2])
+    shared = linear()
+    shared.weight = nn.Parameter(torch.ones(4).expand(4, 4))
     twice = fully_shard(linear())
     cases = [
         (UsageError, "list of modules", lambda: fully_shard(3)),
@@ -279,8 +277,7 @@ def test_refusals_name_what_they_refuse() -> None:
         (UsageError, "to divide the 2", lambda: fully_shard(linear(), reshard_after_forward=3)),
         (NotImplementedError, "symmetric memory", lambda: twice.set_symm_mem_for_comm()),
         (AssertionError, "does not support deepcopy", lambda: copy.deepcopy(twice)),
-        (UsageError, "scalar parameters. Change gain", lambda: fully_shard(scalar)),
-        (NotImplementedError, "non-contiguous parameters: 'weight'", lambda: fully_shard(strided)),
+        (UsageError, "'weight'.* several of its elements are one", lambda: fully_shard(shared)),
         (UsageError, "each of its children", lambda: fully_shard(nn.ModuleList([linear()]))),
         (UsageError, "manages this FSDPLinear already", lambda: fully_shard(twice)),
         (UsageError, "floating-point", lambda: MixedPrecisionPolicy(param_dtype=torch.int8)),

@@ -18,12 +18,15 @@ from shoal.tensor.sharded import ShardedTensor
 LAYOUTS: list[Layout] = [Flat(), Rows(), Block(5), Whole()]
 
 
+@pytest.mark.compose("Adam and AdamW", "fully_shard", "Flat", "Rows", "Block", "Whole")
+@pytest.mark.compose("tied parameters in one unit", "fully_shard", "Flat", "Rows", "Block", "Whole")
 @ranks(2, 4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_training_equals_the_unsharded_model(layout: Layout) -> None:
     check_training_equals_unsharded("cpu", "none", layout=layout)
 
 
+@pytest.mark.compose("activation checkpointing", "fully_shard", "Flat", "Whole")
 @ranks(2)
 @pytest.mark.parametrize("layout", [Flat(), Whole()], ids=repr)
 @pytest.mark.parametrize("checkpoint", ["inside", "outside", "reentrant"])
@@ -31,6 +34,8 @@ def test_recomputation(layout: Layout, checkpoint: Any) -> None:
     check_training_equals_unsharded("cpu", checkpoint, layout=layout)
 
 
+@pytest.mark.compose("Adam and AdamW", "HSDP")
+@pytest.mark.compose("tied parameters in one unit", "HSDP")
 @ranks(4)
 @pytest.mark.parametrize("layout", [Flat(), Whole()], ids=repr)
 def test_on_two_axes(layout: Layout) -> None:
@@ -38,6 +43,8 @@ def test_on_two_axes(layout: Layout) -> None:
     check_training_equals_unsharded("cpu", "none", layout=layout, mesh=mesh)
 
 
+@pytest.mark.compose("mixed precision", "fully_shard", "every layout")
+@pytest.mark.compose("clipping by norm", "fully_shard", "every layout")
 @ranks(2, 4)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=repr)
 def test_mixed_precision_is_bitwise_that_of_the_even_layout(layout: Layout) -> None:
@@ -67,6 +74,7 @@ def test_parameters_are_sharded_tensors_of_the_global_shape() -> None:
         assert torch.equal(full(q), p)
 
 
+@pytest.mark.compose("frozen parameters", "fully_shard", "Flat")
 @ranks(2)
 @pytest.mark.parametrize("fused", [False, True])
 def test_frozen_and_unused_parameters(fused: bool) -> None:

@@ -74,10 +74,11 @@ def plain_state_dict() -> None:
     SHOAL.shard(stack()).load_state_dict(stack().state_dict())
 
 
-def tied_in_two_units() -> None:
+def tied_in_two_dtypes() -> None:
     model = stack()
     model.blocks[1].up.weight = model.blocks[0].up.weight
-    SHOAL.shard(model)(torch.ones(2, DIM))
+    fully_shard(model.blocks[0])
+    fully_shard(model.blocks[1], mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 
 
 def inner_layer() -> None:
@@ -158,10 +159,10 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], list[str]]] = {
         ValueError,
         ["'first.weight'", "set_model_state_dict", "full_parameters"],
     ),
-    "tied weights in two units": (
-        tied_in_two_units,
+    "tied weights in two dtypes": (
+        tied_in_two_dtypes,
         ValueError,
-        ["'blocks.1.up.weight'", "'blocks.0.up.weight'", "fully_shard([a, b])"],
+        ["'up.weight'", "'Block.up.weight'", "torch.bfloat16", "one param_dtype"],
     ),
     "an inner layer": (
         inner_layer,

@@ -77,6 +77,7 @@ def scaled(engine: Engine, overflow: str) -> list[Any]:
     return [*seen, snapshot(model)]
 
 
+@pytest.mark.compose("gradient scaling", "fully_shard", "Even")
 @ranks(2, 4)
 @pytest.mark.parametrize("overflow", ["nowhere", "loss", "shard"])
 def test_gradient_scaling(overflow: str) -> None:

@@ -76,6 +76,8 @@ _3D = ((1, 2, 2), ("replicate", "shard", "tensor"))
 _quietly = pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")
 
 
+@pytest.mark.compose("Adam and AdamW", "TP")
+@pytest.mark.compose("DTensor parameters", "fully_shard", "Even")
 @_quietly
 @ranks(4)
 @pytest.mark.parametrize("sizes", [_2D, _3D], ids=["two_axes", "three_axes"])
@@ -105,6 +107,7 @@ def test_tensor_parallel_parameters(
     check_engines_agree(run, exact=True, plain=False)
 
 
+@pytest.mark.compose("mixed precision", "TP")
 @_quietly
 @ranks(4)
 def test_tensor_parallel_parameters_in_mixed_precision() -> None:

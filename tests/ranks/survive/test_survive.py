@@ -158,6 +158,26 @@ def test_what_cannot_be_rebuilt_starts_again_from_the_checkpoint(tmp_path, capsy
     assert all(torch.equal(found[name], value) for name, value in truth.items())
 
 
+@pytest.mark.parametrize("parities", [1, 2])
+def test_memory_and_bytes_are_as_stated(parities, tmp_path):
+    """As docs/survive.md has them; S is the largest rank's state, in whole stripes."""
+    size, plan = 4, {"steps": 3, "parities": parities}
+    outcome = launch(tmp_path / "job", size, plan)
+    state = on_ranks(size, own_bytes, plan)
+    stripe = -(-max(state) // (size - parities) // 8) * 8
+    padded = stripe * (size - parities)
+    for story in outcome.stories.values():
+        assert story["sent"] == parities * padded
+        assert story["kept"] == 2 * padded + parities * stripe
+
+
+def own_bytes(plan):
+    """The bytes of a rank's weights and two moments, each tensor in whole words."""
+    model = shard(build(), "even")
+    numels = [parameter.detach().to_local().numel() for parameter in model.parameters()]
+    return sum(3 * (-(-4 * numel // 8) * 8) for numel in numels)
+
+
 NUM_SEEDS = int(os.environ.get("SHOAL_DEATHS", "20"))
 """How many jobs die at random; each has several deaths."""
 

@@ -33,6 +33,7 @@ from shoal.compile.lowering.gathered_rows import (
 )
 from shoal.errors import InvariantError
 from shoal.layout.packing import Packing
+from shoal.layout.strides import with_strides
 from shoal.runtime.gradient_matrix import MatrixParts, cut, examples_of
 from shoal.runtime.module_state import LOWERINGS, ModuleState
 from shoal.runtime.reduction import Division
@@ -66,6 +67,8 @@ class GraphUnit:
         self._pieces = tuple(
             place_of(self.stored, i, unit.rank) for i in range(len(self.stored.params))
         )
+        self._strides = [member.strides for member in unit.shards.members]
+        self._wrappings = [member.wrapping for member in unit.shards.members]
         starts = {i: (start, shape) for i, (start, _, shape) in enumerate(self._pieces)}
         shapes, wanted = cut(starts)
         self._examples, self._wanted = examples_of(shapes), sorted(wanted)
@@ -112,7 +115,8 @@ class GraphUnit:
 
     def _new_full_leaf(self, index: int) -> Tensor:
         blank = torch.zeros((), dtype=self.compute_dtype, device=self._buffer.device)
-        leaf = blank.expand(self.stored.params[index].shape).requires_grad_()
+        full = blank.expand(self.stored.params[index].shape)
+        leaf = self._wrappings[index].shaped(full).requires_grad_()
         leaf.register_post_accumulate_grad_hook(_weakly(GraphUnit._hand_over, self, index))
         return leaf
 
@@ -181,10 +185,19 @@ class GraphUnit:
         if self._gather_group is not None:
             shard = collectives.gather_in_graph(shard, self.size, self._gather_group)
         rows = shard.view(self.size, -1)
-        return tuple(full_in(self.stored, i, rows) for i in range(len(self.stored.params)))
+        return tuple(
+            with_strides(wrapping.shaped(full_in(self.stored, index, rows)), strides)
+            for index, (wrapping, strides) in enumerate(
+                zip(self._wrappings, self._strides, strict=True)
+            )
+        )
 
     def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Reduce gradients to this rank's shard of them."""
+        grads = tuple(
+            grad if grad is None else wrapping.packed(grad)
+            for wrapping, grad in zip(self._wrappings, grads, strict=True)
+        )
         zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self.leaf.device)
         if self._bounds:
             parts = parts_of(self.stored, grads, self.reduce_dtype, self._bounds)
@@ -358,10 +371,10 @@ def _check_can_lower(unit: Unit) -> None:
 def lower_units(state: ModuleState) -> None:
     """Let graphs gather a module's units; again in backward if the machine frees them before."""
     assert state.context is not None
-    for unit in state.units:
+    for unit in state.used:
         _lower(unit, gathers_again=state.context.machine.frees_after_forward(unit.step))
     for module in state.modules:
-        state.graph_names[module] = [_names_in(module, unit) for unit in state.units]
+        state.graph_names[module] = [_names_in(module, unit) for unit in state.used]
 
 
 def _lower(unit: Unit, *, gathers_again: bool) -> None:

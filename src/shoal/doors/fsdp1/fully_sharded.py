@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,11 +37,12 @@ from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import wrappers_below
 from shoal.errors import UsageError
 from shoal.layout import Flat, ParamSpec
-from shoal.runtime.collect import Found
+from shoal.runtime.collect import Found, check_borrowed
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.parameter_wrapping import bytes_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, UnitOptions
 from shoal.runtime.shards import ParameterSource
+from shoal.runtime.unit import Borrowed
 from shoal.sharding_wrapper import WRAPPED
 
 
@@ -114,7 +116,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         self._use_full_prec_in_eval = os.environ.get(FULL_PRECISION_IN_EVAL, "") == "1"
         casts = (child for child in own_modules(module) if child not in self._ignored_modules)
         self._buffers_cast = Buffers(casts, self.mixed_precision.buffer_dtype)
-        found = prepared(
+        found, borrowed = prepared(
             module,
             *ignored,
             device,
@@ -122,7 +124,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             param_init_fn=param_init_fn,
             synchronised_over=placing.every_group if sync_module_states else (),
         )
-        self._make_unit(module, found, placing)
+        self._make_unit(module, found, borrowed, placing)
         setattr(self, WRAPPED, module)
 
     def _wrap_inside(
@@ -137,9 +139,16 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
         ignored = self._ignored_modules, self._ignored_params
         wrapping.auto_wrap(module, policy, *ignored, options, FullyShardedDataParallel)
 
-    def _make_unit(self, module: nn.Module, found: Sequence[Found], placing: Placing) -> None:
+    def _make_unit(
+        self,
+        module: nn.Module,
+        found: Sequence[Found],
+        borrowed: Sequence[Borrowed],
+        placing: Placing,
+    ) -> None:
         _check(found, self._device_mesh)
         device, policy = self.compute_device, policy_of(self.mixed_precision)
+        check_borrowed(borrowed, placing.mesh_info, policy)
         offload = OffloadPolicy()
         if self.cpu_offload.offload_params:
             offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
@@ -154,6 +163,9 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 policy,
                 offload,
             )
+            self._unit.wrapper = weakref.ref(self)
+            if self._flat_members is not None:
+                self._flat_members.unit = self._unit
             self._unit.options = UnitOptions(
                 halves_division=True,
                 prefetches_late=self.backward_prefetch is BackwardPrefetch.BACKWARD_POST,
@@ -161,7 +173,7 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
             )
             keep_low_grads(self._unit, self.mixed_precision)
         units = [] if self._unit is None else [self._unit]
-        state = ModuleState([self], units, policy, placing.reshard_after_forward, device)
+        state = ModuleState([self], units, policy, placing.reshard_after_forward, device, borrowed)
         state.casts_as_root = self.mixed_precision.cast_root_forward_inputs
 
     def _sources(
@@ -224,13 +236,12 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 self._have_run = True
                 if not self._is_in_full_precision:
                     self._buffers_cast.cast()
-            if self._flat_members is not None and self._unit is not None:
-                self._flat_members.show(
-                    self._unit.full.parameters[0], self._unit.gradients.num_backwards
-                )
+            units = [unit for unit in state.used if isinstance(unit, WrappedUnit)]
+            for unit in units:
+                unit.show()
             output = wrapped(*args, **kwargs)
-            if self._unit is not None:
-                output = self._unit.apart(output)
+            for unit in units:
+                output = unit.apart(output)
         except BaseException:
             state.abort()
             raise
@@ -313,11 +324,6 @@ def _check(found: Sequence[Found], mesh: DeviceMesh | None) -> None:
             raise UsageError(
                 f"parameter {item.name!r} is a DTensor, so the wrapper must know its own axis of "
                 "the same mesh: pass device_mesh=mesh[...] instead of a process group"
-            )
-        if item.parameter.dim() == 0:
-            raise ValueError(
-                f"FSDP doesn't support scalar parameters. Change {item.name} to a 1D tensor with "
-                "numel equal to 1."
             )
 
 

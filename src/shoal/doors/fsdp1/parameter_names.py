@@ -16,6 +16,7 @@ from shoal.doors.fsdp1.tensor_parallel import Spec
 from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.errors import UsageError
+from shoal.runtime.module_state import state_of
 from shoal.sharding_wrapper import clean
 
 Key = int | str
@@ -69,10 +70,16 @@ def named_members(module: nn.Module) -> Iterator[NamedMember]:
     prefixes: dict[nn.Module, list[str]] = {}
     for name, child in module.named_modules(remove_duplicate=False):
         prefixes.setdefault(child, []).append(f"{name}." if name else "")
-    for wrapper in prefixes:
+    for wrapper in [*dict.fromkeys(one for each in prefixes for one in (each, *lenders(each)))]:
         if isinstance(wrapper, Wrapper):
             for index, one in enumerate(wrapper._user_parameters):
-                names = [clean(p + home.name) for home in one.homes for p in prefixes[home.module]]
+                names = [
+                    clean(prefix + home.name)
+                    for home in one.homes
+                    for prefix in prefixes.get(home.module, ())
+                ]
+                if not names:  # of a wrapper elsewhere, of which some others are used here
+                    continue
                 yield NamedMember(
                     names=tuple(dict.fromkeys(names)),
                     wrapper=wrapper,
@@ -80,6 +87,14 @@ def named_members(module: nn.Module) -> Iterator[NamedMember]:
                     shape=one.shape,
                     before=one.before,
                 )
+
+
+def lenders(module: nn.Module) -> list[Wrapper]:
+    """The wrappers that own parameters which this one uses too (tied weights)."""
+    state = state_of(module) if isinstance(module, Wrapper) else None
+    units = () if state is None else state.used[len(state.units) :]
+    found = (unit.wrapper() for unit in units if isinstance(unit, WrappedUnit))
+    return [one for one in found if one is not None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,17 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import eq
-from typing import ClassVar, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 import torch
 from torch import nn
 
 from shoal._torch import wrapping
 from shoal.doors.fsdp1.tensor_parallel import Spec, spec_of, view, whole
+from shoal.layout.strides import Strides, strides_of, with_strides
 from shoal.runtime.collect import Found
 from shoal.runtime.full import FreedParameter
 from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of, local_grad
 from shoal.runtime.shards import Home
+
+if TYPE_CHECKING:
+    from shoal.runtime.unit import Unit
 
 FLAT_PARAM = "_flat_param"
 
@@ -84,7 +88,7 @@ class PlainWrapping(ParameterWrapping):
         return self
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class UserParameter:
     """One of the user's parameters that a wrapper shards, by itself or as a range of a flat one."""
 
@@ -93,14 +97,23 @@ class UserParameter:
     shape: torch.Size
     """The shape of this rank's local tensor, where the parameter is distributed."""
     homes: tuple[Home, ...]
+    """Where it is registered; modules of other wrappers may use it too (tied weights)."""
     before: Spec
     """How the parameter is distributed over other axes."""
+    strides: Strides | None
+    """Those of the local tensor, unless it is row-major."""
 
     @classmethod
     def of(cls, found: Found) -> Self:
         """Describe a parameter before it is sharded."""
-        local, before = bytes_of(found.parameter), spec_of(found.parameter)
-        return cls(name=found.name, shape=local.shape, homes=found.homes, before=before)
+        local = bytes_of(found.parameter)
+        return cls(
+            name=found.name,
+            shape=local.shape,
+            homes=found.homes,
+            before=spec_of(found.parameter),
+            strides=strides_of(local),
+        )
 
 
 def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembers]:
@@ -129,14 +142,30 @@ def flatten(found: Sequence[Found], module: nn.Module) -> tuple[Found, FlatMembe
     members = tuple(map(UserParameter.of, found))
     # torch's checkpoints ask this of it.
     flat._fqns = [m.name.replace(wrapping.CHECKPOINT_PREFIX, "") for m in members]  # pyright: ignore
-    for item in found:
-        blank = _blank(item)
-        for home in item.homes:
-            del home.module._parameters[home.name]
-            vars(home.module)[home.name] = blank
-    module.register_parameter(FLAT_PARAM, flat)
     home = Home(module=module, name=FLAT_PARAM)
-    return Found(name=FLAT_PARAM, parameter=flat, homes=(home,)), FlatMembers(members, home)
+    flat_members = FlatMembers(members, home)
+    for index, item in enumerate(found):
+        _take_off(item)
+        setattr(item.parameter, _FLATTENED, (flat_members, index))
+    module.register_parameter(FLAT_PARAM, flat)
+    return Found(name=FLAT_PARAM, parameter=flat, homes=(home,)), flat_members
+
+
+_FLATTENED = "_shoal_flattened"
+"""Where an original parameter says which flat one has taken its place."""
+
+
+def flattened(item: Found) -> tuple[FlatMembers, int] | None:
+    """Which flat parameter has a parameter in it already, and as which of its members."""
+    return getattr(item.parameter, _FLATTENED, None)
+
+
+def _take_off(item: Found) -> None:
+    """Let modules have views of a flat parameter from here on, and no parameter."""
+    blank = _blank(item)
+    for home in item.homes:
+        del home.module._parameters[home.name]
+        vars(home.module)[home.name] = blank
 
 
 def _blank(item: Found) -> torch.Tensor:
@@ -149,11 +178,25 @@ def _blank(item: Found) -> torch.Tensor:
     return blank
 
 
+class _WithDenseGradient(torch.autograd.Function):
+    """A view as it is: gradients of views of a flat parameter cannot be sparse."""
+
+    @staticmethod
+    def forward(ctx: object, view: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return view.view_as(view)
+
+    @staticmethod
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad.to_dense() if grad.is_sparse else grad
+
+
 class FlatMembers:
     """The parameters of one flat parameter, as views of it."""
 
     def __init__(self, members: tuple[UserParameter, ...], home: Home) -> None:
         self.members = members
+        self.unit: Unit | None = None
+        """The unit of the flat parameter, once it is made."""
         self._home = home
         self._sizes = [member.shape.numel() for member in self.members]
         self._shown: torch.Tensor | None = None
@@ -161,10 +204,19 @@ class FlatMembers:
         self._modes: tuple[int | bool, ...] = ()
         """When the views were made: the step, and the modes of autograd."""
 
+    def share(self, index: int, item: Found) -> None:
+        """Let modules of another wrapper use one of them too."""
+        self.members[index].homes += item.homes
+        self._shown = None
+        _take_off(item)
+
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The elements of each, in its shape."""
+        """The elements of each, in its shape; a copy of those that are not row-major."""
         pieces = flat.split(self._sizes)
-        return [p.view(m.shape) for p, m in zip(pieces, self.members, strict=True)]
+        return [
+            with_strides(p.view(m.shape), m.strides)
+            for p, m in zip(pieces, self.members, strict=True)
+        ]
 
     def ranges(self, piece: slice) -> Iterator[tuple[UserParameter, slice]]:
         """Each member with its elements of a piece of the flat parameter."""
@@ -186,6 +238,8 @@ class FlatMembers:
             return
         self._shown, self._modes = flat, modes
         for member, local in zip(self.members, self.views(flat), strict=True):
+            if any(getattr(home.module, "sparse", False) for home in member.homes):
+                local = _WithDenseGradient.apply(local)
             shown = view(local, member.before)
             for home in member.homes:
                 # Past `nn.Module.__setattr__`, which costs more than all the rest.
@@ -211,11 +265,12 @@ class FlatMembers:
         try:
             yield
         finally:
-            for member, local in zip(self.members, views, strict=True):
+            rows = flat.data.split(self._sizes)
+            for member, local in zip(self.members, rows, strict=True):
                 found = [home.module._parameters.pop(home.name, None) for home in member.homes]
                 data = None if found[0] is None else bytes_of(found[0].data)
                 if data is not None and data.data_ptr() != local.data_ptr():
-                    local.copy_(data)
+                    local.copy_(data.reshape(-1))
             for home, before in zip(homes, shown, strict=True):
                 if before is not None:
                     vars(home.module)[home.name] = before

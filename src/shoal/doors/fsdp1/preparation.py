@@ -13,12 +13,14 @@ from torch import nn
 from shoal._torch import composable
 from shoal.comm.transport import Transport
 from shoal.ddp.broadcast import broadcast
+from shoal.doors.fsdp1.parameters import flattened
 from shoal.doors.fsdp1.wrapper import wrappers_below
 from shoal.errors import ShardedTwiceError
-from shoal.runtime.collect import Found, collect
+from shoal.runtime.collect import Found, check_strides, collect, without_borrowed
 from shoal.runtime.module_state import state_of
 from shoal.runtime.parameter_wrapping import bytes_of
 from shoal.runtime.rank_guard import check_tensors_agree
+from shoal.runtime.unit import Borrowed
 
 
 def ignored_of(
@@ -151,14 +153,20 @@ def prepared(
     moves: bool,
     param_init_fn: Callable[[nn.Module], None] | None,
     synchronised_over: Sequence[dist.ProcessGroup],
-) -> list[Found]:
-    """Make a module ready, and find the parameters in it that nobody has sharded yet."""
+) -> tuple[list[Found], list[Borrowed]]:
+    """Make a module ready, and find the parameters in it: its own, and those of other wrappers."""
     modules = [child for child in own_modules(module) if child not in ignored_modules]
     _materialise(modules, param_init_fn, device)
-    found = collect([module], ignored_params)
+    found, borrowed = without_borrowed(collect([module], ignored_params))
+    found, flat = _without_flattened(found)
     parameters = [item.parameter for item in found]
     buffers = [buffer for child in modules for buffer in child.buffers(recurse=False)]
+    for item in found:
+        check_strides(item.name, bytes_of(item.parameter))
     _move([*parameters, *buffers], device if moves else None)
+    for buffer in buffers:
+        if not buffer.is_contiguous():
+            buffer.data = buffer.contiguous()
     if not moves and any(p.device.type != device.type for p in parameters):
         warnings.warn(
             f"The passed-in `module` is on CPU and will compute on {device}: sharding on the CPU "
@@ -167,7 +175,24 @@ def prepared(
         )
     if synchronised_over:
         _synchronise(found, buffers, device, synchronised_over)
-    return found
+    return found, [*borrowed, *flat]
+
+
+def _without_flattened(found: Sequence[Found]) -> tuple[list[Found], list[Borrowed]]:
+    """The parameters that no flat parameter has, and those that one has."""
+    own: list[Found] = []
+    borrowed: list[Borrowed] = []
+    for item in found:
+        known = flattened(item)
+        unit = None if known is None else known[0].unit
+        if known is None or unit is None:
+            own.append(item)
+            continue
+        flat, index = known
+        flat.share(index, item)
+        (member,) = unit.shards.members
+        borrowed.append(Borrowed(unit=unit, member=member, homes=(), name=item.name))
+    return own, borrowed
 
 
 def _materialise(
@@ -209,8 +234,6 @@ def _move(tensors: Sequence[torch.Tensor], device: torch.device | None) -> None:
     for tensor in tensors:
         if device is not None and tensor.device != device:
             tensor.data = tensor.to(device)
-        if not tensor.is_contiguous():
-            tensor.data = tensor.contiguous()
 
 
 @torch.no_grad()

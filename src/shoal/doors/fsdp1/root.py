@@ -12,11 +12,13 @@ wrappers in the same order, because a gather is a collective:
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from shoal._torch import autograd, dynamo
 from shoal.doors.fsdp1.precision import follow_modes
@@ -106,6 +108,14 @@ def begin(wrapper: Wrapper) -> ModuleState:
     if wrapper._unit is not None:
         order.enter(wrapper._unit, is_new=not wrapper._have_run, trains=trains)
     return state
+
+
+def note_run(unit: Unit, models: Sequence[nn.Module]) -> None:
+    """The wrapper of a unit has run on other ranks: it is compared with them no more."""
+    for model in models:
+        for wrapper in wrappers_below(model):
+            if wrapper._unit is unit:
+                wrapper._have_run = True
 
 
 def _share_order(root: Wrapper) -> ForwardOrder:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from shoal.doors.fsdp1.parameter_names import NamedMember, named_members
+from shoal.doors.fsdp1.parameter_names import NamedMember, lenders, named_members
 from shoal.doors.fsdp1.parameters import FLAT_PARAM
 from shoal.doors.fsdp1.state_dict_values import as_sharded, cut_rows, whole_of
 from shoal.doors.fsdp1.summon import Summoning, shown_whole
@@ -231,7 +232,15 @@ def _finish_save(
                 value = cut_rows(member.unit, keys[0], value, use_dtensor=use_dtensor)
                 value = value.cpu() if to_cpu else value
             state_dict.update(dict.fromkeys(keys, value))
+    _share_tied(wrapper, state_dict, prefix)
     _save_buffers(wrapper, state_dict, prefix, to_cpu=to_cpu)
+
+
+def _share_tied(wrapper: StateDicts, state_dict: dict[str, Any], prefix: str) -> None:
+    """Give all names of a parameter one value, also those that other wrappers have saved."""
+    for member in named_members(wrapper):
+        keys = [prefix + name for name in member.names if prefix + name in state_dict]
+        state_dict.update(dict.fromkeys(keys[1:], state_dict[keys[0]] if keys else None))
 
 
 def _save_buffers(
@@ -278,7 +287,8 @@ def _begin_load(
                     f"parameters: expected {prefix + FLAT_PARAM!r}, as LOCAL_STATE_DICT saves it"
                 )
             views = flat.views(whole_of(value, wrapper.compute_device))
-            for member, view in zip(_members(wrapper), views, strict=True):
+            own = [member for member in _members(wrapper) if member.wrapper is wrapper]
+            for member, view in zip(own, views, strict=True):
                 state_dict.update((prefix + name, view) for name in member.names)
     else:
         for member in _members(wrapper):
@@ -288,8 +298,10 @@ def _begin_load(
     _rename(state_dict, prefix, prefix + PREFIX)
     with ExitStack() as stack:
         stack.callback(_clean_all, reports)
-        if kind is not _LOCAL or flat is not None:  # otherwise pieces go where pieces are
+        if kind is not _LOCAL:
             stack.enter_context(shown_whole(wrapper, writeback=True))
+        elif flat is not None:  # otherwise pieces go where pieces are
+            stack.enter_context(shown_whole(wrapper, writeback=True, is_alone=True))
         wrapper._loading = stack.pop_all()
 
 
@@ -305,8 +317,28 @@ def _clean_all(reports: Iterable[list[str]]) -> None:
 
 
 def _members(wrapper: StateDicts) -> list[NamedMember]:
-    """Each parameter that a wrapper shards itself."""
-    return [member for member in named_members(wrapper) if member.wrapper is wrapper]
+    """Each parameter that a wrapper shards itself, and what it uses of others by its own names."""
+    names = _own_names(wrapper)
+    own: list[NamedMember] = []
+    for member in named_members(wrapper):
+        if member.wrapper is wrapper:
+            own.append(member)
+        elif borrowed := tuple(name for name in member.names if name in names):
+            own.append(replace(member, names=borrowed))
+    return own
+
+
+def _own_names(wrapper: StateDicts) -> set[str]:
+    """The names of what no other wrapper inside saves, if it uses parameters of others."""
+    if not lenders(wrapper):
+        return set()
+    inner = [
+        f"{clean(name)}."
+        for name, one in wrapper.named_modules()
+        if one is not wrapper and isinstance(one, Wrapper)
+    ]
+    names = (name for member in named_members(wrapper) for name in member.names)
+    return {name for name in names if not name.startswith(tuple(inner))}
 
 
 def _loadable(value: Any, member: NamedMember) -> Any:

@@ -12,9 +12,11 @@ import torch.distributed as dist
 from torch import nn
 
 from shoal._torch import wrapping
+from shoal.doors.fsdp1.parameter_names import lenders
 from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import Wrapper, wrappers_below
 from shoal.layout.buffer import full_tensors, shard_of, shard_views
+from shoal.layout.strides import with_strides
 from shoal.runtime.fsdp_module import UnshardHandle
 from shoal.runtime.module_state import state_of
 from shoal.runtime.parameter_wrapping import bytes_of
@@ -75,20 +77,21 @@ class Summoning(Wrapper):
         parameter. What the block writes to them is kept with `writeback`; every rank must then
         write the same. With `rank0_only`, the other ranks see what they see outside.
         """
-        wrappers = wrappers_below(module) if recurse else [module]
+        found = wrappers_below(module) if recurse else [module]
+        wrappers = [one for one in found if isinstance(one, Summoning)]
         with ExitStack() as stack:
             for wrapper in wrappers:
-                if isinstance(wrapper, Summoning):
-                    wrapper._check_summon(writeback, rank0_only, offload_to_cpu, with_grads)
-                    stack.enter_context(
-                        shown_whole(
-                            wrapper,
-                            writeback=writeback,
-                            is_shown=not rank0_only or wrapper.rank == 0,
-                            offload_to_cpu=offload_to_cpu,
-                            with_grads=with_grads,
-                        )
+                wrapper._check_summon(writeback, rank0_only, offload_to_cpu, with_grads)
+            for wrapper in wrappers:
+                stack.enter_context(
+                    shown_whole(
+                        wrapper,
+                        writeback=writeback,
+                        is_shown=not rank0_only or wrapper.rank == 0,
+                        offload_to_cpu=offload_to_cpu,
+                        with_grads=with_grads,
                     )
+                )
             yield
 
     def _check_summon(
@@ -164,18 +167,32 @@ def shown_whole(
     offload_to_cpu: bool = False,
     with_grads: bool = False,
     in_place: bool = False,
+    is_alone: bool = False,
 ) -> Iterator[None]:
     """Let the modules of one wrapper have whole parameters; collective.
 
     They are where the unit computes, on the host if they are offloaded there, or with `in_place`,
     if every rank holds them whole, where it does. The engine is not told: what it gathers has the
-    dtype of compute, and belongs to steps.
+    dtype of compute, and belongs to steps. So have wrappers whose parameters it uses too (tied
+    weights), unless it `is_alone`.
     """
     unit = wrapper._unit
     if wrapper._is_summoned:
         yield
         return
     with ExitStack() as stack:
+        for lender in () if is_alone else lenders(wrapper):
+            assert isinstance(lender, Summoning)
+            stack.enter_context(
+                shown_whole(
+                    lender,
+                    writeback=writeback,
+                    is_shown=is_shown,
+                    offload_to_cpu=offload_to_cpu,
+                    with_grads=with_grads,
+                    in_place=in_place,
+                )
+            )
         if unit is not None:
             # A rank that holds everything shows its own memory: writing to it is for good.
             writeback |= unit.size == 1 and not wrapper.cpu_offload.offload_params
@@ -219,6 +236,7 @@ def _whole(
     local = [parameter.data for parameter in parameters]
     local_grads = [parameter.grad for parameter in parameters]
     for member, parameter, tensor in zip(unit.shards.members, parameters, whole, strict=True):
+        tensor = with_strides(tensor, member.strides)
         parameter.data = data = tensor if device is None else tensor.to(device)
         full = member.wrapping.full(data)
         if full is not data:  # tensor parallelism has distributed it

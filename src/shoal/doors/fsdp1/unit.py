@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -13,8 +14,12 @@ from shoal.layout.region import flat_span
 from shoal.runtime.gradients import Gradients
 from shoal.runtime.module_state import Reach, map_tensors
 from shoal.runtime.reduction import PackedGradients
+from shoal.runtime.shards import Home, Member
 from shoal.runtime.unit import Unit
 from shoal.step.phase import COMPUTING, Phase
+
+if TYPE_CHECKING:
+    from shoal.doors.fsdp1.wrapper import Wrapper
 
 
 class WrappedGradients(Gradients):
@@ -28,6 +33,10 @@ class WrappedGradients(Gradients):
         """The gradients in whose place they are."""
         self.num_backwards = 0
         """How often gradients were taken, or given up."""
+
+    def _waiting_indices(self) -> set[int]:
+        members = self.unit.shards.members
+        return {i for i, shown in self._shown.items() if members[i].sharded.grad is shown}
 
     def take(self) -> dict[int, torch.Tensor]:
         """See `Gradients.take`."""
@@ -89,7 +98,22 @@ class WrappedUnit(Unit):
     gradients_type: ClassVar[type[Gradients]] = WrappedGradients
     gradients: WrappedGradients
     compares_frozen: ClassVar[bool] = False
+    wrapper: weakref.ref[Wrapper]
+    """Whose parameters these are."""
     _shows_shards = False
+
+    def share(self, member: Member, homes: Sequence[Home]) -> None:
+        """See `Unit.share`."""
+        super().share(member, homes)
+        wrapper = self.wrapper()
+        if homes and wrapper is not None:
+            wrapper._user_parameters[self.shards.members.index(member)].homes += tuple(homes)
+
+    def show(self) -> None:
+        """Let modules compute with views of the full flat parameter, if there is one."""
+        wrapper = self.wrapper()
+        if wrapper is not None and wrapper._flat_members is not None:
+            wrapper._flat_members.show(self.full.parameters[0], self.gradients.num_backwards)
 
     def rest(self) -> None:
         """See `Unit.rest`; here users see what optimizers hold by `show_shards`."""
