@@ -38,6 +38,11 @@ def set_local_tensor(tensor: DTensor, local: Tensor) -> None:
     tensor._local_tensor = local
 
 
+def set_spec(tensor: DTensor, spec: DTensorSpec) -> None:
+    """Let a DTensor of the same global shape lie elsewhere."""
+    tensor._spec = spec
+
+
 def dtensor_spec(
     mesh: DeviceMesh,
     placements: Sequence[Placement],
@@ -85,6 +90,16 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def is_shard_of(placement: Placement, dim: int) -> bool:
     """Whether a placement cuts a dim, in whatever order."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
+
+
+def forget_placements() -> None:
+    """Drop what DTensor remembers of its operations: it holds meshes whose groups may be gone.
+
+    Meshes of the same ranks compare equal, so an old one would be taken for a new one.
+    """
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    propagator.propagate_op_sharding.cache_clear()
+    torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:

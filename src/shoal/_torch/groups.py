@@ -61,6 +61,34 @@ def allocating_backend(group: dist.ProcessGroup, device: torch.device) -> Any | 
         return None
 
 
+def count_groups_from(number: int) -> None:
+    """Let the next process groups have numbers in their names that none had before.
+
+    torch counts from zero again when the default group is destroyed: then a mesh of groups that are
+    gone would silently resolve to new groups of the same names.
+    """
+    world = cast(Any, dist.distributed_c10d)._world
+    world.group_count = max(world.group_count, number)
+
+
+def group_count() -> int:
+    """How many process groups were named since the default group was made."""
+    return cast(Any, dist.distributed_c10d)._world.group_count
+
+
+def abort(group: dist.ProcessGroup) -> None:
+    """End the collectives of a group, from any thread; gloo has no such thing and ignores it."""
+    for device in ("cuda",):
+        try:
+            backend = cast(Any, group)._get_backend(torch.device(device))
+        except RuntimeError:
+            continue
+        if hasattr(backend, "_abort"):
+            backend._abort()
+        elif hasattr(backend, "abort"):
+            backend.abort()
+
+
 def default_store() -> dist.Store:
     """The key-value store that the default process group was made with."""
     return dist.distributed_c10d._get_default_store()

@@ -227,6 +227,16 @@ class Context:
         for reduction in self._take_unfinished():
             reduction.wait()
 
+    def disown(self) -> None:
+        """Have no part in the units any more, whatever becomes of a broken backward."""
+        self._end = None
+        self._taken.clear()
+        self._packed.clear()
+        self._reductions.clear()
+        self._arrived.clear()
+        self._host_marks.clear()
+        self.boundary = None
+
     def _let_go(self) -> None:
         """Free what an unfinished step has gathered."""
         self._end = None

@@ -194,6 +194,15 @@ class ModuleState:
             module.register_load_state_dict_pre_hook(reshard)
             module.register_load_state_dict_post_hook(follow)
 
+    def forget_context(self) -> None:
+        """Be part of no model, until one of its modules is called again."""
+        if self.context is not None:
+            self.context.disown()
+        self.context = None
+        self.is_root = False
+        self._depth = 0
+        self._to_run.clear()
+
     @dynamo.unwrapped_by_dynamo
     def enter(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]

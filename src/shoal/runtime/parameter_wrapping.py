@@ -20,8 +20,10 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from shoal._torch import distributed_tensor
 from shoal._torch import meshes as torch_meshes
 from shoal.errors import UsageError
+from shoal.layout import Packing
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from shoal.tensor import sharded
+from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor
 
 
@@ -43,6 +45,10 @@ class ParameterWrapping(ABC):
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """What this rank holds, as the tensor that an optimizer sees."""
 
+    @abstractmethod
+    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
+        """The same for a local tensor of any dtype, such as a moment."""
+
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a gradient, as the tensor that an optimizer sees."""
         return self.shard(local)
@@ -58,6 +64,14 @@ class ParameterWrapping(ABC):
     @abstractmethod
     def follow(self, tensor: torch.Tensor) -> ParameterWrapping:
         """The same wrapping for what a sharded tensor has become, such as one of another dtype."""
+
+    @abstractmethod
+    def within(self, info: FSDPMeshInfo, packing: Packing, index: int) -> ParameterWrapping:
+        """The same wrapping on other ranks."""
+
+    @abstractmethod
+    def move(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """Let a tensor that was sharded like this over other ranks be sharded over these."""
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """The full parameter over gathered bytes, as `shaped` gives them."""
@@ -88,6 +102,10 @@ class ShardedWrapping(ParameterWrapping):
         """See `ParameterWrapping.shard`."""
         return ShardedTensor.of(local, self.placement)
 
+    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
+        """See `ParameterWrapping.shard_as`."""
+        return self.shard(local)
+
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """See `ParameterWrapping.grad`; checks nothing, since it is made anew in every step."""
         assert isinstance(parameter, ShardedTensor)
@@ -107,6 +125,16 @@ class ShardedWrapping(ParameterWrapping):
         assert isinstance(tensor, ShardedTensor)
         return replace(self, placement=tensor.placement)
 
+    def within(self, info: FSDPMeshInfo, packing: Packing, index: int) -> ParameterWrapping:
+        """See `ParameterWrapping.within`."""
+        rank, group = info.shard_mesh_rank, info.shard_process_group
+        return replace(self, placement=Packed(packing=packing, index=index, group=group, rank=rank))
+
+    def move(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """See `ParameterWrapping.move`."""
+        assert isinstance(tensor, ShardedTensor)
+        tensor.placement, tensor.local = self.placement, local
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DTensorWrapping(ParameterWrapping):
@@ -124,6 +152,15 @@ class DTensorWrapping(ParameterWrapping):
         """See `ParameterWrapping.shard`."""
         return distributed_tensor.dtensor(local, self.spec)
 
+    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
+        """See `ParameterWrapping.shard_as`."""
+        meta = self.spec.tensor_meta
+        assert meta is not None
+        spec = distributed_tensor.dtensor_spec(
+            self.spec.mesh, self.spec.placements, meta.shape, meta.stride, local.dtype
+        )
+        return distributed_tensor.dtensor(local, spec)
+
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `ParameterWrapping.local_of`."""
         return distributed_tensor.local_tensor(tensor) if isinstance(tensor, DTensor) else None
@@ -137,6 +174,19 @@ class DTensorWrapping(ParameterWrapping):
         """See `ParameterWrapping.follow`."""
         assert isinstance(tensor, DTensor)
         return replace(self, spec=distributed_tensor.spec_of(tensor))
+
+    def within(self, info: FSDPMeshInfo, packing: Packing, index: int) -> ParameterWrapping:
+        """See `ParameterWrapping.within`."""
+        placements = self.spec.placements
+        return replace(self, spec=distributed_tensor.respec(self.spec, info.mesh, placements))
+
+    def move(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """See `ParameterWrapping.move`; the tensor may have another dtype, as moments may."""
+        assert isinstance(tensor, DTensor)
+        spec = distributed_tensor.spec_of(tensor)
+        placed = distributed_tensor.respec(spec, self.spec.mesh, self.spec.placements)
+        distributed_tensor.set_local_tensor(tensor, local)
+        distributed_tensor.set_spec(tensor, placed)
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """See `ParameterWrapping.full`."""

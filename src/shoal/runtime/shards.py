@@ -21,6 +21,7 @@ from shoal.layout import Packing, ParamSpec
 from shoal.layout.buffer import shard_of, shard_views
 from shoal.layout.even import EvenPacking
 from shoal.layout.strides import Strides, strides_of
+from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.gather_hooks import cut, has_hooks, without
 from shoal.runtime.parameter_wrapping import ParameterWrapping, bytes_of
 from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy
@@ -275,6 +276,28 @@ class Shards:
             )
         member.sharded = found
         member.register(found)
+
+    @torch.no_grad()
+    def take_over(self, packing: Packing, info: FSDPMeshInfo) -> None:
+        """Lie on other ranks: in new memory of zeros, which the caller fills. Gradients are gone.
+
+        The parameters stay the same objects, for optimizers hold them.
+        """
+        device = self.buffer.device
+        self.whole = self.packing = packing
+        self._rank = info.shard_mesh_rank
+        self.buffer = self._place(
+            torch.zeros(packing.shard_bytes, dtype=torch.uint8, device=device)
+        )
+        for index, (member, view) in enumerate(zip(self.members, self._views(), strict=True)):
+            member.sharded.grad = None
+            member.wrapping = member.wrapping.within(info, packing, index)
+            member.wrapping.move(member.sharded, view)
+            member.spec = packing.params[index]
+            member.take(member.sharded)
+        self.num_recaptures += 1
+        self._remember()
+        self.register()
 
     @torch.inference_mode(False)  # an evaluation may be the first to notice
     @torch.no_grad()

@@ -18,7 +18,7 @@ from torch import nn
 
 from shoal._torch import autograd
 from shoal.comm.transport import Transport
-from shoal.layout import Layout
+from shoal.layout import Layout, Packing
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shoal.runtime.arena import Arena
 from shoal.runtime.full import (
@@ -181,6 +181,29 @@ class Unit:
         self.matrix = GradientMatrix(self)
         self.reducer = UnitReducer(self)
         self._prepared = self.shards.buffer
+
+    def take_over(self, info: FSDPMeshInfo) -> None:
+        """Be sharded over other ranks: shards are zeros, which the caller fills.
+
+        Whatever was going on is forgotten, and nothing of it is waited for: its ranks may be gone.
+        """
+        self.mesh_info = info
+        self.transport = Transport(info.shard_process_group)
+        self.size, self.rank = self.transport.size, self.transport.rank
+        self.step.reset()
+        self._wait = self._kept = self._prepared = None
+        self.noted = None
+        self.gathered_version = (-1, -1, -1)
+        self._counted.clear()
+        self._trained_flags = []
+        self.gradients = self.gradients_type(self)
+        self.gradients.note_waiting()
+        self.shards.take_over(self.packing_for(self.size), info)
+
+    def packing_for(self, size: int) -> Packing:
+        """How the parameters would be cut over so many ranks."""
+        params = self.shards.whole.params
+        return self.layout.pack(params, size).in_sections()
 
     def _gather_from(self, stored: Stored) -> Gather:
         return Gather(

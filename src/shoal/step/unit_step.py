@@ -151,6 +151,14 @@ class UnitStep:
         self.is_stashed = self.keeps_piece
         return self.do(ActionKind.KEEP if self.keeps_piece else ActionKind.FREE)
 
+    def reset(self) -> None:
+        """There is nothing of it but shards, whatever was going on; settings stay."""
+        self.phase = Phase.SHARDED
+        self.has_grads = self.has_sums = self.keeps_piece = self.is_stashed = False
+        self.is_kept = self.is_lent = self.stays = False
+        self.runs.clear()
+        self.forget_backward()
+
     def forget_backward(self) -> None:
         """What was noted of a backward that is over."""
         self.open_runs.clear()

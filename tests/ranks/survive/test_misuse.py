@@ -1,0 +1,118 @@
+"""What cannot be survived is said before training starts, or when it happens, by name."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from harness import ranks
+from shoal import fully_shard
+from shoal._torch import groups
+from shoal.errors import RankError, UsageError
+from shoal.survive import survive
+from shoal.survive.environment import of_member
+from shoal.survive.generation import leave_groups
+from survival.jobs import launch
+from survival.program import build, shard
+
+
+class Wide(torch.optim.Optimizer):
+    """Keeps a row for each parameter, which nobody else could rebuild."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["history"] = torch.zeros(4)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters())
+
+
+def batches(num_steps: int = 2) -> list[torch.Tensor]:
+    return [torch.ones(4, 13)] * num_steps
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """As in a job of two ranks, whose store nobody comes to ask."""
+    for name, value in of_member(0, 2, 1, joins=False).items():
+        monkeypatch.setenv(name, value)
+
+
+@ranks(2)
+def test_models_that_nobody_could_rebuild_are_refused(world_size, launched):
+    with pytest.raises(UsageError, match="without any fully_shard"):
+        survive(model := build(), adamw(model), batches())
+    model = build()
+    fully_shard(model[0])
+    with pytest.raises(UsageError, match=r"parameter '2.weight' belongs to no unit"):
+        survive(model, adamw(model), batches())
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
+    model = fully_shard(build(), mesh=mesh)
+    with pytest.raises(NotImplementedError, match="it is replicated by its mesh"):
+        survive(model, adamw(model), batches())
+    own = init_device_mesh("cpu", (2, 1), mesh_dim_names=("other", "shard"))["shard"]
+    alone = fully_shard(build(), mesh=own)
+    with pytest.raises(UsageError, match="sharded over all 2 ranks, got one over 1"):
+        survive(alone, adamw(alone), batches()).__enter__()
+
+
+@ranks(2)
+def test_optimizers_whose_state_does_not_follow_parameters_are_refused(world_size, launched):
+    model = shard(build(), "even")
+    with pytest.raises(UsageError, match="1 parameters that are not sharded by the model"):
+        survive(model, torch.optim.SGD([nn.Parameter(torch.ones(3))]), batches())
+    with pytest.raises(UsageError, match="expected an optimizer"):
+        survive(model, [], batches())
+    optimizer = Wide(model.parameters())
+    before = [unit.detach().to_local().clone() for unit in model.parameters()]
+    with pytest.raises(NotImplementedError, match=r"Wide keeps 'history' of parameter '0.weight'"):
+        survive(model, optimizer, batches()).__enter__()
+    assert not optimizer.state
+    after = [unit.detach().to_local() for unit in model.parameters()]
+    assert all(map(torch.equal, before, after))
+
+
+@ranks(2)
+def test_groups_that_cannot_be_formed_are_refused(world_size, launched):
+    model = shard(build(), "even")
+    for parities, message in ((2, "2 parities need 3 ranks or more, got 2"), (0, "1 or 2")):
+        with pytest.raises(UsageError, match=message):
+            survive(model, adamw(model), batches(), parities=parities).__enter__()
+
+
+@ranks(2)
+def test_without_a_launcher_that_lets_others_go_on_it_says_so(world_size):
+    model = shard(build(), "even")
+    with pytest.raises(UsageError, match=r"python -m shoal\.survive"):
+        survive(model, adamw(model), batches())
+
+
+@ranks(2, fresh=True)
+def test_meshes_of_groups_that_are_gone_do_not_resolve_to_new_ones(world_size, tmp_path):
+    """Equal meshes, other groups: torch alone would take the new group for the old one."""
+    old = init_device_mesh("cpu", (2,))
+    assert old.get_group().size() == 2
+    rank = dist.get_rank()
+    leave_groups()
+    groups.count_groups_from(1000)
+    store = dist.FileStore(str(tmp_path / "store"), 2)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    new = init_device_mesh("cpu", (2,))
+    assert new == old
+    assert new.get_group().size() == 2
+    with pytest.raises((RuntimeError, ValueError), match="Could not resolve the process group"):
+        old.get_group()
+
+
+def test_more_deaths_than_parities_are_an_error_that_says_so(tmp_path):
+    plan = {"steps": 4, "1": [[2, "reduction"]], "2": [[2, "deciding"]]}
+    with pytest.raises(RankError, match="ended with status 1") as raised:
+        launch(tmp_path, 4, plan)
+    assert "too many ranks are lost" in "".join(raised.value.__notes__)
+    assert "checkpoint" in "".join(raised.value.__notes__)

@@ -1,0 +1,1 @@
+"""Trainings whose ranks die, for tests of `shoal.survive`."""

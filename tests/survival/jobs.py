@@ -1,0 +1,135 @@
+"""Jobs whose ranks die: forked off a server that has torch, watched by a real launcher."""
+
+import json
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shoal.survive.launcher import Launcher, Start
+from survival import program
+
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "shoal", "shoal.survive", "survival.program"])
+
+
+@dataclass(frozen=True)
+class Forked:
+    """A process of a member, as the launcher wants it."""
+
+    process: BaseProcess
+
+    @property
+    def pid(self) -> int:
+        assert self.process.pid is not None
+        return self.process.pid
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+
+def warm_up() -> None:
+    """Start the server, which imports from where this process does."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
+def run_member(folder: Path, plan: dict[str, Any], variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    log = os.open(
+        folder / f"{variables['SHOAL_SURVIVE_MEMBER']}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC
+    )
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    status = 1
+    try:
+        program.main(folder, plan)
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a job."""
+
+    lost: list[int]
+    stories: dict[int, Any]
+    state: dict[str, torch.Tensor]
+    seconds: float
+
+    @property
+    def losses(self) -> dict[int, dict[int, str]]:
+        """For each step and rank the loss, of those who were there at the end."""
+        found: dict[int, dict[int, str]] = {}
+        for story in self.stories.values():
+            for step, (rank, loss) in story["losses"].items():
+                found.setdefault(int(step), {})[rank] = loss
+        return found
+
+    @property
+    def recoveries(self) -> list[dict[str, Any]]:
+        """As one of those has it that were there from the beginning to the end."""
+        return max((s["recoveries"] for s in self.stories.values()), key=len)
+
+
+def starter(folder: Path, plan: dict[str, Any]) -> Start:
+    """Starts members of the job, forked off the server."""
+    folder.mkdir(parents=True, exist_ok=True)
+    warm_up()
+
+    def start(_: int, variables: Mapping[str, str]) -> Forked:
+        process = CONTEXT.Process(target=run_member, args=(folder, plan, dict(variables)))
+        process.start()
+        return Forked(process)
+
+    return start
+
+
+def launch(
+    folder: Path, num_ranks: int, plan: dict[str, Any], *, num_joining: int = 0, leaving: int = -1
+) -> Outcome:
+    """Run the program on ranks that die as planned; wait for those that are left."""
+    began = time.monotonic()
+    with Launcher(starter(folder, plan), num_ranks) as launcher:
+        try:
+            for _ in range(num_joining):
+                launcher.join()
+            if leaving >= 0:
+                launcher.leave(leaving)
+            while launcher.poll():
+                time.sleep(0.005)
+                if time.monotonic() - began > plan.get("limit_s", 60):
+                    raise TimeoutError("the job hangs")
+        except Exception as error:
+            logs = sorted(folder.glob("*.log"))
+            error.add_note("\n".join(f"{log.name}:\n{log.read_text()}" for log in logs))
+            raise
+        lost = launcher.lost
+    return Outcome(
+        lost=lost,
+        stories={
+            int(path.stem): json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))
+        },
+        state=torch.load(folder / "state.pt") if (folder / "state.pt").exists() else {},
+        seconds=time.monotonic() - began,
+    )

@@ -1,0 +1,239 @@
+"""A training that survives, run by the launcher: dies where it is told to, writes what it saw.
+
+program.py FOLDER PLAN      PLAN: {"<member>": [[step, phase], …], "steps": …, …} as JSON
+"""
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shoal import fully_shard
+from shoal.checkpoint import latest, load_training, save_training, step_folder
+from shoal.layout import Flat, Rows
+from shoal.survive import survive
+
+LAYOUTS = {"even": None, "flat": Flat(), "rows": Rows()}
+WIDTH = 13
+DEATHS = "deaths"
+"""Where the dying write when: set to a file of the job."""
+
+
+class Batches:
+    """Global batches that any process makes alike."""
+
+    def __init__(self, num_steps: int, num_samples: int) -> None:
+        self.num_steps, self.num_samples = num_steps, num_samples
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 + step)
+        return torch.randn(self.num_samples, WIDTH, generator=generator)
+
+
+def build() -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 5)
+    )
+
+
+def shard(model: nn.Module, layout: str) -> nn.Module:
+    for index in (0, 2):
+        fully_shard(model[index], layout=LAYOUTS[layout])
+    return fully_shard(model, layout=LAYOUTS[layout])
+
+
+def optimizer_of(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    if name == "sgd":
+        return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, dampening=0.1)
+    return torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def scheduler_of(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.7)
+
+
+def train_step(model, optimizer, scheduler, inputs: torch.Tensor, weight: float) -> float:
+    """One step; returns this rank's part of the mean loss, bit for bit."""
+    loss = model(inputs).square().mean() * weight
+    loss.backward()
+    optimizer.step()
+    scheduler.step()
+    optimizer.zero_grad()
+    return loss.item()
+
+
+def whole_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """All parameters and what the optimizer keeps of them, whole."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = _whole(parameter.detach())
+        for key, value in optimizer.state[parameter].items():
+            found[f"{name}/{key}"] = _whole(value)
+    return found
+
+
+def _whole(value: Any) -> torch.Tensor:
+    if hasattr(value, "full_tensor"):
+        return value.full_tensor()
+    if hasattr(value, "placement"):
+        out = torch.empty(value.shape) if dist.get_rank() == 0 else None
+        value.gather(0, out)
+        return torch.empty(0) if out is None else out
+    return torch.as_tensor(value).clone()
+
+
+def die() -> None:
+    with open(DEATHS, "a") as file:
+        file.write(f"{time.time()}\n")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resume(folder: Path, model, optimizer, scheduler) -> int:
+    """Load the last checkpoint, if there is one; returns its step."""
+    saved = latest(folder)
+    if saved is None:
+        return 0
+    scheduler.load_state_dict(load_training(saved, model, optimizer)["scheduler"])
+    return int(saved.name.partition("-")[2])
+
+
+def fork_a_child() -> None:
+    """A process that holds this one's sockets, as workers of a DataLoader do."""
+    if os.fork() == 0:
+        time.sleep(8)
+        os._exit(0)
+
+
+class Doom:
+    """Lets this process die in one phase of one step."""
+
+    def __init__(self, member: int, plan: dict[str, Any]) -> None:
+        self.moments = {(step, phase) for step, phase in plan.get(str(member), [])}
+        self.step = -1
+        self.broken_at: list[float] = []
+        """When this process left the groups of a dead one."""
+
+    def at(self, phase: str) -> None:
+        if (self.step, phase) in self.moments:
+            die()
+
+    def hook(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        from shoal.runtime import reduction
+        from shoal.survive import protection, run, versions
+
+        model[2].register_forward_pre_hook(lambda *_: self.at("forward"))
+        model[2].register_full_backward_hook(lambda *_: self.at("backward"))
+        optimizer.register_step_post_hook(lambda *_: self.at("optimizer"))
+        self._around(reduction.UnitReducer, "launch", "reduction", after=True)
+        self._around(protection, "exchange", "parity", after=False)
+        self._around(protection, "exchange", "parity sent", after=True)
+        self._around(versions.Versions, "end_keep", "parity done", after=True)
+        self._around(run.SurvivingRun, "_decide", "deciding", after=True)
+        save = importlib.import_module("shoal.checkpoint.save")
+        self._around(save, "write_regions", "saving", after=True)
+        self._note_breaks(run.SurvivingRun)
+        self._around(run, "rebuild_images", "rebuilding", after=True)
+
+    def _note_breaks(self, owner: Any) -> None:
+        function = owner._break_off
+
+        def around(*args: Any) -> None:
+            self.broken_at.append(time.time())
+            function(*args)
+
+        owner._break_off = around
+
+    def _around(self, owner: Any, name: str, phase: str, *, after: bool) -> None:
+        function = getattr(owner, name)
+
+        def around(*args: Any, **kwargs: Any) -> Any:
+            if not after:
+                self.at(phase)
+            result = function(*args, **kwargs)
+            if after:
+                self.at(phase)
+            return result
+
+        setattr(owner, name, around)
+
+
+def main(folder: Path, plan: dict[str, Any]) -> None:
+    global DEATHS
+    DEATHS = str(folder / "deaths.txt")
+    member = int(os.environ["SHOAL_SURVIVE_MEMBER"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    layout = plan.get("layout", "even")
+    model = shard(build(), layout)
+    optimizer = optimizer_of(model, plan.get("optimizer", "adamw"))
+    scheduler = scheduler_of(optimizer)
+    doom = Doom(member, plan)
+    doom.hook(model, optimizer)
+    batches = Batches(plan["steps"], plan.get("samples", 12))
+    start = resume(folder, model, optimizer, scheduler)
+    if start:
+        doom.moments.clear()
+    losses: dict[int, list] = {}
+    waits = {int(step): number for step, number in plan.get("wait_for_events", {}).items()}
+    with survive(
+        model,
+        optimizer,
+        batches,
+        stateful=[scheduler],
+        parities=plan.get("parities", 1),
+        start=start,
+    ) as run:
+        for step in run:
+            if step.number in waits:  # until it is known who came and went
+                while run._watcher.num_events < waits[step.number]:
+                    time.sleep(0.005)
+            if str(step.number) in plan.get("resize", {}):
+                run.resize(plan["resize"][str(step.number)])
+            if plan.get("pause_s"):
+                time.sleep(plan["pause_s"])
+            with step:
+                doom.step = step.number
+                loss = train_step(model, optimizer, scheduler, step.batch, step.weight)
+                losses[step.number] = [run.rank, loss.hex()]
+                if step.number + 1 == plan.get("save_at") and latest(folder) is None:
+                    extra = {"scheduler": scheduler.state_dict()}
+                    save_training(step_folder(folder, step.number + 1), model, optimizer, extra)
+            if step.number == plan.get("fork_at"):
+                fork_a_child()
+        if not run.has_left:
+            state = whole_state(model, optimizer)
+            if run.rank == 0:
+                torch.save(state, folder / "state.pt")
+        story = {
+            "has_left": run.has_left,
+            "losses": losses,
+            "recoveries": [
+                {
+                    "members": r.members,
+                    "version": r.version,
+                    "undone": r.num_undone,
+                    "seconds": r.seconds,
+                }
+                for r in run.recoveries
+            ],
+            "sent": run.num_sent_bytes,
+            "kept": run.num_kept_bytes,
+            "broken_at": doom.broken_at,
+        }
+        (folder / f"{member}.json").write_text(json.dumps(story))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), json.loads(sys.argv[2]))
