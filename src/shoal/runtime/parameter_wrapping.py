@@ -45,9 +45,9 @@ class ParameterWrapping(ABC):
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """What this rank holds, as the tensor that an optimizer sees."""
 
-    @abstractmethod
     def shard_as(self, local: torch.Tensor) -> torch.Tensor:
         """The same for a local tensor of any dtype, such as a moment."""
+        return self.shard(local)
 
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a gradient, as the tensor that an optimizer sees."""
@@ -65,13 +65,16 @@ class ParameterWrapping(ABC):
     def follow(self, tensor: torch.Tensor) -> ParameterWrapping:
         """The same wrapping for what a sharded tensor has become, such as one of another dtype."""
 
-    @abstractmethod
     def within(self, info: FSDPMeshInfo, packing: Packing, index: int) -> ParameterWrapping:
         """The same wrapping on other ranks."""
+        raise NotImplementedError(
+            f"parameter {packing.params[index].name!r} cannot move to other ranks: it is sharded "
+            "by FullyShardedDataParallel; shard the model with fully_shard"
+        )
 
-    @abstractmethod
     def move(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
         """Let a tensor that was sharded like this over other ranks be sharded over these."""
+        raise NotImplementedError("see within")
 
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """The full parameter over gathered bytes, as `shaped` gives them."""
@@ -101,10 +104,6 @@ class ShardedWrapping(ParameterWrapping):
     def shard(self, local: torch.Tensor) -> torch.Tensor:
         """See `ParameterWrapping.shard`."""
         return ShardedTensor.of(local, self.placement)
-
-    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
-        """See `ParameterWrapping.shard_as`."""
-        return self.shard(local)
 
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """See `ParameterWrapping.grad`; checks nothing, since it is made anew in every step."""
@@ -221,6 +220,16 @@ class NumberWrapping(DTensorWrapping):
         """See `ParameterWrapping.rehome`."""
         assert isinstance(tensor, DTensor)
         distributed_tensor.set_local_tensor(tensor, local.view(()))
+
+    def within(self, info: FSDPMeshInfo, packing: Packing, index: int) -> ParameterWrapping:
+        """See `ParameterWrapping.within`."""
+        moved = DTensorWrapping.within(self, info, packing, index)
+        assert isinstance(moved, NumberWrapping)
+        return replace(moved, num_copies=info.shard_mesh_size)
+
+    def move(self, tensor: torch.Tensor, local: torch.Tensor) -> None:
+        """See `ParameterWrapping.move`."""
+        DTensorWrapping.move(self, tensor, local.view(()))
 
     def shaped(self, data: torch.Tensor) -> torch.Tensor:
         """See `ParameterWrapping.shaped`."""

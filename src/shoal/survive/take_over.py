@@ -7,7 +7,7 @@ from torch import nn
 from shoal.errors import UsageError
 from shoal.mesh import FSDPMeshInfo, HSDPMeshInfo
 from shoal.runtime.module_state import state_of, units_of
-from shoal.runtime.parameter_wrapping import DTensorWrapping
+from shoal.runtime.parameter_wrapping import DTensorWrapping, ShardedWrapping
 from shoal.runtime.unit import Unit
 
 
@@ -53,6 +53,8 @@ def _refusal(unit: Unit) -> str | None:
         wrapping = member.wrapping
         if isinstance(wrapping, DTensorWrapping) and wrapping.before is not None:
             return f"parameter {member.spec.name!r} is distributed over other axes as well"
+        if not isinstance(wrapping, (DTensorWrapping, ShardedWrapping)):
+            return "it is wrapped by FullyShardedDataParallel; shard it with fully_shard"
     if unit.in_graph is not None:
         return "it was compiled into a graph, which knows its groups"
     return None

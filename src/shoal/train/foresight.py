@@ -14,7 +14,7 @@ from shoal.optim import AdamW
 from shoal.plan import Setup, Workload
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.config import TrainConfig
-from shoal.train.model import Transformer, next_byte_loss
+from shoal.train.model import Transformer, next_token_loss
 from shoal.train.optimizer import clip_gradients
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -69,7 +69,7 @@ def workload_of(config: TrainConfig, *, world: int) -> Workload:
     targets = torch.zeros(batch, context, dtype=torch.long, device="meta")
 
     def loss(logits: Tensor) -> Tensor:
-        return next_byte_loss(logits, targets) / run.accumulate
+        return next_token_loss(logits, targets) / run.accumulate
 
     def units(built: Any) -> list[nn.Module]:
         return list(built.blocks)

@@ -87,7 +87,7 @@ def find_source(path: Path) -> Documents:
         files = tuple(sorted(path.glob("*.arrow")))
         return Documents(root=path, kind="dataset", files=files)
     files = tuple(walk(path))
-    kinds = {_SUFFIXES[file.suffix] for file in files if file.suffix in _SUFFIXES}
+    kinds: set[Kind] = {_SUFFIXES[file.suffix] for file in files if file.suffix in _SUFFIXES}
     if len(kinds) > 1:
         raise UsageError(f"--data: {path} holds {' and '.join(sorted(kinds))}; give one kind")
     if kinds:
