@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.train import slurm
+from shoal.mesh import slurm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
