@@ -68,7 +68,7 @@ class ModuleCall:
     @dynamo.stepped_over_by_dynamo
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState = self.__dict__["_shoal_state"]
-        if torch.compiler.is_compiling() and state.is_captured():
+        if torch.compiler.is_compiling() and (_is_kept_full() or state.is_captured()):
             args, kwargs, tensors = state.enter_graph(self, args, kwargs)  # pyright: ignore[reportArgumentType]
             if _is_kept_full():
                 _kept_full[-1].enter_context(traces.parameters_replaced(self, tensors))  # pyright: ignore[reportArgumentType]

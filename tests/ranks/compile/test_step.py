@@ -208,6 +208,38 @@ def test_checkpoints_inside_of_units(layout: str, reshards: bool) -> None:
     assert all(not p.is_meta and hasattr(p, "full_tensor") for p in pair.models[0].parameters())
 
 
+class Again(nn.Module):
+    """A cell that runs twice, and a last one that computes with the same weight."""
+
+    def __init__(self, *, is_tied: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cell, self.last, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+        if is_tied:
+            self.last.weight = self.cell.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.cell(x).tanh()
+        return self.head(self.last(self.cell(x).tanh()).tanh())
+
+
+@ranks(2, 4, timeout_s=180)
+@pytest.mark.sampled
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("reshards", [True, False])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_modules_that_run_twice_and_tied_ones(layout: str, reshards: bool, is_tied: bool) -> None:
+    def build() -> Any:
+        model = Again(is_tied=is_tied).double()
+        for block in (model.cell, model.last):
+            fully_shard(block, layout=LAYOUTS[layout], reshard_after_forward=reshards)
+        return fully_shard(model, layout=LAYOUTS[layout])
+
+    pair = Pair(build, dtype=torch.float64)
+    pair.train(4)
+    assert pair.step.why_not_captured is None
+
+
 @ranks(2, 4, timeout_s=180)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_units_that_were_left_full(layout: str) -> None:

@@ -23,7 +23,7 @@ from shoal.compile.node_kinds import NodeKind, kind
 from shoal.compile.observe.observation import observing
 from shoal.compile.options import BackendOptions
 from shoal.compile.step.fingerprint import Fingerprint
-from shoal.compile.step.refusals import changes_python, check_can_capture
+from shoal.compile.step.refusals import changes_python, check_can_capture, check_kinds
 from shoal.compile.step.step_data import StepData
 from shoal.compile.step.step_tensors import Places, StepTensors
 from shoal.compile.step.update import MissingStateError, clip, count_on_device, update
@@ -80,6 +80,7 @@ class CompiledStep:
         accumulate: int,
         options: BackendOptions,
     ) -> None:
+        check_kinds(model, loss_fn, optimizer)
         if max_norm is not None and max_norm <= 0:
             raise UsageError(f"expected a norm above 0 to clip to, got max_norm={max_norm}")
         if accumulate < 1:

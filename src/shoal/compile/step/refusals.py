@@ -30,6 +30,17 @@ _ON_HOST = {
 }
 
 
+def check_kinds(model: object, loss_fn: object, optimizer: object) -> None:
+    """Raise if the arguments are not what they should be, such as in another order."""
+    order = "The order is compile_step(model, loss_fn, optimizer)."
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"expected a model, got a {type(model).__name__}. {order}")
+    if not callable(loss_fn):
+        raise UsageError(f"expected a loss_fn to call, got a {type(loss_fn).__name__}. {order}")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"expected an optimizer, got a {type(optimizer).__name__}. {order}")
+
+
 def check_can_capture(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raise if a captured step would not do what the written one does."""
     if not torch.is_grad_enabled():
