@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from programs import moments
 from programs.moments import Moment
-from programs.net import NUM_CELLS, Way
+from programs.net import NUM_CELLS, Oddity, Way
 from programs.program import Program
-from programs.twins import Setup, ShardingApi
+from programs.twins import Precision, Setup, ShardingApi
 from shoal.layout import Block, Even, Flat, Layout, Rows, Whole
 
 LAYOUTS: tuple[Layout, ...] = (Even(), Flat(), Rows(), Block(4), Whole())
@@ -26,7 +26,8 @@ def programs(
     compiled: Literal["", "model", "cells"] = "",
 ) -> Program:
     """Programs of a dozen moments at most."""
-    is_parallel = api == "fully_shard" and not (compiles or compiled) and draw(st.booleans())
+    may_be_parallel = api == "fully_shard" and not (compiles or compiled)
+    is_parallel = bool(may_be_parallel and draw(st.booleans()))
     way = _parallel_ways(world_size) if is_parallel else _chains()
     steps = _steps(way)
     if not compiled:  # which would raise when it is traced
@@ -39,32 +40,59 @@ def programs(
         steps += [st.builds(moments.Penalise, way, st.booleans(), st.booleans())]
     if compiles:
         steps += [st.builds(moments.Compiled, st.integers(1, 3))] * 4
-    if api == "fully_shard" and not is_parallel:
+    setup = draw(_setups(is_parallel, api, world_size, compiles, compiled))
+    if api == "fully_shard" and not setup.gives_zeros:
         # With set_reduce_scatter_unused_params(True) any backward gives all parameters a gradient.
         steps += [st.builds(moments.GradOfInputs, st.integers(1, NUM_CELLS))]
+    # Checkpoints and sparse gradients are not for torch's transforms.
+    if not (compiled or "recomputed" in setup.kinds or "sparse" in setup.oddities):
+        steps += [st.builds(moments.Transform, way)]
+    if setup.precision:
+        steps += [st.builds(moments.Keep, st.booleans())]
     if api == "fully_shard" and not compiles:
         steps += [st.builds(moments.Divide, st.sampled_from([1.0, 2.0, 3.0]))]
-    return Program(
-        draw(_setups(is_parallel, api, world_size, compiled)),
-        draw(st.lists(st.one_of(steps), min_size=1, max_size=12)),
-    )
+    return Program(setup, draw(st.lists(st.one_of(steps), min_size=1, max_size=12)))
 
 
+@st.composite
 def _setups(
-    is_parallel: bool, api: ShardingApi, world_size: int, compiled: str
-) -> st.SearchStrategy[Setup]:
+    draw: Any,
+    is_parallel: bool,
+    api: ShardingApi,
+    world_size: int,
+    compiles: bool,
+    compiled: Literal["", "model", "cells"],
+) -> Setup:
     kinds = st.sampled_from(["plain", "twice", "recomputed"])
-    return st.builds(
-        Setup,
-        kinds=st.tuples(*[kinds] * NUM_CELLS),
-        layouts=st.tuples(*[st.sampled_from(LAYOUTS)] * (NUM_CELLS + 1)),
-        reshards=st.tuples(*[st.booleans()] * (NUM_CELLS + 1)),
-        optimizer=st.sampled_from(["AdamW", "SGD"]),
-        is_parallel=st.just(is_parallel),
-        api=st.just(api),
-        compiled=st.just(compiled),
-        is_hybrid=st.booleans() if world_size == 4 and api == "fully_shard" else st.just(False),
-        is_tied=st.booleans(),
+    oddities: list[Oddity] = ["scalar", "transposed"]
+    precisions: list[Precision] = [""]
+    flags, is_hybrid = st.booleans(), False
+    layouts = tuple(draw(st.sampled_from(LAYOUTS)) for _ in range(NUM_CELLS + 1))
+    if api == "fully_shard":
+        precisions = ["", "", "low", "kept"]
+        is_hybrid = bool(world_size == 4 and draw(flags))
+        if not (compiles or compiled):
+            oddities += ("sparse", "complex")
+    # A piece of two ranks may be kept of four.
+    keeps_pieces = world_size == 4 and not (is_hybrid or compiles or compiled)
+    reshards = [
+        st.sampled_from([False, True, 2]) if keeps_pieces and isinstance(layout, Even) else flags
+        for layout in layouts
+    ]
+    return Setup(
+        kinds=draw(st.tuples(*[kinds] * NUM_CELLS)),
+        layouts=layouts,
+        reshards=draw(st.tuples(*reshards)),
+        optimizer=draw(st.sampled_from(["AdamW", "SGD"])),
+        is_parallel=is_parallel,
+        api=api,
+        compiled=compiled,
+        is_hybrid=is_hybrid,
+        is_tied=draw(flags),
+        oddities=tuple(draw(st.lists(st.sampled_from(oddities), unique=True, max_size=3))),
+        precision=draw(st.sampled_from(precisions)),
+        reduces_unused=api == "fully_shard" and not compiles and draw(st.integers(0, 3)) == 3,
+        has_sections=api == "fully_shard" and draw(flags),
     )
 
 
@@ -84,14 +112,19 @@ def _steps(way: st.SearchStrategy[Way]) -> list[st.SearchStrategy[Moment]]:
     flags, cells = st.booleans(), st.integers(0, NUM_CELLS - 1)
     names = st.sampled_from(["up.weight", "up.bias", "down.weight", "gain"])
     some = st.lists(names, min_size=1, unique=True).map(tuple)
+    modes = st.sampled_from(["recorded", "no_grad", "inference"])
+    evaluations = st.builds(moments.Evaluate, way, modes)
     return [
         *[st.builds(moments.Train, way, flags)] * 2,
         *[st.builds(moments.Update, way, flags, flags)] * 2,
-        st.builds(moments.Evaluate, way, st.sampled_from(["recorded", "no_grad", "inference"])),
+        evaluations,
+        st.builds(moments.EvaluateBetween, way, evaluations, flags),
         st.builds(moments.TwoForwards, st.tuples(way, way), flags, flags),
         st.builds(moments.TwoBackwards, way),
         st.builds(moments.ZeroBetween, way, flags),
+        st.builds(moments.Zero, flags, flags),
         st.builds(moments.Freeze, cells, some, flags),
+        st.builds(moments.FreezePart, st.sampled_from(["first", "cells"]), flags),
         st.builds(moments.Scale, st.sampled_from([0.9, 1.1])),
         st.builds(moments.Full, flags),
     ]
@@ -101,7 +134,9 @@ def _steps_of_fully_shard() -> list[st.SearchStrategy[Moment]]:
     flags, cells = st.booleans(), st.integers(0, NUM_CELLS - 1)
     alone = st.builds(Way, num_cells=st.integers(1, NUM_CELLS), is_alone=st.just(True))
     return [
-        st.builds(moments.SaveAndLoad, flags),
+        st.builds(moments.SaveAndLoad, flags, flags),
+        st.builds(moments.ScaleData, st.sampled_from([0.9, 1.1])),
+        st.builds(moments.LookAhead, st.integers(0, 3), st.integers(1, 3)),
         st.builds(moments.Train, alone, flags),
         st.builds(moments.Prefetch, cells, st.lists(cells, max_size=3).map(tuple), flags),
         st.builds(moments.Cast),

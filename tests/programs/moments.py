@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -72,9 +73,24 @@ class Evaluate:
             mine, whole = (
                 model.eval()(batch[twins.rank], self.way, twins.rank) for model in twins.models
             )
-        torch.testing.assert_close(mine, whole)
+        twins.compare(mine, whole)
         for model in twins.models:
             model.train()
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluateBetween:
+    """An evaluation between a forward and its backward."""
+
+    way: Way
+    evaluation: Evaluate
+    reduces: bool
+
+    def run(self, twins: Twins) -> None:
+        with twins.reducing(self.reduces):
+            losses = twins.losses(self.way, twins.batch())
+            self.evaluation.run(twins)
+            twins.backward(losses, reduces=self.reduces)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +172,35 @@ class ZeroBetween:
 
 
 @dataclass(frozen=True, slots=True)
+class Zero:
+    """Gradients zeroed, whatever waits for a reduction."""
+
+    by_optimizer: bool
+    sets_to_none: bool
+
+    def run(self, twins: Twins) -> None:
+        # Gradients that wait are on no parameter: those of zeros would have none.
+        sets_to_none = self.sets_to_none or bool(twins.unreduced)
+        for holder in twins.optimizers if self.by_optimizer else twins.models:
+            holder.zero_grad(set_to_none=sets_to_none)
+        # The optimizer of `fully_shard` does not see them either, until a backward raises.
+        if twins.is_broken or twins.is_wrapped or not self.by_optimizer:
+            twins.unreduced, twins.is_broken = {}, False
+
+
+@dataclass(frozen=True, slots=True)
+class FreezePart:
+    """All cells, or the layer before them, are frozen, or trained, from here on."""
+
+    part: Literal["first", "cells"]
+    trains: bool
+
+    def run(self, twins: Twins) -> None:
+        for model in twins.models:
+            getattr(model, self.part).requires_grad_(self.trains)
+
+
+@dataclass(frozen=True, slots=True)
 class Freeze:
     """Some parameters of a cell are frozen, or trained, from here on."""
 
@@ -183,15 +228,34 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
+class ScaleData:
+    """Weights changed past autograd, which the engine is told of by `reshard()`."""
+
+    factor: float
+
+    def run(self, twins: Twins) -> None:
+        twins.reshard()
+        for model in twins.models:
+            for parameter in model.parameters():
+                parameter.data.mul_(self.factor)
+        twins.reshard()
+
+
+@dataclass(frozen=True, slots=True)
 class SaveAndLoad:
     """State dicts taken, weights spoiled, state dicts loaded."""
 
     assigns: bool
+    pickles: bool = False
 
     def run(self, twins: Twins) -> None:
         states = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
         for model in twins.models:
             saved = {name: value.clone() for name, value in model.state_dict().items()}
+            if self.pickles:
+                file = io.BytesIO()
+                torch.save(saved, file)
+                saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(1.0)
@@ -215,10 +279,34 @@ class Full:
         with twins.full(writeback=self.writes), torch.no_grad():
             pairs = zip(twins.model.parameters(), twins.twin.parameters(), strict=True)
             for mine, whole in pairs:
-                torch.testing.assert_close(mine.detach(), whole.detach())
+                twins.compare(mine, whole.to(mine.dtype))
                 if self.writes:
                     mine.mul_(0.9)
-                    whole.mul_(0.9)
+                    whole.copy_(whole.to(mine.dtype).mul_(0.9))
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """`torch.func` in a block with full parameters: gradients of each sample."""
+
+    way: Way
+
+    def run(self, twins: Twins) -> None:
+        x = twins.batch()[twins.rank]
+        with twins.full():
+            mine, whole = (self._per_sample(model, x, twins) for model in twins.models)
+            for name, wanted in whole.items():
+                twins.compare(mine[name].to(wanted.dtype), wanted, f"per-sample gradient of {name}")
+
+    def _per_sample(self, model: Any, x: Tensor, twins: Twins) -> dict[str, Tensor]:
+        module: nn.Module = model.module if hasattr(model, "module") else model
+        weights = {name: parameter.detach() for name, parameter in module.named_parameters()}
+
+        def loss(weights: dict[str, Tensor], sample: Tensor) -> Tensor:
+            inputs = (sample[None], self.way, twins.rank)
+            return loss_of(torch.func.functional_call(module, weights, inputs))
+
+        return torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
 
 
 @dataclass(frozen=True, slots=True)
@@ -270,6 +358,29 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True)
+class LookAhead:
+    """Another number of units that are gathered ahead, and of reductions in flight."""
+
+    depth: int
+    num_reductions: int
+
+    def run(self, twins: Twins) -> None:
+        twins.model.set_prefetch_depth(self.depth)
+        for module in (*twins.model.cells, twins.model):
+            module.set_reduce_scatter_max_input_buffers(self.num_reductions)
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Whether shards are kept in the dtype of compute from here on."""
+
+    keeps: bool
+
+    def run(self, twins: Twins) -> None:
+        twins.model.set_keep_low_precision_shards(self.keeps)
+
+
+@dataclass(frozen=True, slots=True)
 class Divide:
     """Another number that gradients are divided by."""
 
@@ -297,7 +408,7 @@ class GradOfInputs:
         for model in twins.models:
             x = own.clone().requires_grad_()
             grads += torch.autograd.grad(loss_of(model(x, way)), x)
-        torch.testing.assert_close(*grads)
+        twins.compare(*grads, name="gradient of the input")
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,9 +456,9 @@ class FullState:
 
     def run(self, twins: Twins) -> None:
         options = StateDictOptions(full_state_dict=True)
-        full = get_model_state_dict(twins.model, options=options)
+        full: dict[str, Any] = get_model_state_dict(twins.model, options=options)
         for name, whole in twins.twin.state_dict().items():
-            torch.testing.assert_close(full[name], whole)
+            twins.compare(full[name], whole, name)
         full = {name: value * 1.1 for name, value in full.items()}
         set_model_state_dict(twins.model, full, options=options)
         twins.twin.load_state_dict({k: v * 1.1 for k, v in twins.twin.state_dict().items()})
@@ -358,8 +469,7 @@ class NewOptimizers:
     """Optimizers built anew, between steps."""
 
     def run(self, twins: Twins) -> None:
-        for module in (*twins.model.cells, twins.model):
-            module.reshard()
+        twins.reshard()
         twins.make_optimizers()
 
 

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 DIM = 6
 NUM_CELLS = 3
+
+Oddity = Literal["scalar", "transposed", "complex", "sparse"]
+"""What a cell has that others have not: a 0-d gain, a weight that is not contiguous, a complex
+parameter, an embedding with sparse gradients."""
 
 
 class PlannedError(Exception):
@@ -30,15 +35,32 @@ class Fuse(torch.autograd.Function):
         raise PlannedError("in backward")
 
 
+class Layer(nn.Linear):
+    """Computes in its input's dtype, as the sharded one does with `param_dtype`."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        assert self.bias is not None
+        dtype = input.dtype
+        return functional.linear(input, self.weight.to(dtype), self.bias.to(dtype))
+
+
 class Cell(nn.Module):
     """A unit: rows that no number of ranks divides, and a gain shorter than the world."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, oddities: Sequence[Oddity] = ()) -> None:
         super().__init__()
         self.kind = kind
-        self.up = nn.Linear(DIM, 7)
-        self.down = nn.Linear(7, DIM)
-        self.gain = nn.Parameter(torch.ones(1))
+        self.up = Layer(DIM, 7)
+        self.down = Layer(7, DIM)
+        self.gain = nn.Parameter(torch.ones(() if "scalar" in oddities else 1))
+        if "transposed" in oddities:
+            for layer in (self.up, self.down):
+                layer.weight = nn.Parameter(layer.weight.detach().t().contiguous().t())
+        self.turn = self.table = None
+        if "complex" in oddities:
+            self.turn = nn.Parameter(torch.full((3,), 1 + 1j, dtype=torch.cdouble))
+        if "sparse" in oddities:
+            self.table = nn.Embedding(5, DIM, sparse=True)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.kind == "recomputed":
@@ -46,7 +68,13 @@ class Cell(nn.Module):
         return self._compute(self._compute(x)) if self.kind == "twice" else self._compute(x)
 
     def _compute(self, x: Tensor) -> Tensor:
-        return x + self.gain * self.down(torch.tanh(self.up(x)))
+        y = self.down(torch.tanh(self.up(x)))
+        if self.turn is not None:
+            z = x[..., :3] * self.turn.to(torch.promote_types(x.dtype, torch.cfloat))
+            y = y + (z.real - 0.3 * z.imag).sin().sum(-1, keepdim=True)
+        if self.table is not None:
+            y = y + self.table((x[:, 0] > 0).long()).to(x.dtype)
+        return x + self.gain.to(x.dtype) * y
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +104,18 @@ class Way:
 class Net(nn.Module):
     """Cells between two layers that belong to the root."""
 
-    def __init__(self, kinds: Sequence[str], *, is_tied: bool = False) -> None:
+    def __init__(
+        self, kinds: Sequence[str], oddities: Sequence[Oddity] = (), *, is_tied: bool = False
+    ) -> None:
         super().__init__()
         self.is_tied = is_tied
-        self.first = nn.Linear(DIM, DIM)
-        self.cells = nn.ModuleList(Cell(kind) for kind in kinds)
-        self.head = nn.Linear(DIM, 3)
+        self.first = Layer(DIM, DIM)
+        # The last cell is like all others: a tied weight of its is one of the first's.
+        self.cells = nn.ModuleList(
+            Cell(kind, oddities if index < len(kinds) - 1 else ())
+            for index, kind in enumerate(kinds)
+        )
+        self.head = Layer(DIM, 3)
         self.tie()
 
     def tie(self) -> None:
@@ -102,7 +136,7 @@ class Net(nn.Module):
             if way.fails_at == index:
                 if not way.fails_in_backward:
                     raise PlannedError("in forward")
-                x = Fuse.apply(x)
+                x = Fuse.apply(x if x.requires_grad else x.detach().requires_grad_())
         return self.head(x)
 
 

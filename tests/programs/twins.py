@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -15,14 +16,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from programs.net import DIM, Cell, Net, Way, loss_of
-from shoal import compile_step, fully_shard
+from programs.net import DIM, Cell, Net, Oddity, Way, loss_of
+from shoal import MixedPrecisionPolicy, compile_step, fully_shard
 from shoal.fsdp import FullyShardedDataParallel, full_parameters
 from shoal.fsdp.wrap import ModuleWrapPolicy
 from shoal.layout import Layout
 from shoal.tensor.sharded import ShardedTensor
 
 ShardingApi = Literal["fully_shard", "wrapper"]
+Precision = Literal["", "low", "kept"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +34,8 @@ class Setup:
     kinds: tuple[str, ...]
     layouts: tuple[Layout, ...]
     """Of the cells, and of the root."""
-    reshards: tuple[bool, ...]
-    """Which of them are freed after forward."""
+    reshards: tuple[bool | int, ...]
+    """Which of them are freed after forward; a number: but for a piece of so many ranks."""
     optimizer: str = "AdamW"
     is_parallel: bool = False
     api: ShardingApi = "fully_shard"
@@ -43,11 +45,33 @@ class Setup:
     """Whether every two ranks have a replica."""
     is_tied: bool = False
     """Whether two cells share a weight."""
+    oddities: tuple[Oddity, ...] = ()
+    """What all cells but the last have."""
+    precision: Precision = ""
+    """Whether it computes in float32, and keeps the shards in it."""
+    reduces_unused: bool = False
+    has_sections: bool = False
+    """Whether `Even` takes a weight for large, so that it is gathered and reduced by itself."""
 
     def build(self) -> Net:
         """The same weights on every call."""
         torch.manual_seed(0)
-        return Net(self.kinds, is_tied=self.is_tied).double()
+        return Net(self.kinds, self.oddities, is_tied=self.is_tied).double()
+
+    @property
+    def gives_zeros(self) -> bool:
+        """Whether parameters without a gradient get zeros."""
+        return self.is_parallel or self.reduces_unused
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What forwards compute in."""
+        return torch.float32 if self.precision else torch.float64
+
+    @property
+    def tolerances(self) -> tuple[float, float]:
+        """How far a number may be from the twin's, in relation to it and besides."""
+        return (1e-3, 1e-5) if self.precision else (1e-9, 1e-11)
 
     def shard(self) -> Any:
         """The model, sharded."""
@@ -56,22 +80,35 @@ class Setup:
             policy = ModuleWrapPolicy({Cell})
             return FullyShardedDataParallel(model, auto_wrap_policy=policy, use_orig_params=True)
         mesh = _hybrid_mesh(dist.group.WORLD) if self.is_hybrid else None
-        for cell, layout, reshard in zip(model.cells, self.layouts, self.reshards, strict=False):
-            fully_shard(cell, mesh=mesh, layout=layout, reshard_after_forward=reshard)
-        reshard = self.reshards[-1]
-        fully_shard(model, mesh=mesh, layout=self.layouts[-1], reshard_after_forward=reshard)
+        policy = MixedPrecisionPolicy(self.dtype, torch.float64)
+        with patch("shoal.layout.even.ALONE_NUMEL", 12 if self.has_sections else 1 << 20):
+            units = zip([*model.cells, model], self.layouts, self.reshards, strict=True)
+            for module, layout, reshard in units:
+                fully_shard(
+                    module,
+                    mesh=mesh,
+                    layout=layout,
+                    reshard_after_forward=reshard,
+                    mp_policy=policy if self.precision else MixedPrecisionPolicy(),
+                )
         if self.compiled:
             for module in [model] if self.compiled == "model" else model.cells:
                 module.compile(backend="shoal")
-        if self.is_parallel:
+        if self.gives_zeros:
             model.set_reduce_scatter_unused_params(True)
+        if self.precision == "kept":
+            model.set_keep_low_precision_shards(True)
         return model
 
     def make_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """An optimizer whose state would show a gradient that came or stayed away wrongly."""
         if self.optimizer == "SGD":
             return torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.1)
-        return torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1, foreach=True)
+        # A gradient that is rounding alone is no step.
+        eps = 1e-3 if self.precision else 1e-8
+        return torch.optim.AdamW(
+            model.parameters(), lr=0.02, eps=eps, weight_decay=0.1, foreach=True
+        )
 
 
 class Twins:
@@ -98,6 +135,11 @@ class Twins:
         """Whether the model was sharded by the wrapper."""
         return self.setup.api == "wrapper"
 
+    def reshard(self) -> None:
+        """Free all full parameters."""
+        for module in (*self.model.cells, self.model):
+            module.reshard()
+
     def make_optimizers(self) -> None:
         """New ones, without state, over the parameters that the models have now."""
         self.optimizers = tuple(map(self.setup.make_optimizer, self.models))
@@ -105,7 +147,8 @@ class Twins:
 
     def batch(self) -> Tensor:
         """The next batch: a row of samples for each rank."""
-        return torch.randn(self.world_size, 2, DIM, generator=self._generator, dtype=torch.double)
+        shape = self.world_size, 2, DIM
+        return torch.randn(shape, generator=self._generator, dtype=self.setup.dtype)
 
     def losses(self, way: Way, batch: Tensor) -> tuple[Tensor, Tensor]:
         """This rank's loss, and the twin's over all ranks' data."""
@@ -129,7 +172,10 @@ class Twins:
         """Backward of both."""
         mean = losses[0].detach().clone()
         dist.all_reduce(mean)
-        torch.testing.assert_close(mean / self.world_size, losses[1].detach(), msg=_saying("loss"))
+        self.compare(mean / self.world_size, losses[1].detach(), "loss")
+        assert losses[0].requires_grad == losses[1].requires_grad, "whether the loss has a graph"
+        if not losses[0].requires_grad:  # all that was used is frozen
+            return
         losses[0].backward(retain_graph=retains)
         self.add_grads(losses[1], reduces=reduces, retains=retains)
 
@@ -141,8 +187,8 @@ class Twins:
         )
         for name, grad in zip(named, grads, strict=True):
             if grad is not None:
-                self.unreduced[name] = self.unreduced.get(name, 0) + grad
-            elif self.setup.is_parallel:
+                self.unreduced[name] = self.unreduced.get(name, 0) + _dense(grad)
+            elif self.setup.gives_zeros:
                 self.unreduced.setdefault(name, torch.zeros_like(named[name]))
         if reduces:
             for name, unreduced in self.unreduced.items():
@@ -162,8 +208,8 @@ class Twins:
         yield
         for name, parameter in parameters.items():
             if parameter.grad is not None:
-                self.unreduced[name] = self.unreduced.get(name, 0) + parameter.grad
-            elif self.setup.is_parallel and parameter.requires_grad:
+                self.unreduced[name] = self.unreduced.get(name, 0) + _dense(parameter.grad)
+            elif self.setup.gives_zeros and parameter.requires_grad:
                 self.unreduced.setdefault(name, torch.zeros_like(parameter))
             parameter.grad = before[name]
         self.is_broken = True
@@ -225,8 +271,7 @@ class Twins:
             ):
                 yield dict(self.model.named_parameters())
             return
-        for module in (*self.model.cells, self.model):
-            module.reshard()
+        self.reshard()
         named = dict(self.model.named_parameters())
         assert all(isinstance(p, DTensor | ShardedTensor) for p in named.values()), "full"
         yield named
@@ -248,6 +293,8 @@ class Twins:
     def _check_piece(self, name: str, mine: Any, whole: Tensor) -> None:
         if isinstance(mine, ShardedTensor):
             parts = [(part, whole[region.slices]) for region, part in mine.parts()]
+        elif isinstance(mine, DTensor) and mine.ndim == 0:
+            parts = [(mine.to_local(), whole)]
         elif isinstance(mine, DTensor):
             num, own = mine.device_mesh.size(-1), mine.device_mesh.get_local_rank(-1)
             pieces = whole.chunk(num)
@@ -256,9 +303,18 @@ class Twins:
         else:
             parts = [(mine, whole)]
         for part, wanted in parts:
-            torch.testing.assert_close(
-                part.detach(), wanted.detach(), rtol=1e-9, atol=1e-11, msg=_saying(name)
-            )
+            self.compare(part, wanted, name)
+
+    def compare(self, mine: Tensor, whole: Tensor, name: str = "output") -> None:
+        """Raise if two numbers differ by more than rounding."""
+        rtol, atol = self.setup.tolerances
+        torch.testing.assert_close(
+            mine.detach(), whole.detach(), rtol=rtol, atol=atol, msg=_saying(name)
+        )
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad.to_dense() if grad.is_sparse else grad
 
 
 @cache

@@ -180,7 +180,9 @@ class Context:
         self._end = weakref.ref(end, self._keep_broken)
         self._keeps_graph = autograd.keeps_graph()
         autograd.call_after_backward(end)
-        self._perform_in_backward(self.machine.begin_backward())
+        self._perform_in_backward(
+            self.machine.begin_backward(creates_graph=torch.is_grad_enabled())
+        )
 
     def _note_shards(self) -> None:
         """Look at what users have done to shards and gradients before this backward."""

@@ -38,12 +38,12 @@ from shoal.runtime.fsdp_module import FSDPModule, torch_state
 from shoal.runtime.gather import PostForward
 from shoal.runtime.gather_hooks import refusal
 from shoal.runtime.mistakes import (
+    check_plain_values,
     ignored_of,
     layout_of,
     mesh_of,
     offload_of,
     precision_of,
-    refuse_plain_values,
     refuse_unknown,
 )
 from shoal.runtime.module_call import swap_class
@@ -199,7 +199,7 @@ def _check_loads(unit: Unit, modules: Iterable[nn.Module]) -> None:
 
     def look(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         if not unit.step.is_lent:
-            refuse_plain_values(unit, module, state, prefix)
+            check_plain_values(unit, module, state, prefix)
 
     for module in modules:
         module.register_load_state_dict_pre_hook(look)

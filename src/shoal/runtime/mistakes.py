@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from shoal.errors import UsageError
 from shoal.layout import Layout
 from shoal.mesh import default_mesh
+from shoal.runtime.parameter_wrapping import NumberWrapping
 from shoal.runtime.policy import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.unit import Unit
 
@@ -138,12 +139,19 @@ def _shown(given: object) -> str:
     return f"{given!r} of type {type(given).__name__}" if is_short else f"a {type(given).__name__}"
 
 
-def refuse_plain_values(unit: Unit, module: nn.Module, state: Mapping[str, Any], at: str) -> None:
-    """Raise where `load_state_dict` would copy whole tensors into DTensors, which torch cannot."""
+def check_plain_values(unit: Unit, module: nn.Module, state: dict[str, Any], at: str) -> None:
+    """Raise where `load_state_dict` would copy whole tensors into DTensors, which torch cannot.
+
+    Numbers are whole on every rank. torch's full state dicts have them as they are: they become
+    DTensors.
+    """
     for member in unit.shards.members:
         for name in (home.name for home in member.homes if home.module is module):
             value = state.get(at + name)
             if not isinstance(value, torch.Tensor) or isinstance(value, DTensor):
+                continue
+            if isinstance(member.wrapping, NumberWrapping) and value.ndim == 0:
+                state[at + name] = member.wrapping.shard_as(value.to(member.local.device))
                 continue
             raise UsageError(
                 f"load_state_dict got a plain tensor of shape {tuple(value.shape)} for the sharded "

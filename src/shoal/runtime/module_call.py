@@ -68,7 +68,7 @@ class ModuleCall:
     @dynamo.stepped_over_by_dynamo
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         state: ModuleState = self.__dict__["_shoal_state"]
-        if torch.compiler.is_compiling() and (_is_kept_full() or state.is_captured()):
+        if torch.compiler.is_compiling() and _is_captured(state):
             args, kwargs, tensors = state.enter_graph(self, args, kwargs)  # pyright: ignore[reportArgumentType]
             if _is_kept_full():
                 _kept_full[-1].enter_context(traces.parameters_replaced(self, tensors))  # pyright: ignore[reportArgumentType]
@@ -131,6 +131,14 @@ def kept_full() -> Iterator[None]:
 @dynamo.constant_in_graph
 def _is_kept_full() -> bool:
     return bool(_kept_full)
+
+
+def _is_captured(state: ModuleState) -> bool:
+    # Who keeps parameters full has lowered all units before. To look for their shards now finds
+    # full parameters in their places: of a module that has run before, or of one with tied weights.
+    if _is_kept_full() and all(unit.in_graph is not None for unit in state.used):
+        return True
+    return state.is_captured()
 
 
 def swap_class(module: nn.Module, manager: type, prefix: str, refusal: str) -> None:

@@ -131,12 +131,13 @@ class Machine:
 
     # Backward.
 
-    def begin_backward(self) -> Actions:
+    def begin_backward(self, *, creates_graph: bool = False) -> Actions:
         """A backward has come to the model.
 
         Where ranks may come to units in different orders, they settle on one: that of gathers and
         reductions in one group has to be the same, and a rank cannot know which units it will come
-        to next. So gathers come first, all of them, and reductions wait.
+        to next. So gathers come first, all of them, and reductions wait. What stays full for a
+        graph of gradients has to be the same too: all units, as any rank may come to any of them.
         """
         self._num_backwards += 1
         self._ask_for_turns()
@@ -149,6 +150,7 @@ class Machine:
                     actions.append(unit.do(ActionKind.FOLLOW))
                 if unit.settings.gathers_in_backward:
                     actions += unit.prefetch()
+                    unit.is_in_graph |= creates_graph
         return tuple(actions)
 
     def enter_backward(
@@ -389,6 +391,8 @@ class Machine:
             pass  # it asked for gradients inside of its forward, which goes on
         elif unit.phase is Phase.HELD and unit.is_in_graph:
             pass
+        elif unit.phase is Phase.GATHERING and unit.is_in_graph:
+            actions.append(unit.arrive())  # held, as on ranks whose backward came to it
         elif unit.settings.reshards_after_backward:
             actions += unit.release()
         elif unit.phase is Phase.GATHERING and self.is_in_turn:

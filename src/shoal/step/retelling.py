@@ -90,15 +90,15 @@ class Listening:
         self.machine.begin_forward()
         self._say(StepMoment("begin_forward"), ())
 
-    def begin_backward(self) -> Actions:
+    def begin_backward(self, **flags: bool) -> Actions:
         """See `Machine.begin_backward`."""
         self._listener.beginning("begin_backward")
-        actions = self.machine.begin_backward()
+        actions = self.machine.begin_backward(**flags)
         runs: list[tuple[int, int]] = []
         if self.machine.is_in_turn:
             for number, unit in enumerate(self.machine.units):
                 runs.extend((number, self._number(run)) for run in unit.runs)
-        return self._say(StepMoment("begin_backward", runs=tuple(runs)), actions)
+        return self._say(StepMoment("begin_backward", flags=flags, runs=tuple(runs)), actions)
 
     def enter_forward(self, unit: UnitStep, **flags: Any) -> Actions:
         """See `Machine.enter_forward`."""

@@ -90,11 +90,12 @@ class Driver:
 
     def _backward(self) -> None:
         machine, ledger = self.machine, self.ledger
-        ledger.perform(machine.begin_backward())
+        creates_graph = self.draw(st.booleans())
+        ledger.perform(machine.begin_backward(creates_graph=creates_graph))
         for unit, run in reversed(self.runs):
             if self.draw(st.integers(0, 5)) == 0:
                 continue  # not part of the loss
-            ledger.perform(machine.enter_backward(unit, run))
+            ledger.perform(machine.enter_backward(unit, run, creates_graph=creates_graph))
             if unit.phase is Phase.BACKWARD:
                 assert ledger.accounts[unit].memory is Phase.HELD, ledger.log
             if self.draw(st.booleans()):  # a recomputation
@@ -113,7 +114,7 @@ class Driver:
             if self.draw(st.integers(0, 5)) == 0:
                 self._arrive(unit)
         ledger.note_grads()
-        ledger.perform(machine.end_backward())
+        ledger.perform(machine.end_backward(keeps_graph=creates_graph))
         ledger.check_phases()
         self._check_ended()
 
@@ -162,7 +163,7 @@ class Driver:
         assert all(account.grads == 0 and account.taken is None for account in accounts), ledger.log
         assert sum(account.reduced + account.sums for account in accounts) == self.arrived
         for unit, account in ledger.accounts.items():
-            if unit.settings.reshards_after_backward:
+            if unit.settings.reshards_after_backward and not unit.is_in_graph:
                 assert account.memory is Phase.SHARDED, ledger.log
             if unit.settings.reduces:
                 assert account.sums == 0, ledger.log
@@ -175,6 +176,85 @@ def test_any_program(data: st.DataObject) -> None:
     driver = Driver(data)
     for _ in range(data.draw(st.integers(1, 4))):
         driver.step()
+
+
+class Rank:
+    """One of several ranks that run the same forwards, and use different units in backward."""
+
+    def __init__(self, each: list[Settings], frozen: set[str]) -> None:
+        self.machine, self.ledger = model()
+        self.runs: list[tuple[UnitStep, ModuleRun]] = []
+        for unit, one in zip(self.machine.units, each, strict=True):
+            unit.settings, unit.is_trained = one, unit.name not in frozen
+
+    def forward(self, order: list[int]) -> None:
+        machine, perform = self.machine, self.ledger.perform
+        root, self.runs = machine.units[0], []
+        machine.begin_forward()
+        perform(machine.enter_forward(root, is_stale=False))
+        for number in order:
+            unit = machine.units[number]
+            perform(machine.enter_forward(unit, is_stale=False))
+            self._run(unit)
+            perform(machine.leave_forward(unit))
+        self._run(root)
+        perform(machine.leave_forward(root))
+        perform(machine.end_forward(expects_backward=True))
+
+    def _run(self, unit: UnitStep) -> None:
+        run = ModuleRun()
+        unit.runs.add(run)
+        self.runs.append((unit, run))
+
+    def backward(self, reached: set[int], *, creates_graph: bool) -> None:
+        machine, ledger = self.machine, self.ledger
+        ledger.perform(machine.begin_backward(creates_graph=creates_graph))
+        for number, (unit, run) in reversed([*enumerate(self.runs)]):
+            if unit is machine.units[0] or number in reached:  # the root's outputs are the loss
+                ledger.perform(machine.enter_backward(unit, run, creates_graph=creates_graph))
+                ledger.accounts[unit].grads += unit.is_trained
+                ledger.note_grads()
+                ledger.perform(machine.leave_backward(unit, run))
+        ledger.note_grads()
+        ledger.perform(machine.end_backward(keeps_graph=creates_graph))
+        ledger.check_phases()
+
+    @property
+    def collectives(self) -> list[str]:
+        return [one for one in self.ledger.log if one.startswith(("gather", "reduce"))]
+
+
+@profile(200)
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.lists(st.integers(1, len(NAMES) - 1), max_size=5),
+            st.lists(st.booleans(), min_size=1, max_size=3),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    each=st.lists(settings, min_size=len(NAMES), max_size=len(NAMES)),
+    frozen=st.sets(st.sampled_from(NAMES)),
+    data=st.data(),
+)
+def test_ranks_that_use_different_units_communicate_alike(
+    steps: list[tuple[list[int], list[bool]]],
+    each: list[Settings],
+    frozen: set[str],
+    data: st.DataObject,
+) -> None:
+    """Where units are reduced in turn. Each step has several backwards; some create graphs."""
+    each = [replace(one, reduces_unused=True, gathers_in_backward=True) for one in each]
+    ranks = [Rank(each, frozen) for _ in range(2)]
+    for order, backwards in steps:
+        for rank in ranks:
+            rank.forward(order)
+        for creates_graph in backwards:
+            for rank in ranks:
+                reached = data.draw(st.sets(st.integers(0, 5)))
+                rank.backward(reached, creates_graph=creates_graph)
+            assert ranks[0].collectives == ranks[1].collectives
 
 
 @profile(200)

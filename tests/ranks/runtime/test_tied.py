@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from harness import ranks
 from oracle import full
+from shoal import compile_step
 from shoal.errors import UsageError
 from shoal.layout import Block as Blocks
 from shoal.layout import Even, Flat, Layout, Rows, Whole
@@ -329,6 +330,25 @@ def test_offload() -> None:
     model, plain = make(), make()
     ends_apart(model, fully_shard, offload_policy=CPUOffloadPolicy())
     train_both(model, plain)
+
+
+@ranks(2)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("layout", [Even(), Rows()], ids=lambda one: type(one).__name__)
+def test_captured_steps(cut: Cut, recomputes: bool, layout: Layout) -> None:
+    given = {"num_users": 3, "recomputes": recomputes}
+    model, plain = make(**given), make(**given)
+    cut(model, fully_shard, layout=layout)
+    ours, theirs = (torch.optim.Adam(m.parameters(), lr=1e-2) for m in (model, plain))
+    captured = compile_step(model, lambda output, _: output.square().mean(), ours, max_norm=0.5)
+    for batch in batches():
+        captured(own_part(batch), None)
+        step(plain, theirs, [loss_of(plain, batch)])
+        theirs.zero_grad()
+        check_equal(model, plain)
+    assert captured.num_graphs == 1
 
 
 @ranks(2)

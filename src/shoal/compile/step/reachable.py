@@ -34,8 +34,11 @@ from shoal.compile.step.step_data import CONSTANTS
 _LIBRARIES = (
     *{sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")},
     str(Path(__file__).parents[2]),
+    str(Path(torch.__file__).parent),
     "<frozen",
 )
+_INSTALLED = frozenset({"site-packages", "dist-packages"})
+"""Folders of installed packages, also of a user's own ones and of those that a path file names."""
 _PLAIN = (*CONSTANTS, Tensor, torch.Generator)
 _OPAQUE = frozenset({"torch", "shoal", "logging", "threading", "_thread", "weakref", "numpy"})
 """Packages whose objects are not looked into, but for modules of torch's."""
@@ -263,7 +266,9 @@ class Walk:
 
 def _is_of_library(file: str | None) -> bool:
     """Whether code is installed, and not the program's own; builtins have no file."""
-    return file is None or file.startswith(_LIBRARIES)
+    if file is None or file.startswith(_LIBRARIES):
+        return True
+    return not _INSTALLED.isdisjoint(Path(file).parts)
 
 
 def _file_of(cls: type) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import itertools
 import math
 import operator
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -378,3 +380,26 @@ def test_scripted_models_are_refused_in_plain_words() -> None:
     step = compile_step(model, functional.mse_loss, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(NotImplementedError, match="TorchScript"):
         step(*data())
+
+
+def test_packages_beside_the_environment_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A user's own packages, and those that a path file names: their globals are not compared."""
+    package = tmp_path / "lib" / "python3" / "site-packages" / "elsewhere_installed.py"
+    package.parent.mkdir(parents=True)
+    package.write_text(
+        "calls = 0\n\n\ndef act(x):\n    global calls\n    calls += 1\n    return x\n"
+    )
+    monkeypatch.syspath_prepend(str(package.parent))
+    act = importlib.import_module("elsewhere_installed").act
+
+    class Model(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return act(super().forward(input))
+
+    model = Model(3, 2)
+    step = compile_step(model, lambda y, _: y.sum(), torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        step(torch.ones(1, 3), None)
+    assert step.num_graphs == 1
