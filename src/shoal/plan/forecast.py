@@ -7,8 +7,10 @@ The engine itself takes three training steps as rank 0 of N, on a device that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,10 +25,24 @@ from shoal.plan.allocator import CachingAllocator, PlainAllocator
 from shoal.plan.device import NotingDevice
 from shoal.plan.group import imagined_world
 from shoal.plan.memory import MemoryForecast, play
+from shoal.plan.notes import Moment
 from shoal.plan.setup import Setup
-from shoal.plan.timing import Lanes, TimeForecast
+from shoal.plan.timing import Lanes, Span, TimeForecast
 from shoal.plan.training import NUM_SEEN, NUM_STEPS, Trained, Units, Workload, train
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.runtime.recorder import OPTIMIZER, RecordedAction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One step, moment by moment; times in µs since it began."""
+
+    actions: tuple[RecordedAction, ...]
+    """What the engine does."""
+    spans: tuple[Span, ...]
+    """What the lanes do."""
+    memory: tuple[tuple[float, dict[str, int]], ...]
+    """What is alive, by category, whenever memory came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +64,8 @@ class Forecast:
     device_bytes: int
     context_bytes: int
     assumptions: tuple[str, ...]
+    picture: Picture | None = field(default=None, repr=False, compare=False)
+    """The step moment by moment, if it was asked for."""
 
     @property
     def needed_bytes(self) -> int:
@@ -56,7 +74,9 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
-        return asdict(self)
+        values = asdict(replace(self, picture=None))
+        del values["picture"]
+        return values
 
 
 def forecast(
@@ -119,16 +139,46 @@ def forecast_setup(
     network: str | Network = "nvlink+ib",
     torch_version: str | None = None,
     num_steps: int = NUM_STEPS,
+    draws: bool = False,
 ) -> Forecast:
     """Forecast a workload under a setup: `forecast`, for those who have both as data.
 
-    After fewer steps what is reserved may not have settled.
+    After fewer steps what is reserved may not have settled. `draws` adds the picture.
     """
     chosen, wires = accelerator(device), network_of(network, setup.world)
     imagined = NotingDevice(swaps_memory=_swaps_memory(torch_version), is_cpu=chosen.is_cpu)
-    with imagined_world(imagined, setup.world):
-        trained = train(workload, setup, imagined, num_steps)
-    return _forecast(imagined, setup, chosen, wires, trained)
+    with old_objects_frozen():
+        with imagined_world(imagined, setup.world):
+            trained = train(workload, setup, imagined, num_steps)
+        return _forecast(imagined, setup, chosen, wires, trained, draws=draws)
+
+
+@contextmanager
+def old_objects_frozen() -> Iterator[None]:
+    """Look for garbage among the objects of a forecast, not in all of torch: that took half of it.
+
+    Inside of another such block nothing is left to do.
+    """
+    global _are_frozen
+    if _are_frozen:
+        yield
+        return
+    freeze_old_objects()
+    _are_frozen = True
+    try:
+        yield
+    finally:
+        _are_frozen = False
+        gc.unfreeze()
+
+
+_are_frozen = False
+
+
+def freeze_old_objects() -> None:
+    """Let no search for garbage look at what there is now."""
+    gc.collect()
+    gc.freeze()
 
 
 def _ranks(world: int | None, mesh: Sequence[int] | None, replicas: int) -> tuple[int, int]:
@@ -160,22 +210,41 @@ def _swaps_memory(torch_version: str | None) -> bool:
 
 
 def _forecast(
-    imagined: NotingDevice, setup: Setup, chosen: Accelerator, wires: Network, trained: Trained
+    imagined: NotingDevice,
+    setup: Setup,
+    chosen: Accelerator,
+    wires: Network,
+    trained: Trained,
+    *,
+    draws: bool,
 ) -> Forecast:
-    steps = imagined.steps()
+    begin = imagined.steps()[-1]
+    seen: list[tuple[int, dict[str, int]]] | None = [] if draws else None
     memory = play(
         imagined.notes,
         imagined.purposes,
-        begin=steps[-1],
+        begin=begin,
         end=len(imagined.notes),
         allocator=PlainAllocator() if chosen.is_cpu else CachingAllocator(),
+        seen=seen,
     )
     lanes = Lanes(chosen, wires)
-    lanes.play(imagined.notes[: steps[-1]])
+    lanes.play(imagined.notes[:begin])
     lanes.begin()
-    lanes.play(imagined.notes[steps[-1] :])
+    lanes.spans = [] if draws else None
+    lanes.play(imagined.notes[begin:])
     unseen = max(0, setup.micro_batches - NUM_SEEN)
     time = lanes.forecast(begin="step", computed="computed", end="stepped", unseen=unseen)
+    picture = None
+    if draws:
+        start = lanes.clock[0]
+        places = {one.name: at for at, one in enumerate(imagined.notes) if type(one) is Moment}
+        trained.actions.add(OPTIMIZER, "", places["computed"], places["stepped"])
+        picture = Picture(
+            actions=trained.actions.since(begin, lanes.clock),
+            spans=tuple(replace(one, start_us=one.start_us - start) for one in lanes.spans or ()),
+            memory=tuple((lanes.clock[at - begin] - start, alive) for at, alive in seen or ()),
+        )
     needed = memory.reserved_peak_bytes + chosen.context_bytes
     return Forecast(
         plan=str(setup),
@@ -189,15 +258,21 @@ def _forecast(
         fits=needed <= chosen.memory_bytes,
         device_bytes=chosen.memory_bytes,
         context_bytes=chosen.context_bytes,
-        assumptions=_assumptions(chosen),
+        assumptions=_assumptions(chosen, imagined.uncounted),
+        picture=picture,
     )
 
 
-def _assumptions(chosen: Accelerator) -> tuple[str, ...]:
+def _assumptions(chosen: Accelerator, uncounted: Collection[str]) -> tuple[str, ...]:
     said = [
         "the peak is that of the third step: forward, backward, optimizer, zero_grad",
         "the model is sharded on the meta device, and gets memory by to_empty",
     ]
+    if uncounted:
+        said.append(
+            f"the arithmetic of {', '.join(sorted(uncounted))} is not known: their time is that of "
+            "what they read and write, and memory that they borrow is not counted"
+        )
     if chosen.is_cpu:
         said += [
             "memory is that of tensors, not of the interpreter and its libraries",

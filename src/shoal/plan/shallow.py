@@ -60,7 +60,8 @@ class Estimate:
 
         return replace(
             more,
-            needed_bytes=int(along("needed_bytes")),
+            # What is reserved grows in leaps, and the line through two of them may fall.
+            needed_bytes=int(max(along("needed_bytes"), along("least_bytes"))),
             least_bytes=int(along("least_bytes")),
             step_ms=along("step_ms"),
             exposed_ms=along("exposed_ms"),
