@@ -44,8 +44,7 @@ LAYOUTS: Mapping[str, type[Layout]] = {
 def main(argv: Sequence[str]) -> int:
     """Forecast what a file defines; 1 if a budget was given and it does not fit."""
     given = _parser().parse(argv)
-    sizes = {name: getattr(given, name) for name in ("batch", "sequence")}
-    source = Planned.of(given, {name: size for name, size in sizes.items() if size is not None})
+    source = Planned.of(given)
     if given.fit is not None:
         return _choose(source, given)
     if given.find != "fastest" or given.global_batch is not None:
@@ -98,8 +97,10 @@ class Planned:
     is_recipe: bool = False
 
     @classmethod
-    def of(cls, given: argparse.Namespace, sizes: Mapping[str, int]) -> Planned:
+    def of(cls, given: argparse.Namespace) -> Planned:
         """A Python file, a recipe, or a model of Hugging Face's."""
+        named = {name: getattr(given, name) for name in ("batch", "sequence")}
+        sizes = {name: size for name, size in named.items() if size is not None}
         if given.model is not None:
             if given.file is not None:
                 raise UsageError(f"plan {given.file}, or --model {given.model}, not both")

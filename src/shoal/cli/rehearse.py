@@ -31,24 +31,23 @@ def main(argv: Sequence[str]) -> int:
         "plan`.",
     )
     add_planning_flags(parser)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    devices = parser.add_argument("--device", choices=("cpu", "cuda"), default=device)
-    devices.help = f"to rehearse on ({device})"
-    parser.add_argument("--as", dest="planned", metavar="NAME", help="the device to forecast for")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--on", choices=("cpu", "cuda"), default=here, help=f"rehearse on ({here})")
+    parser.add_argument(
+        "--device", metavar="NAME", help="the device of the forecast (the one here)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse(argv)
-    given.planned, given.device = given.planned or planned_device(given.device), given.device
-    kind, given.device = given.device, given.planned
-    sizes = {name: getattr(given, name) for name in ("batch", "sequence")}
-    source = Planned.of(given, {name: size for name, size in sizes.items() if size is not None})
+    given.device = given.device or planned_device(given.on)
+    source = Planned.of(given)
     found = forecast_setup(
-        source.workload, source.setup, device=given.planned, network=given.network
+        source.workload, source.setup, device=given.device, network=given.network
     )
     shows = sys.stderr.isatty()
     real = rehearse(
         source.workload,
         source.setup,
-        device_type=kind,
+        device_type=given.on,
         network=given.network,
         progress=_say if shows else lambda said: None,
     )
