@@ -26,9 +26,9 @@ from forecast import run_apart
 from planned_models import ARCHITECTURES
 
 from shoal.bench.script import store
-from shoal.cli.rehearse import planned_device
 from shoal.layout import Even, Flat
 from shoal.plan import Setup, forecast_setup
+from shoal.plan.accelerators import device_here
 from shoal.plan.rehearsal import rehearse
 from shoal.runtime.policy import MixedPrecisionPolicy
 
@@ -86,7 +86,7 @@ def _measure(name: str, setup: Setup, given: argparse.Namespace) -> dict[str, An
     else:
         torch.set_num_threads(1)
     workload = ARCHITECTURES[name].workload(given.tiny)
-    found = forecast_setup(workload, setup, device=planned_device(kind))
+    found = forecast_setup(workload, setup, device=device_here(kind))
     if given.limit is not None and kind == "cuda":
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(given.limit / total)

@@ -24,9 +24,10 @@ import torch
 from planned_models import ARCHITECTURES
 
 from shoal.bench.script import store
-from shoal.cli.rehearse import compare, planned_device
+from shoal.cli.rehearse import compare
 from shoal.layout import Flat
 from shoal.plan import Setup, forecast_setup
+from shoal.plan.accelerators import device_here
 from shoal.plan.rehearsal import rehearse
 from shoal.runtime.policy import MixedPrecisionPolicy
 
@@ -102,7 +103,7 @@ def measure(name: str, setup: Setup, *, is_tiny: bool) -> dict[str, Any]:
     setup = replace(setup, policy=half)
     workload = ARCHITECTURES[name].workload(is_tiny)
     began = time.process_time()
-    found = forecast_setup(workload, setup, device=planned_device(kind))
+    found = forecast_setup(workload, setup, device=device_here(kind))
     forecast_s = time.process_time() - began
     real = rehearse(workload, setup, device_type=kind)
     return {

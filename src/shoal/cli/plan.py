@@ -16,12 +16,14 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.flags import Parser
+from shoal.compile.environment import cache_folder
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout, Rows, Whole
 from shoal.plan import Choice, Forecast, Search, Setup, Workload, forecast_setup
 from shoal.plan.accelerators import ACCELERATORS
 from shoal.plan.hugging_face import hugging_face_workload
 from shoal.plan.plan_file import read_plan_file
+from shoal.plan.profile import profile_for
 from shoal.plan.search import Sizes
 from shoal.report.plan_page import write_plan_page, write_trace
 from shoal.runtime.policy import MixedPrecisionPolicy
@@ -32,6 +34,8 @@ from shoal.train.safe_stream import safe_stdout, say
 
 GIB = 1 << 30
 BAR = 24
+PROFILE = "plan-profile.json"
+"""The file in the user's cache folder."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS: Mapping[str, type[Layout]] = {
     "even": Even,
@@ -49,14 +53,15 @@ def main(argv: Sequence[str]) -> int:
         return _choose(source, given)
     if given.find != "fastest" or given.global_batch is not None:
         raise UsageError("--find and --global-batch are for a search: say what it is to --fit into")
+    options = _options(given)
     found = forecast_setup(
         source.workload,
         source.setup,
-        device=given.device,
-        network=given.network,
-        torch_version=given.torch,
         draws=_draws(given),
+        **options,
     )
+    if options["profile"] is not None:
+        options["profile"].store()
     _write(given, found)
     if given.json:
         print(json.dumps(found.to_json(), indent=2))
@@ -65,6 +70,19 @@ def main(argv: Sequence[str]) -> int:
     if given.budget is None:
         return 0
     return int(found.needed_bytes > given.budget)
+
+
+def _options(given: argparse.Namespace) -> dict[str, Any]:
+    """Of a forecast, whatever the setup."""
+    profile = None
+    if given.measure:
+        profile = profile_for(given.device, given.profile or cache_folder().parent / PROFILE)
+    return {
+        "device": given.device,
+        "network": given.network,
+        "torch_version": given.torch,
+        "profile": profile,
+    }
 
 
 def _console() -> Console:
@@ -162,14 +180,14 @@ def _choose(source: Planned, given: argparse.Namespace) -> int:
         )
     if given.budget is not None:
         raise UsageError("--fit is the budget of a search; --budget goes with a single forecast")
-    console = _console()
+    console, options = _console(), _options(given)
     shows = not given.json and sys.stderr.isatty()
     search = Search(
         workload=source.of_sizes,
         base=source.setup,
         budget_bytes=given.fit,
         global_batch=given.global_batch,
-        options={"device": given.device, "network": given.network, "torch_version": given.torch},
+        options=options,
         draws=_draws(given),
         progress=_say_progress if shows else lambda count, plan: None,
     )
@@ -186,6 +204,8 @@ def _choose(source: Planned, given: argparse.Namespace) -> int:
         found = search.largest(name, fixed)
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
+    if options["profile"] is not None:
+        options["profile"].store()
     _write(given, found.forecast, found)
     if given.json:
         print(json.dumps(found.to_json(), indent=2))
@@ -248,6 +268,14 @@ def _parser() -> Parser:
     )
     search.add_argument(
         "--global-batch", type=_tokens, metavar="N", help="tokens of a whole step, as 4M"
+    )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run each distinct operator once on the device here, for the time",
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="PATH", help="where --measure keeps what it measured"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page of charts")

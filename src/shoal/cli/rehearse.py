@@ -14,6 +14,7 @@ from rich.table import Table
 from shoal.cli.flags import Parser
 from shoal.cli.plan import Planned, add_planning_flags
 from shoal.plan import Forecast, forecast_setup
+from shoal.plan.accelerators import device_here
 from shoal.plan.rehearsal import Rehearsal, rehearse
 from shoal.report.number_format import digits, size
 from shoal.train.safe_stream import safe_stdout
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     given = parser.parse(argv)
-    given.device = given.device or planned_device(given.on)
+    given.device = given.device or device_here(given.on)
     source = Planned.of(given)
     found = forecast_setup(
         source.workload, source.setup, device=given.device, network=given.network
@@ -61,14 +62,6 @@ def main(argv: Sequence[str]) -> int:
 
 def _say(said: str) -> None:
     print(f"\r\033[K{said}", end="", file=sys.stderr, flush=True)
-
-
-def planned_device(device_type: str) -> str:
-    """The name in the table of devices for the one at hand; the H200's where it has none."""
-    if device_type == "cpu":
-        return "cpu"
-    name = torch.cuda.get_device_name().lower()
-    return next((one for one in ("h200", "h100", "a100", "b200") if one in name), "h200")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ mode keeps no tensor alive, and learns from weak references when memory goes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -24,6 +24,7 @@ from shoal.plan.costs import Cost, cost_of
 from shoal.plan.device_kernels import kernels_of, temporaries_of
 from shoal.plan.known_values import ASKING, KnownValues
 from shoal.plan.notes import COMPUTE, Note
+from shoal.plan.profile import Profile
 from shoal.plan.seen import SEEN
 from shoal.runtime.recorder import RecordedAction, Recorder, Running, TimeMark
 from shoal.step.action import Action
@@ -35,7 +36,9 @@ WORKSPACE_BYTES = 32 << 20
 class NotingDevice:
     """Takes notes of all that is asked of it."""
 
-    def __init__(self, *, swaps_memory: bool, is_cpu: bool = False) -> None:
+    def __init__(
+        self, *, swaps_memory: bool, is_cpu: bool = False, profile: Profile | None = None
+    ) -> None:
         self.notes: list[Note] = []
         self.purposes: dict[int, str] = {}
         """What the memory of each owner is for."""
@@ -45,6 +48,7 @@ class NotingDevice:
         """What memory is for, of which nothing else is said."""
         self._swaps_memory = swaps_memory
         self._is_cpu = is_cpu
+        self._profile = profile
         self.autocasts = ("cpu",) if is_cpu else ("cuda", "cpu")
         """Devices for which autocast would change what is imagined."""
         self._has_workspace: set[bool] = set()
@@ -103,6 +107,7 @@ class NotingDevice:
         self,
         func: Any,
         args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         result: Any,
         outputs: Sequence[Tensor],
         cost: Cost | None = None,
@@ -123,8 +128,11 @@ class NotingDevice:
         if cost.num_bytes or cost.flops:
             dtype = str(outputs[0].dtype) if outputs else ""
             shape = tuple(outputs[0].shape) if outputs else ()
+            took = None if self._profile is None else self._profile.time_us(func, args, kwargs)
             self.notes.append(
-                notes.Kernel(str(func), cost.flops, cost.num_bytes, self._stream, dtype, shape)
+                notes.Kernel(
+                    str(func), cost.flops, cost.num_bytes, self._stream, dtype, shape, took
+                )
             )
 
     def carried(self, calls: Sequence[Call], num_ranks: int) -> None:
@@ -302,7 +310,7 @@ class _Operators(subclasses.QuickDispatchMode):
             cost = None
         if outputs and not outputs[0].is_floating_point():
             self._known.follow(func, args, kwargs, outputs)
-        self._device.saw(func, args, result, outputs, cost)
+        self._device.saw(func, args, kwargs, result, outputs, cost)
         return result
 
 

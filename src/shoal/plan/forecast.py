@@ -26,6 +26,7 @@ from shoal.plan.device import NotingDevice
 from shoal.plan.group import imagined_world
 from shoal.plan.memory import MemoryForecast, play
 from shoal.plan.notes import Moment
+from shoal.plan.profile import Profile
 from shoal.plan.setup import Setup
 from shoal.plan.timing import Lanes, Span, TimeForecast
 from shoal.plan.training import NUM_SEEN, NUM_STEPS, Trained, Units, Workload, train
@@ -99,6 +100,7 @@ def forecast(
     device: str | Accelerator = "h200",
     network: str | Network = "nvlink+ib",
     torch_version: str | None = None,
+    profile: Profile | None = None,
 ) -> Forecast:
     """Forecast a steady training step of a model on `world` ranks.
 
@@ -109,7 +111,8 @@ def forecast(
     `mesh=(2, 4)` are two replicas of four shards, as `replicas=2` of `world=8` are.
     `checkpointing` recomputes the activations of all units, of every n-th, or of those numbered.
     Of `micro_batches` the sum is reduced, or with `reduces_each` every one. `torch_version` is the
-    release that will run, which decides how memory of gathers comes and goes.
+    release that will run, which decides how memory of gathers comes and goes. With a `profile`
+    operators take as long as they took when they were measured, not what a table says.
     """
     world, replicas = _ranks(world, mesh, replicas)
     setup = Setup(
@@ -127,7 +130,12 @@ def forecast(
         model=model_fn, inputs=inputs_fn, units=units, loss=loss, optimizer=optimizer
     )
     return forecast_setup(
-        workload, setup, device=device, network=network, torch_version=torch_version
+        workload,
+        setup,
+        device=device,
+        network=network,
+        torch_version=torch_version,
+        profile=profile,
     )
 
 
@@ -138,6 +146,7 @@ def forecast_setup(
     device: str | Accelerator = "h200",
     network: str | Network = "nvlink+ib",
     torch_version: str | None = None,
+    profile: Profile | None = None,
     num_steps: int = NUM_STEPS,
     draws: bool = False,
 ) -> Forecast:
@@ -146,11 +155,13 @@ def forecast_setup(
     After fewer steps what is reserved may not have settled. `draws` adds the picture.
     """
     chosen, wires = accelerator(device), network_of(network, setup.world)
-    imagined = NotingDevice(swaps_memory=_swaps_memory(torch_version), is_cpu=chosen.is_cpu)
+    imagined = NotingDevice(
+        swaps_memory=_swaps_memory(torch_version), is_cpu=chosen.is_cpu, profile=profile
+    )
     with old_objects_frozen():
         with imagined_world(imagined, setup.world):
             trained = train(workload, setup, imagined, num_steps)
-        return _forecast(imagined, setup, chosen, wires, trained, draws=draws)
+        return _forecast(imagined, setup, chosen, wires, trained, profile, draws=draws)
 
 
 @contextmanager
@@ -215,6 +226,7 @@ def _forecast(
     chosen: Accelerator,
     wires: Network,
     trained: Trained,
+    profile: Profile | None,
     *,
     draws: bool,
 ) -> Forecast:
@@ -258,35 +270,42 @@ def _forecast(
         fits=needed <= chosen.memory_bytes,
         device_bytes=chosen.memory_bytes,
         context_bytes=chosen.context_bytes,
-        assumptions=_assumptions(chosen, imagined.uncounted),
+        assumptions=_assumptions(chosen, imagined.uncounted, profile),
         picture=picture,
     )
 
 
-def _assumptions(chosen: Accelerator, uncounted: Collection[str]) -> tuple[str, ...]:
+def _assumptions(
+    chosen: Accelerator, uncounted: Collection[str], profile: Profile | None
+) -> tuple[str, ...]:
     said = [
         "the peak is that of the third step: forward, backward, optimizer, zero_grad",
         "the model is sharded on the meta device, and gets memory by to_empty",
     ]
+    if chosen.is_cpu:
+        said.append("memory is that of tensors, not of the interpreter and its libraries")
+    else:
+        said += [
+            "bf16 and fp16 attention without a mask is flash attention, other attention is the "
+            "memory-efficient kernel",
+            f"CUDA takes {chosen.context_bytes / (1 << 20):.0f} MiB beside the allocator; NCCL's "
+            "buffers are not counted",
+        ]
+    if profile is not None:
+        said.append(f"operators take what they took one by one on {profile.name}")
+        uncounted = profile.unmeasured
+    elif chosen.is_cpu:
+        said.append("time is from a table of one core, and says little about this machine's")
+    else:
+        said.append(
+            "time is from a table: kernels reach a part of the data sheet's peak, launches take a "
+            "constant"
+        )
+        if not chosen.is_measured:
+            said.append(f"the figures of {chosen.name} are its data sheet's, not measured")
     if uncounted:
         said.append(
-            f"the arithmetic of {', '.join(sorted(uncounted))} is not known: their time is that of "
+            f"the time of {', '.join(sorted(uncounted))} is not known: it is taken to be that of "
             "what they read and write, and memory that they borrow is not counted"
         )
-    if chosen.is_cpu:
-        said += [
-            "memory is that of tensors, not of the interpreter and its libraries",
-            "time is from a table of one core, and says little about this machine's",
-        ]
-        return tuple(said)
-    said += [
-        "bf16 and fp16 attention without a mask is flash attention, other attention is the "
-        "memory-efficient kernel",
-        f"CUDA takes {chosen.context_bytes / (1 << 20):.0f} MiB beside the allocator; NCCL's "
-        "buffers are not counted",
-        "time is from a table: kernels reach a part of the data sheet's peak, launches take a "
-        "constant",
-    ]
-    if not chosen.is_measured:
-        said.append(f"the figures of {chosen.name} are its data sheet's, not measured")
     return tuple(said)

@@ -103,9 +103,10 @@ class Lanes:
         for note in taken:
             clock.append(max(self._host, streams.get(COMPUTE, 0.0)))
             match note:
-                case notes.Kernel(kernel, flops, num_bytes, stream, dtype, _):
+                case notes.Kernel(kernel, flops, num_bytes, stream, dtype, _, took):
                     self._host += self._accelerator.host_us
-                    took = self._accelerator.kernel_time_us(flops, num_bytes, dtype)
+                    if took is None:
+                        took = self._accelerator.kernel_time_us(flops, num_bytes, dtype)
                     start = max(streams.get(stream, 0.0), self._host)
                     streams[stream] = start + took
                     self._saw(_lane(stream), kernel, start, took, num_bytes)

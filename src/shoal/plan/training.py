@@ -234,9 +234,11 @@ def take_steps(
             f"expected optimizer(parameters) to return an optimizer, got a {type(stepper).__name__}"
         )
     args, kwargs = inputs
-    num_seen = min(setup.micro_batches, most_seen or setup.micro_batches)
-    for _ in range(num_steps):
+    most = min(setup.micro_batches, most_seen or setup.micro_batches)
+    for step in range(num_steps):
         watcher.moment("step")
+        # The first of two is there to make the optimizer's state.
+        num_seen = 1 if num_steps == 2 and step == 0 else most
         for number in range(num_seen):
             watcher.moment(MICRO_BATCH)
             is_last = number == num_seen - 1
