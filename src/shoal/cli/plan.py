@@ -384,11 +384,13 @@ def show_choice(found: Choice, console: Console) -> None:
     others = sorted(others, key=lambda one: -one.tokens_per_s)[:NUM_SHOWN]
     if others:
         console.print()
-        console.print(f"{len(fitting)} plans fit; after the chosen one, the fastest are")
+        console.print(
+            f"{len(fitting)} plans may fit; after the chosen one, the fastest need at least"
+        )
     for one in others:
         assert one.figures is not None
         console.print(
-            f"  {one.tokens_per_s:12,.0f} tokens/s  {one.figures.needed_bytes / 1e9:6.1f} GB  {one}"
+            f"  {one.tokens_per_s:12,.0f} tokens/s  {one.figures.least_bytes / 1e9:6.1f} GB  {one}"
         )
     rejected = [one for one in found.judged if not one.fits]
     if rejected:

@@ -283,7 +283,7 @@ class Search:
     def _asked(self, setup: Setup, sizes: Sizes) -> Judged:
         workload = self.workload(sizes)
         if self._shallow is None:
-            self._shallow = ShallowModel(workload.model)
+            self._shallow = ShallowModel(workload)
         figures = self._shallow.figures(workload, setup, self.options)
         if not self._judged:
             freeze_old_objects()  # torch has imported all that it imports for a forecast

@@ -25,7 +25,7 @@ from shoal.optim import AdamW
 from shoal.plan.device import NotedActions, NotingDevice
 from shoal.plan.setup import Setup
 from shoal.plan.timing import MICRO_BATCH
-from shoal.runtime.fsdp_module import own_state
+from shoal.runtime.fsdp_module import FSDPModule, own_state
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.module_state import context_of
 from shoal.runtime.observe import default_units
@@ -77,11 +77,11 @@ def train(
     workload: Workload, setup: Setup, imagined: NotingDevice, num_steps: int = NUM_STEPS
 ) -> Trained:
     """Let a device take notes of a run; the process group of rank 0 is there already."""
-    model = meta_model(workload)
     with torch.device("meta"):
         inputs = arguments(workload, "meta")
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
     with imagined.running(notes=False):
+        model = meta_model(workload)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
         shard(model, workload, setup, "cpu")
     with imagined.running():
         model.to_empty(device="meta")
@@ -103,10 +103,20 @@ def meta_model(workload: Workload) -> nn.Module:
     return model
 
 
+_WRAPPERS = ("FullyShardedDataParallel", "DistributedDataParallel")
+"""torch's, and shoal's of the same name."""
+
+
 def _check_model(model: Any) -> None:
     """Refuse what cannot be imagined, with the name of what is in the way."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected model() to return an nn.Module, got a {type(model).__name__}")
+    for name, module in model.named_modules():
+        if type(module).__name__ in _WRAPPERS:
+            raise UsageError(
+                f"module {name or 'model'!r} is wrapped in {type(module).__name__}, which is not "
+                "modelled: plan the model unwrapped; layout Flat is how shoal's wrapper shards"
+            )
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     if not parameters:
         raise UsageError(f"the model, a {type(model).__name__}, has no parameters to train")
@@ -115,10 +125,10 @@ def _check_model(model: Any) -> None:
             raise UsageError(
                 f"parameter {name!r} has no shape yet: replace lazy modules by those they become"
             )
-        if isinstance(one, DTensor):
+        if isinstance(one, DTensor) and not isinstance(model, FSDPModule):
             raise UsageError(
-                f"parameter {name!r} is sharded already, on a mesh that a forecast does not know: "
-                "plan the model as it was before, and let the setup shard it"
+                f"parameter {name!r} is sharded already, by something else than fully_shard of the "
+                "whole model: plan the model as it was before, and let the setup shard it"
             )
         if not one.is_meta:
             kind = "parameter" if name in parameters else "buffer"
@@ -197,7 +207,20 @@ def _checkpoint(units: Units, setup: Setup) -> None:
 
 
 def shard(model: nn.Module, workload: Workload, setup: Setup, device_type: str) -> None:
-    """Shard a model as a setup says, over the ranks of the default process group."""
+    """Shard a model as a setup says, over the ranks of the default process group.
+
+    Unless `model()` did it by itself: then the setup has nothing to say.
+    """
+    if isinstance(model, FSDPModule):
+        said = Setup(
+            world=setup.world, micro_batches=setup.micro_batches, reduces_each=setup.reduces_each
+        )
+        if setup != said:
+            raise UsageError(
+                "model() has sharded the model by itself, so nothing else can say how: leave out "
+                f"units, precision and flags like these ({setup})"
+            )
+        return
     found = _units_of(model, workload)
     _checkpoint(found, setup)
     found = _joined(found, setup.blocks_per_unit)
@@ -283,6 +306,11 @@ def _why(what: str, kind: str, said: str) -> str:
         return (
             f"{what} uses torch.autocast, which does nothing on meta tensors, and is not modelled: "
             "plan the dtypes by precision = {...} in the file (MixedPrecisionPolicy)"
+        )
+    if "env:// rendezvous" in said:
+        return (
+            f"{what} asks for a process group, and a search has none: let it return the model "
+            "unsharded, and the search shards it"
         )
     if "fake impl" in said:
         return f"{what} calls an operator without shapes for meta tensors: {said}"

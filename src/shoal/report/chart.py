@@ -145,9 +145,14 @@ def scatter_chart(
     y_name: str,
     summary: str,
     frontier: Sequence[tuple[float, float]] = (),
+    limit: float,
 ) -> str:
-    """Draw dots, those of later parts over those of earlier ones, and a line through some."""
-    shapes = ""
+    """Draw dots, those of later parts over those of earlier ones, and a line through some.
+
+    A broken line stands at the limit of x, if that is in the picture.
+    """
+    is_seen = x.low < limit < x.high
+    shapes = f'<path class="flag" d="M{_place(x.at(limit))} 0V{SCALE}"/>' if is_seen else ""
     if len(frontier) > 1:
         places = [f"{_place(x.at(a))} {_place(1 - y.at(b))}" for a, b in frontier]
         shapes += f'<path class="line training" d="M{"L".join(places)}"/>'

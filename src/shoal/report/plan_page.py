@@ -205,16 +205,18 @@ def _plans(choice: Choice | None) -> Section | None:
         title="Time against memory of all plans",
         lead=f"{len(choice.judged):,} plans: {len(fitting):,} fit into "
         f"{size(choice.budget_bytes)}, {len(choice.judged) - len(asked):,} were ruled out by "
-        "others that need no more. The line joins those that no other beats in both.",
+        "others that need no more. The line joins those that no other beats in both; the broken "
+        "line is the budget.",
         html=scatter_chart(
             dots,
             _DOTS,
             x=axis_over([one.x for one in dots]),
             y=axis_over([one.y for one in dots], from_zero=True),
-            x_name="memory needed, GiB",
+            x_name="allocated at the peak, and CUDA's, GiB",
             y_name="µs per token of all ranks",
             summary="All plans, time against memory",
             frontier=frontier([(one.x, one.y) for one in dots]),
+            limit=choice.budget_bytes / GIB,
         ),
     )
 
@@ -230,7 +232,7 @@ def frontier(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]
 
 def _gib(one: Judged) -> float:
     assert one.figures is not None
-    return one.figures.needed_bytes / GIB
+    return one.figures.least_bytes / GIB
 
 
 def _us_per_token(one: Judged) -> float:
@@ -238,7 +240,7 @@ def _us_per_token(one: Judged) -> float:
 
 
 def _told(one: Judged) -> str:
-    return f"{one}\n{_gib(one):.1f} GiB, {count(one.tokens_per_s)} tokens/s"
+    return f"{one}\nat least {_gib(one):.1f} GiB, {count(one.tokens_per_s)} tokens/s"
 
 
 def _chosen(choice: Choice | None) -> Section | None:

@@ -49,6 +49,12 @@ CASES = {
         module() + "\ndef model(): return torch.compile(M())",
         "is compiled, which is not modelled",
     ),
+    "a wrapper": (
+        module() + "\ndef model():"
+        "\n    from shoal.fsdp import FullyShardedDataParallel"
+        "\n    return FullyShardedDataParallel(M())",
+        "module 'model' is wrapped in FullyShardedDataParallel",
+    ),
     "no parameters": (module() + "\ndef model(): return nn.ReLU()", "has no parameters"),
     "a branch on a value": (
         module(forward="return self.layer(x) if x.max().item() > 0 else x"),
@@ -133,6 +139,31 @@ def test_impossible_wishes_are_named(
     path.write_text(module())
     assert main(["plan", str(path), *flags]) == 2
     assert words in capsys.readouterr().err
+
+
+SHARDED = """
+def model():
+    from torch.distributed.device_mesh import init_device_mesh
+    from shoal import fully_shard
+    made, mesh = M(), init_device_mesh("cuda", (4,))
+    fully_shard(made.layer, mesh=mesh)
+    return fully_shard(made, mesh=mesh)
+"""
+
+
+def test_a_model_may_shard_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, plain = tmp_path / "own.py", tmp_path / "plain.py"
+    path.write_text(module() + SHARDED)
+    plain.write_text(module() + "\ndef units(model): return [model.layer]")
+    found = []
+    for one in (path, plain):
+        assert main(["plan", str(one), "--world", "4", "--json"]) == 0
+        found.append(capsys.readouterr().out)
+    assert found[0] == found[1]
+    assert main(["plan", str(path), "--world", "4", "--layout", "flat"]) == 2
+    assert "has sharded the model by itself" in capsys.readouterr().err
+    assert main(["plan", str(path), "--world", "4", "--fit", "80GB"]) == 2
+    assert "return the model unsharded" in capsys.readouterr().err
 
 
 def test_arithmetic_that_is_not_known_is_an_assumption(
