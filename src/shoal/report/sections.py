@@ -260,11 +260,7 @@ def _foreseen(run: RecordedRun, metrics: Metrics) -> list[Section]:
     step, half = _number(time.get("step_ms")), _number(time.get("forward_backward_ms"))
     exposed = _number(time.get("exposed_ms"))
     pairs = [
-        (
-            "allocated peak",
-            _number(memory.get("allocated_peak_bytes")),
-            max(held, default=math.nan),
-        ),
+        ("allocated peak", _number(memory.get("allocated_peak_bytes")), held),
         ("step", step, finite_mean(one.step_ms for one in steady)),
         ("compute", half - exposed, finite_mean(one.compute_ms for one in steady)),
         ("exposed communication", exposed, finite_mean(one.exposed_ms for one in steady)),
