@@ -26,6 +26,13 @@ DYNAMO_MODULE = "torch._dynamo"
 """Optimizers import it at their first step, which takes longer than importing torch."""
 
 
+def runs_compiled(module: torch.nn.Module) -> bool:
+    """Whether a call of a module runs what `torch.compile` made of it."""
+    private: Any = module
+    is_wrapper = type(module).__module__.startswith(DYNAMO_MODULE)
+    return is_wrapper or private._compiled_call_impl is not None
+
+
 def unwrapped_by_dynamo(function: Function) -> Function:
     """Let a compiled caller break its graph here; without importing the compiler to say so."""
     cast(Any, function)._torchdynamo_disable = True

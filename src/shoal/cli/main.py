@@ -23,6 +23,7 @@ from shoal.version import __version__
 COMMANDS = {
     "train": "train a transformer on text, sharded over ranks",
     "plan": "forecast memory and time of a training step, before it runs",
+    "rehearse": "run some steps as rank 0 of N, beside the forecast",
     "bench": "measure shoal against plain, DDP, FSDP1 and FSDP2",
     "report": "draw the report of a run folder again",
     "checkpoint": "inspect, verify, export, import or reshard a checkpoint",

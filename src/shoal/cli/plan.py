@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,21 +16,26 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.flags import Parser
+from shoal.compile.environment import cache_folder
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout, Rows, Whole
 from shoal.plan import Choice, Forecast, Search, Setup, Workload, forecast_setup
 from shoal.plan.accelerators import ACCELERATORS
 from shoal.plan.hugging_face import hugging_face_workload
 from shoal.plan.plan_file import read_plan_file
+from shoal.plan.profile import profile_for
 from shoal.plan.search import Sizes
+from shoal.report.plan_page import write_plan_page, write_trace
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.config import load_recipe
 from shoal.train.foresight import is_recipe, setup_of, workload_of
 from shoal.train.options import replace_options
-from shoal.train.safe_stream import safe_stdout
+from shoal.train.safe_stream import safe_stdout, say
 
 GIB = 1 << 30
 BAR = 24
+PROFILE = "plan-profile.json"
+"""The file in the user's cache folder."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LAYOUTS: Mapping[str, type[Layout]] = {
     "even": Even,
@@ -42,24 +48,59 @@ LAYOUTS: Mapping[str, type[Layout]] = {
 def main(argv: Sequence[str]) -> int:
     """Forecast what a file defines; 1 if a budget was given and it does not fit."""
     given = _parser().parse(argv)
-    sizes = {name: getattr(given, name) for name in ("batch", "sequence")}
-    source = Planned.of(given, {name: size for name, size in sizes.items() if size is not None})
+    source = Planned.of(given)
     if given.fit is not None:
         return _choose(source, given)
+    if given.find != "fastest" or given.global_batch is not None:
+        raise UsageError("--find and --global-batch are for a search: say what it is to --fit into")
+    options = _options(given)
     found = forecast_setup(
         source.workload,
         source.setup,
-        device=given.device,
-        network=given.network,
-        torch_version=given.torch,
+        draws=_draws(given),
+        **options,
     )
+    if options["profile"] is not None:
+        options["profile"].store()
+    _write(given, found)
     if given.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
-        show(found, Console(file=safe_stdout(), markup=False, emoji=False, soft_wrap=True))
+        show(found, _console(), given.budget)
     if given.budget is None:
         return 0
-    return int(found.needed_bytes > given.budget * 1e9)
+    return int(found.needed_bytes > given.budget)
+
+
+def _options(given: argparse.Namespace) -> dict[str, Any]:
+    """Of a forecast, whatever the setup."""
+    profile = None
+    if given.measure:
+        profile = profile_for(given.device, given.profile or cache_folder().parent / PROFILE)
+    return {
+        "device": given.device,
+        "network": given.network,
+        "torch_version": given.torch,
+        "profile": profile,
+    }
+
+
+def _console() -> Console:
+    return Console(file=safe_stdout(), markup=False, emoji=False, soft_wrap=True)
+
+
+def _draws(given: argparse.Namespace) -> bool:
+    return given.html is not None or given.trace is not None
+
+
+def _write(given: argparse.Namespace, found: Forecast, choice: Choice | None = None) -> None:
+    """Write the page and the trace, where files were named."""
+    if given.html is not None:
+        write_plan_page(given.html, found, choice)
+        say(f"written to {given.html}", stream=sys.stderr)
+    if given.trace is not None:
+        write_trace(given.trace, found)
+        say(f"written to {given.trace}", stream=sys.stderr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +115,10 @@ class Planned:
     is_recipe: bool = False
 
     @classmethod
-    def of(cls, given: argparse.Namespace, sizes: Mapping[str, int]) -> Planned:
+    def of(cls, given: argparse.Namespace) -> Planned:
         """A Python file, a recipe, or a model of Hugging Face's."""
+        named = {name: getattr(given, name) for name in ("batch", "sequence")}
+        sizes = {name: size for name, size in named.items() if size is not None}
         if given.model is not None:
             if given.file is not None:
                 raise UsageError(f"plan {given.file}, or --model {given.model}, not both")
@@ -137,14 +180,15 @@ def _choose(source: Planned, given: argparse.Namespace) -> int:
         )
     if given.budget is not None:
         raise UsageError("--fit is the budget of a search; --budget goes with a single forecast")
-    console = Console(file=safe_stdout(), markup=False, emoji=False, soft_wrap=True)
+    console, options = _console(), _options(given)
     shows = not given.json and sys.stderr.isatty()
     search = Search(
         workload=source.of_sizes,
         base=source.setup,
-        budget_bytes=given.fit * 1e9,
+        budget_bytes=given.fit,
         global_batch=given.global_batch,
-        options={"device": given.device, "network": given.network, "torch_version": given.torch},
+        options=options,
+        draws=_draws(given),
         progress=_say_progress if shows else lambda count, plan: None,
     )
     sizes = _sizes_to_try(source, given)
@@ -160,6 +204,9 @@ def _choose(source: Planned, given: argparse.Namespace) -> int:
         found = search.largest(name, fixed)
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
+    if options["profile"] is not None:
+        options["profile"].store()
+    _write(given, found.forecast, found)
     if given.json:
         print(json.dumps(found.to_json(), indent=2))
     else:
@@ -207,24 +254,12 @@ def _parser() -> Parser:
         "FILE defines model() and inputs(), and may define units(model), loss(output),\n"
         "optimizer(parameters) and precision; or it is a recipe of `shoal train`.",
     )
-    parser.add_argument("file", nargs="?", metavar="FILE", help="a Python file, FILE:NAME a recipe")
-    parser.add_argument("--model", metavar="hf:PATH", help="a config.json of transformers instead")
-    parser.add_argument("--world", type=_count, default=8, metavar="N", help="number of ranks (8)")
+    add_planning_flags(parser)
     parser.add_argument("--device", default="h200", help=f"{', '.join(ACCELERATORS)} (h200)")
-    parser.add_argument(
-        "--network", default="nvlink+ib", help="free, nvlink, ib or nvlink+ib (nvlink+ib)"
-    )
-    parser.add_argument("--batch", type=_count, metavar="N", help="for inputs(batch=...)")
-    parser.add_argument("--sequence", type=_count, metavar="N", help="for inputs(sequence=...)")
     parser.add_argument("--torch", metavar="VERSION", help="the release that will run (this one)")
-    _add_setup(parser)
-    parser.add_argument(
-        "--budget", type=_gigabytes, metavar="GB", help="exit with 1 if it needs more"
-    )
+    parser.add_argument("--budget", type=_bytes, metavar="GB", help="exit with 1 if it needs more")
     search = parser.add_argument_group("searching for a plan")
-    search.add_argument(
-        "--fit", type=_gigabytes, metavar="GB", help="choose a plan that needs no more"
-    )
+    search.add_argument("--fit", type=_bytes, metavar="GB", help="choose a plan that needs no more")
     search.add_argument(
         "--find",
         choices=("fastest", "largest-batch", "longest-sequence", "fewest-gpus", "cheapest"),
@@ -234,8 +269,36 @@ def _parser() -> Parser:
     search.add_argument(
         "--global-batch", type=_tokens, metavar="N", help="tokens of a whole step, as 4M"
     )
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="run each distinct operator once on the device here, for the time",
+    )
+    parser.add_argument(
+        "--profile", type=Path, metavar="PATH", help="where --measure keeps what it measured"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--html", type=Path, metavar="PATH", help="write a page of charts")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        metavar="PATH",
+        help="write the step for Perfetto and chrome://tracing",
+    )
     return parser
+
+
+def add_planning_flags(parser: Parser) -> None:
+    """What is planned, on how many ranks, with which settings."""
+    parser.add_argument("file", nargs="?", metavar="FILE", help="a Python file, FILE:NAME a recipe")
+    parser.add_argument("--model", metavar="hf:PATH", help="a config.json of transformers instead")
+    parser.add_argument("--world", type=_count, default=8, metavar="N", help="number of ranks (8)")
+    parser.add_argument(
+        "--network", default="nvlink+ib", help="free, nvlink, ib or nvlink+ib (nvlink+ib)"
+    )
+    parser.add_argument("--batch", type=_count, metavar="N", help="for inputs(batch=...)")
+    parser.add_argument("--sequence", type=_count, metavar="N", help="for inputs(sequence=...)")
+    _add_setup(parser)
 
 
 def _add_setup(parser: Parser) -> None:
@@ -291,11 +354,19 @@ def _reshard(text: str) -> bool | int:
     return text == "yes" if text in ("yes", "no") else _count(text)
 
 
-def _gigabytes(text: str) -> float:
+_BYTES = {"": 1e9, "mb": 1e6, "gb": 1e9, "tb": 1e12, "mib": 1 << 20, "gib": GIB, "tib": 1 << 40}
+
+
+def _bytes(text: str) -> float:
+    """Bytes, from a number and a unit; a number alone is one of gigabytes."""
+    number = text.lower().rstrip("bgikmt")
     try:
-        return float(text.lower().removesuffix("gb"))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected gigabytes, as 80GB, got {text!r}") from None
+        found = float(number) * _BYTES[text.lower()[len(number) :]]
+    except (KeyError, ValueError):
+        found = 0.0
+    if not 0 < found < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a size, as 80GB, 80GiB or 1TB, got {text!r}")
+    return found
 
 
 NUM_SHOWN = 12
@@ -303,20 +374,23 @@ NUM_SHOWN = 12
 
 def show_choice(found: Choice, console: Console) -> None:
     """Print what a search chose, what else fits, and why the rest does not."""
-    show(found.forecast, console)
+    show(found.forecast, console, found.budget_bytes)
     console.print()
     console.print(f"chosen: {found.chosen}, {found.chosen.tokens_per_s:,.0f} tokens/s")
     console.print()
     console.print(found.chosen.setup.code())
     fitting = [one for one in found.judged if one.fits]
-    others = sorted(fitting, key=lambda one: -one.tokens_per_s)[1 : NUM_SHOWN + 1]
+    others = [one for one in fitting if one is not found.chosen]
+    others = sorted(others, key=lambda one: -one.tokens_per_s)[:NUM_SHOWN]
     if others:
         console.print()
-        console.print(f"{len(fitting)} plans fit; after the chosen one, the fastest are")
+        console.print(
+            f"{len(fitting)} plans may fit; after the chosen one, the fastest need at least"
+        )
     for one in others:
         assert one.figures is not None
         console.print(
-            f"  {one.tokens_per_s:12,.0f} tokens/s  {one.figures.needed_bytes / 1e9:6.1f} GB  {one}"
+            f"  {one.tokens_per_s:12,.0f} tokens/s  {one.figures.least_bytes / 1e9:6.1f} GB  {one}"
         )
     rejected = [one for one in found.judged if not one.fits]
     if rejected:
@@ -326,8 +400,9 @@ def show_choice(found: Choice, console: Console) -> None:
         console.print(f"  {one}: {one.why_not}")
 
 
-def show(found: Forecast, console: Console) -> None:
-    """Print a forecast for people."""
+def show(found: Forecast, console: Console, budget_bytes: float | None = None) -> None:
+    """Print a forecast for people; without a budget the device's memory is."""
+    budget = found.device_bytes if budget_bytes is None else budget_bytes
     memory, time = found.memory, found.time
     console.print(
         f"{found.num_parameters / 1e9:.2f} B parameters on {found.world_size} × {found.device}, "
@@ -345,11 +420,12 @@ def show(found: Forecast, console: Console) -> None:
     console.print(table)
     console.print()
     needed = f"{found.needed_bytes / GIB:.2f}"
-    verdict = "fits" if found.fits else "does NOT fit"
+    over = found.needed_bytes - budget
+    verdict = "fits into" if over <= 0 else f"{over / GIB:.2f} GiB too much for"
     console.print(
         f"memory    {memory.allocated_peak_bytes / GIB:.2f} GiB allocated, "
         f"{memory.reserved_peak_bytes / GIB:.2f} reserved, {needed} with CUDA: "
-        f"{verdict} into {found.device_bytes / GIB:.1f}"
+        f"{verdict} {budget / GIB:.1f}"
     )
     console.print(
         f"step      {time.step_ms:.1f} ms: kernels {time.compute_ms:.1f}, host {time.host_ms:.1f}, "

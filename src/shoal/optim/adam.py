@@ -30,9 +30,18 @@ class _OnLocalTensors(Optimizer):
 
     def _init_group(self, group: dict[str, Any], *lists: list[Any]) -> Any:
         """Fill the lists, or leave them empty if the step is done; returns if any is complex."""
-        known = self._find(group) if _is_usual(group) else None
+        is_usual = _is_usual(group)
+        known = self._find(group) if is_usual else None
         if known is None:
-            return super()._init_group(group, *lists)  # pyright: ignore
+            # A first step: torch makes the states. On hundreds of DTensors its operators take
+            # seconds to find out how they lie, so what follows is done as in all other steps.
+            is_first = is_usual and id(group) not in self._groups_known()
+            has_complex = super()._init_group(group, *lists)  # pyright: ignore
+            known = self._find(group) if is_first else None
+            if known is None:
+                return has_complex
+            for filled in lists:
+                filled.clear()
         is_scaled = getattr(self, "found_inf", None) is not None
         if group["fused"] and known.is_uniform and not is_scaled:
             known.step(group)

@@ -8,6 +8,7 @@ forecast(model, inputs, world=8).memory.reserved_peak_bytes
 from shoal.comm.network import Network
 from shoal.plan.accelerators import Accelerator
 from shoal.plan.forecast import Forecast, forecast, forecast_setup
+from shoal.plan.profile import Profile
 from shoal.plan.search import Choice, NothingFits, Search, Space
 from shoal.plan.setup import Setup
 from shoal.plan.training import Workload
@@ -18,6 +19,7 @@ __all__ = [
     "Forecast",
     "Network",
     "NothingFits",
+    "Profile",
     "Search",
     "Setup",
     "Space",

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+import torch
+
 from shoal.comm.network import FREE, INFINIBAND, NVLINK, Network
 from shoal.errors import UsageError
 
@@ -95,6 +97,14 @@ def accelerator(name: str | Accelerator) -> Accelerator:
             f"{', '.join(ACCELERATORS)}, and in Python an Accelerator(...) of your own"
         )
     return ACCELERATORS[name]
+
+
+def device_here(device_type: str) -> str:
+    """The name in the table for the device at hand; the H200's for GPUs that are not in it."""
+    if device_type == "cpu":
+        return "cpu"
+    name = torch.cuda.get_device_name().lower()
+    return next((one for one in ACCELERATORS if one in name), "h200")
 
 
 def _near(name: str, known: Iterable[str]) -> str:

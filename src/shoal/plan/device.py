@@ -8,9 +8,9 @@ mode keeps no tensor alive, and learns from weak references when memory goes.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,13 +18,15 @@ from torch import Tensor
 from shoal._torch import autograd, fakes, kernels, optimizers, subclasses, trees
 from shoal.comm import imagined_device
 from shoal.comm.calls import Call
+from shoal.errors import UsageError
 from shoal.plan import notes
 from shoal.plan.costs import Cost, cost_of
 from shoal.plan.device_kernels import kernels_of, temporaries_of
 from shoal.plan.known_values import ASKING, KnownValues
 from shoal.plan.notes import COMPUTE, Note
+from shoal.plan.profile import Profile
 from shoal.plan.seen import SEEN
-from shoal.runtime.recorder import Recorder, Running
+from shoal.runtime.recorder import RecordedAction, Recorder, Running, TimeMark
 from shoal.step.action import Action
 
 WORKSPACE_BYTES = 32 << 20
@@ -34,14 +36,21 @@ WORKSPACE_BYTES = 32 << 20
 class NotingDevice:
     """Takes notes of all that is asked of it."""
 
-    def __init__(self, *, swaps_memory: bool, is_cpu: bool = False) -> None:
+    def __init__(
+        self, *, swaps_memory: bool, is_cpu: bool = False, profile: Profile | None = None
+    ) -> None:
         self.notes: list[Note] = []
         self.purposes: dict[int, str] = {}
         """What the memory of each owner is for."""
+        self.uncounted: set[str] = set()
+        """Operators of whose arithmetic nothing is known."""
         self.phase = "parameters"
         """What memory is for, of which nothing else is said."""
         self._swaps_memory = swaps_memory
         self._is_cpu = is_cpu
+        self._profile = profile
+        self.autocasts = ("cpu",) if is_cpu else ("cuda", "cpu")
+        """Devices for which autocast would change what is imagined."""
         self._has_workspace: set[bool] = set()
         self._is_noting = True
         self._stream = COMPUTE
@@ -95,14 +104,22 @@ class NotingDevice:
     # What is noted.
 
     def saw(
-        self, func: Any, args: Sequence[Any], outputs: Sequence[Tensor], cost: Cost | None = None
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        outputs: Sequence[Tensor],
+        cost: Cost | None = None,
     ) -> None:
-        """An operator ran; outputs are those that it returned."""
+        """An operator ran; `outputs` are the tensors of its result."""
         is_new = [self._came(out.untyped_storage(), self.phase) for out in outputs]
         if cost is None:
             if func.is_view or (outputs and not any(is_new) and not _writes(func)):
                 return
-            cost = cost_of(func, args, outputs)
+            cost = cost_of(func, args, result, outputs)
+        if not cost.is_counted:
+            self.uncounted.add(str(func.overloadpacket))
         if not self._is_cpu:
             if cost.uses_workspace:
                 self._take_workspace()
@@ -111,8 +128,11 @@ class NotingDevice:
         if cost.num_bytes or cost.flops:
             dtype = str(outputs[0].dtype) if outputs else ""
             shape = tuple(outputs[0].shape) if outputs else ()
+            took = None if self._profile is None else self._profile.time_us(func, args, kwargs)
             self.notes.append(
-                notes.Kernel(str(func), cost.flops, cost.num_bytes, self._stream, dtype, shape)
+                notes.Kernel(
+                    str(func), cost.flops, cost.num_bytes, self._stream, dtype, shape, took
+                )
             )
 
     def carried(self, calls: Sequence[Call], num_ranks: int) -> None:
@@ -172,19 +192,33 @@ class NotingDevice:
 
 
 class NotedActions(Recorder):
-    """Tells an imagined device which action of which unit comes next."""
+    """Records the engine's actions; a time is a place in the notes until they were played."""
 
     def __init__(self, device: NotingDevice) -> None:
-        super().__init__(torch.device("meta"))
         self._noting = device
+        self._begin = 0
+        self.clock: Sequence[float] = ()
+        """When compute came to each place since then, in µs."""
+        super().__init__(torch.device("meta"))
+
+    def mark(self) -> float:
+        """How many notes were taken so far."""
+        return float(len(self._noting.notes))
 
     def begin(self, action: Action) -> Running:
         """An action is about to be performed."""
         self._noting.moment(str(action.kind), action.unit.name)
-        return Running(action.kind, action.unit.name, 0.0)
+        return super().begin(action)
 
-    def end(self, action: Action, running: Running) -> None:
-        """It was performed."""
+    def since(self, begin: int, clock: Sequence[float]) -> tuple[RecordedAction, ...]:
+        """The actions that began at a place or later, by a clock that runs from there."""
+        self._performed = [one for one in self._performed if int(cast(float, one.start)) >= begin]
+        self._begin, self.clock = begin, clock
+        return tuple(self.actions())
+
+    def _us(self, mark: TimeMark) -> float:
+        place = min(int(cast(float, mark)) - self._begin, len(self.clock) - 1)
+        return self.clock[place] - self.clock[0]
 
 
 class _NotedLane:
@@ -227,7 +261,7 @@ class _NotedLane:
         return device._num_marks
 
 
-class _Operators(subclasses.TorchDispatchMode):
+class _Operators(subclasses.QuickDispatchMode):
     """Shows an imagined device the operators that run."""
 
     def __init__(self, device: NotingDevice) -> None:
@@ -242,6 +276,11 @@ class _Operators(subclasses.TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if any(map(torch.is_autocast_enabled, self._device.autocasts)):
+            raise UsageError(
+                "torch.autocast does nothing on meta tensors, and is not modelled: plan the dtypes "
+                "by precision = {...} in the file (MixedPrecisionPolicy)"
+            )
         if fakes.FakeTensor in types:  # somebody asks for shapes
             return func(*args, **(kwargs or {}))
         if any(one not in _PLAIN for one in types):
@@ -262,12 +301,16 @@ class _Operators(subclasses.TorchDispatchMode):
             outputs = [
                 one for one in trees.tree_leaves(result) if isinstance(one, Tensor) and one.is_meta
             ]
+            if any(one.layout is not torch.strided for one in outputs):
+                raise UsageError(
+                    f"{func} returns a sparse tensor, whose memory depends on values: not modelled"
+                )
             if key is not None:
                 SEEN.learn(key, func, args, result, outputs)
             cost = None
         if outputs and not outputs[0].is_floating_point():
             self._known.follow(func, args, kwargs, outputs)
-        self._device.saw(func, args, outputs, cost)
+        self._device.saw(func, args, kwargs, result, outputs, cost)
         return result
 
 

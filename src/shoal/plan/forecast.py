@@ -7,8 +7,10 @@ The engine itself takes three training steps as rank 0 of N, on a device that is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import asdict, dataclass
+import gc
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,10 +25,25 @@ from shoal.plan.allocator import CachingAllocator, PlainAllocator
 from shoal.plan.device import NotingDevice
 from shoal.plan.group import imagined_world
 from shoal.plan.memory import MemoryForecast, play
+from shoal.plan.notes import Moment
+from shoal.plan.profile import Profile
 from shoal.plan.setup import Setup
-from shoal.plan.timing import Lanes, TimeForecast
+from shoal.plan.timing import Lanes, Span, TimeForecast
 from shoal.plan.training import NUM_SEEN, NUM_STEPS, Trained, Units, Workload, train
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.runtime.recorder import OPTIMIZER, RecordedAction
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """One step, moment by moment; times in µs since it began."""
+
+    actions: tuple[RecordedAction, ...]
+    """What the engine does."""
+    spans: tuple[Span, ...]
+    """What the lanes do."""
+    memory: tuple[tuple[float, dict[str, int]], ...]
+    """What is alive, by category, whenever memory came."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +65,8 @@ class Forecast:
     device_bytes: int
     context_bytes: int
     assumptions: tuple[str, ...]
+    picture: Picture | None = field(default=None, repr=False, compare=False)
+    """The step moment by moment, if it was asked for."""
 
     @property
     def needed_bytes(self) -> int:
@@ -56,7 +75,9 @@ class Forecast:
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
-        return asdict(self)
+        values = asdict(replace(self, picture=None))
+        del values["picture"]
+        return values
 
 
 def forecast(
@@ -79,6 +100,7 @@ def forecast(
     device: str | Accelerator = "h200",
     network: str | Network = "nvlink+ib",
     torch_version: str | None = None,
+    profile: Profile | None = None,
 ) -> Forecast:
     """Forecast a steady training step of a model on `world` ranks.
 
@@ -89,7 +111,8 @@ def forecast(
     `mesh=(2, 4)` are two replicas of four shards, as `replicas=2` of `world=8` are.
     `checkpointing` recomputes the activations of all units, of every n-th, or of those numbered.
     Of `micro_batches` the sum is reduced, or with `reduces_each` every one. `torch_version` is the
-    release that will run, which decides how memory of gathers comes and goes.
+    release that will run, which decides how memory of gathers comes and goes. With a `profile`
+    operators take as long as they took when they were measured, not what a table says.
     """
     world, replicas = _ranks(world, mesh, replicas)
     setup = Setup(
@@ -107,7 +130,12 @@ def forecast(
         model=model_fn, inputs=inputs_fn, units=units, loss=loss, optimizer=optimizer
     )
     return forecast_setup(
-        workload, setup, device=device, network=network, torch_version=torch_version
+        workload,
+        setup,
+        device=device,
+        network=network,
+        torch_version=torch_version,
+        profile=profile,
     )
 
 
@@ -118,17 +146,50 @@ def forecast_setup(
     device: str | Accelerator = "h200",
     network: str | Network = "nvlink+ib",
     torch_version: str | None = None,
+    profile: Profile | None = None,
     num_steps: int = NUM_STEPS,
+    draws: bool = False,
 ) -> Forecast:
     """Forecast a workload under a setup: `forecast`, for those who have both as data.
 
-    After fewer steps what is reserved may not have settled.
+    After fewer steps what is reserved may not have settled. `draws` adds the picture.
     """
     chosen, wires = accelerator(device), network_of(network, setup.world)
-    imagined = NotingDevice(swaps_memory=_swaps_memory(torch_version), is_cpu=chosen.is_cpu)
-    with imagined_world(imagined, setup.world):
-        trained = train(workload, setup, imagined, num_steps)
-    return _forecast(imagined, setup, chosen, wires, trained)
+    imagined = NotingDevice(
+        swaps_memory=_swaps_memory(torch_version), is_cpu=chosen.is_cpu, profile=profile
+    )
+    with old_objects_frozen():
+        with imagined_world(imagined, setup.world):
+            trained = train(workload, setup, imagined, num_steps)
+        return _forecast(imagined, setup, chosen, wires, trained, profile, draws=draws)
+
+
+@contextmanager
+def old_objects_frozen() -> Iterator[None]:
+    """Look for garbage among the objects of a forecast, not in all of torch: that took half of it.
+
+    Inside of another such block nothing is left to do.
+    """
+    global _are_frozen
+    if _are_frozen:
+        yield
+        return
+    freeze_old_objects()
+    _are_frozen = True
+    try:
+        yield
+    finally:
+        _are_frozen = False
+        gc.unfreeze()
+
+
+_are_frozen = False
+
+
+def freeze_old_objects() -> None:
+    """Let no search for garbage look at what there is now."""
+    gc.collect()
+    gc.freeze()
 
 
 def _ranks(world: int | None, mesh: Sequence[int] | None, replicas: int) -> tuple[int, int]:
@@ -160,22 +221,42 @@ def _swaps_memory(torch_version: str | None) -> bool:
 
 
 def _forecast(
-    imagined: NotingDevice, setup: Setup, chosen: Accelerator, wires: Network, trained: Trained
+    imagined: NotingDevice,
+    setup: Setup,
+    chosen: Accelerator,
+    wires: Network,
+    trained: Trained,
+    profile: Profile | None,
+    *,
+    draws: bool,
 ) -> Forecast:
-    steps = imagined.steps()
+    begin = imagined.steps()[-1]
+    seen: list[tuple[int, dict[str, int]]] | None = [] if draws else None
     memory = play(
         imagined.notes,
         imagined.purposes,
-        begin=steps[-1],
+        begin=begin,
         end=len(imagined.notes),
         allocator=PlainAllocator() if chosen.is_cpu else CachingAllocator(),
+        seen=seen,
     )
     lanes = Lanes(chosen, wires)
-    lanes.play(imagined.notes[: steps[-1]])
+    lanes.play(imagined.notes[:begin])
     lanes.begin()
-    lanes.play(imagined.notes[steps[-1] :])
+    lanes.spans = [] if draws else None
+    lanes.play(imagined.notes[begin:])
     unseen = max(0, setup.micro_batches - NUM_SEEN)
     time = lanes.forecast(begin="step", computed="computed", end="stepped", unseen=unseen)
+    picture = None
+    if draws:
+        start = lanes.clock[0]
+        places = {one.name: at for at, one in enumerate(imagined.notes) if type(one) is Moment}
+        trained.actions.add(OPTIMIZER, "", places["computed"], places["stepped"])
+        picture = Picture(
+            actions=trained.actions.since(begin, lanes.clock),
+            spans=tuple(replace(one, start_us=one.start_us - start) for one in lanes.spans or ()),
+            memory=tuple((lanes.clock[at - begin] - start, alive) for at, alive in seen or ()),
+        )
     needed = memory.reserved_peak_bytes + chosen.context_bytes
     return Forecast(
         plan=str(setup),
@@ -189,29 +270,42 @@ def _forecast(
         fits=needed <= chosen.memory_bytes,
         device_bytes=chosen.memory_bytes,
         context_bytes=chosen.context_bytes,
-        assumptions=_assumptions(chosen),
+        assumptions=_assumptions(chosen, imagined.uncounted, profile),
+        picture=picture,
     )
 
 
-def _assumptions(chosen: Accelerator) -> tuple[str, ...]:
+def _assumptions(
+    chosen: Accelerator, uncounted: Collection[str], profile: Profile | None
+) -> tuple[str, ...]:
     said = [
         "the peak is that of the third step: forward, backward, optimizer, zero_grad",
         "the model is sharded on the meta device, and gets memory by to_empty",
     ]
     if chosen.is_cpu:
+        said.append("memory is that of tensors, not of the interpreter and its libraries")
+    else:
         said += [
-            "memory is that of tensors, not of the interpreter and its libraries",
-            "time is from a table of one core, and says little about this machine's",
+            "bf16 and fp16 attention without a mask is flash attention, other attention is the "
+            "memory-efficient kernel",
+            f"CUDA takes {chosen.context_bytes / (1 << 20):.0f} MiB beside the allocator; NCCL's "
+            "buffers are not counted",
         ]
-        return tuple(said)
-    said += [
-        "bf16 and fp16 attention without a mask is flash attention, other attention is the "
-        "memory-efficient kernel",
-        f"CUDA takes {chosen.context_bytes / (1 << 20):.0f} MiB beside the allocator; NCCL's "
-        "buffers are not counted",
-        "time is from a table: kernels reach a part of the data sheet's peak, launches take a "
-        "constant",
-    ]
-    if not chosen.is_measured:
-        said.append(f"the figures of {chosen.name} are its data sheet's, not measured")
+    if profile is not None:
+        said.append(f"operators take what they took one by one on {profile.name}")
+        uncounted = profile.unmeasured
+    elif chosen.is_cpu:
+        said.append("time is from a table of one core, and says little about this machine's")
+    else:
+        said.append(
+            "time is from a table: kernels reach a part of the data sheet's peak, launches take a "
+            "constant"
+        )
+        if not chosen.is_measured:
+            said.append(f"the figures of {chosen.name} are its data sheet's, not measured")
+    if uncounted:
+        said.append(
+            f"the time of {', '.join(sorted(uncounted))} is not known: it is taken to be that of "
+            "what they read and write, and memory that they borrow is not counted"
+        )
     return tuple(said)

@@ -30,10 +30,12 @@ def play(
     begin: int,
     end: int,
     allocator: CachingAllocator | None = None,
+    seen: list[tuple[int, dict[str, int]]] | None = None,
 ) -> MemoryForecast:
     """Play a run from its first note; the peak is looked for between two places in it.
 
-    The allocator is a new one; CUDA's unless another is given.
+    The allocator is a new one; CUDA's unless another is given. `seen` gets what was alive at each
+    place between the two at which memory came.
     """
     allocator = allocator or CachingAllocator()
     alive: Counter[str] = Counter()
@@ -44,11 +46,15 @@ def play(
         if place == begin:
             allocator.reset_peaks()
             peak, at_peak = allocator.allocated, dict(alive)
+            if seen is not None:
+                seen.append((place, dict(alive)))
         match note:
             case notes.Allocate(owner, num_bytes, stream):
                 alive[purposes[owner]] += allocator.allocate(owner, num_bytes, stream)
                 if place >= begin and allocator.allocated > peak:
                     peak, where, at_peak = allocator.allocated, moment, dict(alive)
+                if place >= begin and seen is not None:
+                    seen.append((place, dict(alive)))
             case notes.Free(owner):
                 alive[purposes[owner]] -= allocator.free(owner)
             case notes.EmptyCache():

@@ -47,6 +47,8 @@ class Kernel:
     stream: int
     dtype: str
     shape: tuple[int, ...] = ()
+    took_us: float | None = None
+    """As it was measured, if it was."""
 
 
 @dataclass(frozen=True, slots=True)

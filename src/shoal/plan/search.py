@@ -7,17 +7,16 @@ is chosen was forecast whole.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
 
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout
-from shoal.plan.forecast import Forecast, forecast_setup
+from shoal.plan.forecast import Forecast, forecast_setup, freeze_old_objects, old_objects_frozen
 from shoal.plan.setup import Setup
 from shoal.plan.shallow import Estimate, ShallowModel
 from shoal.plan.training import Workload, num_tokens_of
@@ -41,6 +40,8 @@ class Space:
     prefetch_depths: Sequence[int] = (1, 2)
     checkpointings: Sequence[bool | int] = (True, 2, False)
     blocks_per_unit: Sequence[int] = (1, 2)
+    reduces_each: Sequence[bool] = (True, False)
+    """Of several micro-batches."""
     reduce_dtypes: Sequence[torch.dtype | None] = ()
     """None but the setup's, unless given: a narrower one changes numbers."""
     node_size: int = 8
@@ -79,6 +80,7 @@ class Choice:
     chosen: Judged
     forecast: Forecast
     """Of the chosen plan, whole."""
+    budget_bytes: float
     judged: tuple[Judged, ...]
 
     def to_json(self) -> dict[str, Any]:
@@ -115,6 +117,8 @@ class Search:
     """Tokens of a whole step, of all ranks and micro-batches."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Device, network and torch's version, as `forecast_setup` takes them."""
+    draws: bool = False
+    """Whether the chosen plan's forecast has its picture."""
     progress: Callable[[int, str], object] = lambda count, plan: None
 
     def __post_init__(self) -> None:
@@ -125,7 +129,7 @@ class Search:
 
     def fastest(self, sizes: Sequence[Sizes]) -> Choice:
         """The fastest plan that fits, of those with any of these sizes."""
-        with _old_objects_frozen():
+        with old_objects_frozen():
             for one in sizes:
                 for setup in self._setups(one):
                     self._judge(setup, one)
@@ -134,7 +138,7 @@ class Search:
 
     def largest(self, name: str, fixed: Sizes, most: int = 1 << 24) -> Choice:
         """The fastest plan of the largest batch, or longest sequence, that fits at all."""
-        with _old_objects_frozen():
+        with old_objects_frozen():
             low, high = 0, 1
             while high <= most and self._fits_somehow({**fixed, name: high}):
                 low, high = high, high * 2
@@ -194,6 +198,8 @@ class Search:
         if micro_batches is None:
             return
         dtypes = space.reduce_dtypes or (base.policy.reduce_dtype,)
+        reduces = space.reduces_each if micro_batches > 1 else (base.reduces_each,)
+        steps = [*product(space.checkpointings, reduces)]
         node = space.node_size
         for replicas in self._replicas():
             shards = base.world // replicas
@@ -203,7 +209,7 @@ class Search:
             for layout in space.layouts:
                 for dtype in dtypes:
                     policy = replace(base.policy, reduce_dtype=dtype)
-                    for checkpointing in space.checkpointings:
+                    for checkpointing, reduces_each in steps:
                         for reshard in reshards:
                             if type(reshard) is int and layout != Even():
                                 continue
@@ -215,6 +221,7 @@ class Search:
                                 checkpointing=checkpointing,
                                 reshard=reshard,
                                 micro_batches=micro_batches,
+                                reduces_each=reduces_each,
                             )
 
     def _refine(self) -> None:
@@ -240,7 +247,7 @@ class Search:
 
     def _tokens(self, sizes: Sizes) -> int:
         """Of one rank's micro-batch."""
-        return num_tokens_of(self.workload(sizes).inputs)
+        return num_tokens_of(self.workload(sizes))
 
     def _fits_somehow(self, sizes: Sizes) -> bool:
         """Whether one of the plans that need little fits."""
@@ -264,7 +271,7 @@ class Search:
         """A plan is not asked if one that needs no more did not fit."""
         for other in self._judged.values():
             if not other.fits and other.figures is not None and _needs_no_less(setup, sizes, other):
-                needed = other.figures.needed_bytes / 1e9
+                needed = other.figures.least_bytes / 1e9
                 return Judged(
                     setup=setup,
                     sizes=sizes,
@@ -276,8 +283,10 @@ class Search:
     def _asked(self, setup: Setup, sizes: Sizes) -> Judged:
         workload = self.workload(sizes)
         if self._shallow is None:
-            self._shallow = ShallowModel(workload.model)
+            self._shallow = ShallowModel(workload)
         figures = self._shallow.figures(workload, setup, self.options)
+        if not self._judged:
+            freeze_old_objects()  # torch has imported all that it imports for a forecast
         return self._with(figures, setup, sizes, least=figures.least_bytes)
 
     def _with(self, figures: Estimate, setup: Setup, sizes: Sizes, *, least: int) -> Judged:
@@ -291,20 +300,35 @@ class Search:
         return Judged(setup=setup, sizes=sizes, figures=figures, why_not=why_not)
 
     def _choose(self) -> Choice:
-        """Forecast the fastest plans whole, until one fits that no other can beat."""
+        """Forecast the fastest plans whole, until one fits that no other seems to beat."""
+        whole: dict[tuple[Any, ...], Forecast] = {}
         for _ in range(NUM_CONFIRMED):
-            fitting = [one for one in self._judged.values() if one.fits]
+            fitting = {key: one for key, one in self._judged.items() if one.fits}
             if not fitting:
                 break
-            best = max(fitting, key=lambda one: one.tokens_per_s)
-            whole = forecast_setup(self.workload(best.sizes), best.setup, **self.options)
-            figures = Estimate.of(whole)
-            confirmed = self._with(figures, best.setup, best.sizes, least=whole.needed_bytes)
-            key = (*_choices(best.setup), tuple(sorted(best.sizes.items())))
-            self._judged[key] = confirmed
-            if confirmed.fits:
-                return Choice(chosen=confirmed, forecast=whole, judged=tuple(self._judged.values()))
-        raise NothingFits(self._least())
+            key = max(fitting, key=lambda one: fitting[one].tokens_per_s)
+            best = fitting[key]
+            if key in whole:
+                break
+            found = forecast_setup(
+                self.workload(best.sizes), best.setup, draws=self.draws, **self.options
+            )
+            figures = Estimate.of(found)
+            whole[key] = found
+            self._judged[key] = self._with(
+                figures, best.setup, best.sizes, least=found.needed_bytes
+            )
+        sure = [key for key in whole if self._judged[key].fits]
+        if not sure:
+            raise NothingFits(self._least())
+        key = max(sure, key=lambda one: self._judged[one].tokens_per_s)
+        judged = tuple(self._judged.values())
+        return Choice(
+            chosen=self._judged[key],
+            forecast=whole[key],
+            budget_bytes=self.budget_bytes,
+            judged=judged,
+        )
 
     def _least(self) -> str:
         asked = [one for one in self._judged.values() if one.figures is not None]
@@ -313,11 +337,11 @@ class Search:
                 f"no plan: a global batch of {self.global_batch} tokens is no multiple of what "
                 f"{self.base.world} ranks take in one micro-batch"
             )
-        best = min(asked, key=lambda one: one.figures.needed_bytes)  # pyright: ignore
+        best = min(asked, key=lambda one: one.figures.least_bytes)  # pyright: ignore
         assert best.figures is not None
         return (
-            f"nothing fits into {self.budget_bytes / 1e9:.1f} GB. The least is "
-            f"{best.figures.needed_bytes / 1e9:.1f} GB, most of it {best.figures.dominated_by}, "
+            f"nothing fits into {self.budget_bytes / 1e9:.3g} GB. The least is "
+            f"{best.figures.least_bytes / 1e9:.1f} GB, most of it {best.figures.dominated_by}, "
             f"with {best}. Try more ranks, a smaller batch or a shorter sequence"
         )
 
@@ -348,6 +372,7 @@ def _needs_no_less(setup: Setup, sizes: Sizes, other: Judged) -> bool:
         return False
     return (
         setup.replicas >= its.replicas
+        and setup.reduces_each <= its.reduces_each
         and _kept(setup.reshard) >= _kept(its.reshard)
         and setup.prefetch_depth >= its.prefetch_depth
         and _saved(setup.checkpointing) >= _saved(its.checkpointing)
@@ -368,14 +393,3 @@ def _saved(checkpointing: Any) -> float:
     if isinstance(checkpointing, bool):
         return 0.0 if checkpointing else 1.0
     return 1 - 1 / checkpointing if isinstance(checkpointing, int) else 0.5
-
-
-@contextmanager
-def _old_objects_frozen() -> Iterator[None]:
-    """Let garbage be looked for among what a search makes, not in all of torch."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()

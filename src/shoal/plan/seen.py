@@ -94,7 +94,7 @@ class SeenOperators:
             else item
             for item in items
         )
-        cost = cost_of(func, args, outputs)
+        cost = cost_of(func, args, result, outputs)
         self._answers[key] = Answer(made, isinstance(result, tuple), cost)
 
 

@@ -14,6 +14,9 @@ from shoal.errors import UsageError
 from shoal.layout import Even, Layout
 from shoal.runtime.policy import MixedPrecisionPolicy
 
+MOST_RANKS = 1 << 20
+"""torch's device mesh numbers all ranks one by one."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
@@ -40,6 +43,8 @@ class Setup:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"expected a number of {least} or more, got {name}={value!r}")
+        if self.world > MOST_RANKS:
+            raise UsageError(f"expected at most {MOST_RANKS:,} ranks, got world={self.world:,}")
         if self.world % self.replicas:
             raise UsageError(
                 "expected a number of ranks that the replicas divide, got "

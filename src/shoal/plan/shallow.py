@@ -8,16 +8,15 @@ What it chooses is then forecast whole.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from shoal.plan.forecast import Forecast, forecast_setup
 from shoal.plan.setup import Setup
-from shoal.plan.training import Workload
+from shoal.plan.training import Workload, meta_model
 
 FEW, MORE = 4, 6
 """More than are gathered at once, and whole units of two blocks."""
@@ -60,7 +59,8 @@ class Estimate:
 
         return replace(
             more,
-            needed_bytes=int(along("needed_bytes")),
+            # What is reserved grows in leaps, and the line through two of them may fall.
+            needed_bytes=int(max(along("needed_bytes"), along("least_bytes"))),
             least_bytes=int(along("least_bytes")),
             step_ms=along("step_ms"),
             exposed_ms=along("exposed_ms"),
@@ -70,9 +70,8 @@ class Estimate:
 class ShallowModel:
     """A model whose largest list of equal blocks can be shortened."""
 
-    def __init__(self, model_fn: Callable[[], Any]) -> None:
-        with torch.device("meta"):
-            self._model = model_fn()
+    def __init__(self, workload: Workload) -> None:
+        self._model = meta_model(workload)
         self._place = _equal_blocks(self._model)
         self.num_blocks = 0 if self._place is None else len(_blocks_at(self._model, self._place))
 

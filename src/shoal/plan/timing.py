@@ -41,6 +41,25 @@ class TimeForecast:
     """The longest of these, longest first."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """What a lane did from when to when."""
+
+    lane: str
+    name: str
+    start_us: float
+    duration_us: float
+    num_bytes: int = 0
+
+
+LINK = "link"
+"""The lane of collectives, of whatever stream."""
+
+
+def _lane(stream: int) -> str:
+    return "compute" if stream == COMPUTE else f"stream {stream}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Reached:
     """How far the lanes had come at a moment, and what they had done by then."""
@@ -73,16 +92,24 @@ class Lanes:
         self._moment = ""
         self._reached: list[_Reached] = []
         """The moments without a unit: when all before was done."""
+        self.spans: list[Span] | None = None
+        """What every lane did, once this is a list."""
+        self.clock: list[float] = []
+        """For each note since the beginning, when compute was done with all before it."""
 
     def play(self, taken: Sequence[Note]) -> None:
         """Run what was noted."""
-        streams = self._streams
+        streams, clock = self._streams, self.clock
         for note in taken:
+            clock.append(max(self._host, streams.get(COMPUTE, 0.0)))
             match note:
-                case notes.Kernel(_, flops, num_bytes, stream, dtype, _):
+                case notes.Kernel(kernel, flops, num_bytes, stream, dtype, _, took):
                     self._host += self._accelerator.host_us
-                    took = self._accelerator.kernel_time_us(flops, num_bytes, dtype)
-                    streams[stream] = max(streams.get(stream, 0.0), self._host) + took
+                    if took is None:
+                        took = self._accelerator.kernel_time_us(flops, num_bytes, dtype)
+                    start = max(streams.get(stream, 0.0), self._host)
+                    streams[stream] = start + took
+                    self._saw(_lane(stream), kernel, start, took, num_bytes)
                     self._compute += took if stream == COMPUTE else 0.0
                 case notes.Collective(kind, num_bytes, num_ranks, stream):
                     self._host += self._accelerator.host_us
@@ -90,6 +117,7 @@ class Lanes:
                     took = self._network.duration_us(kind, num_bytes, num_ranks)
                     self._link = streams[stream] = start + took
                     self._carried += took
+                    self._saw(LINK, f"{kind} of {num_ranks}", start, took, num_bytes)
                 case notes.Mark(mark, stream):
                     self._marks[mark] = streams.get(stream, 0.0)
                 case notes.Wait(mark, stream):
@@ -106,6 +134,20 @@ class Lanes:
                 case _:
                     pass
 
+    def _saw(
+        self, lane: str, name: str, start_us: float, duration_us: float, num_bytes: int
+    ) -> None:
+        if self.spans is not None:
+            self.spans.append(
+                Span(
+                    lane=lane,
+                    name=name,
+                    start_us=start_us,
+                    duration_us=duration_us,
+                    num_bytes=num_bytes,
+                )
+            )
+
     def _reach(self, name: str) -> None:
         at = max(self._host, self._streams.get(COMPUTE, 0.0))
         self._reached.append(
@@ -116,6 +158,7 @@ class Lanes:
         """A forecast begins here; clocks go on."""
         self._waits.clear()
         self._reached.clear()
+        self.clock.clear()
 
     def forecast(self, *, begin: str, computed: str, end: str, unseen: int) -> TimeForecast:
         """The time between moments, with so many more micro-batches like the last but one."""

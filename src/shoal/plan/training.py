@@ -7,22 +7,25 @@ from __future__ import annotations
 
 import gc
 import math
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import UninitializedParameter
 
-from shoal._torch import composable, trees
+from shoal._torch import composable, dynamo, trees
 from shoal.errors import ShoalError, UsageError
 from shoal.optim import AdamW
 from shoal.plan.device import NotedActions, NotingDevice
 from shoal.plan.setup import Setup
 from shoal.plan.timing import MICRO_BATCH
-from shoal.runtime.fsdp_module import own_state
+from shoal.runtime.fsdp_module import FSDPModule, own_state
 from shoal.runtime.fully_shard import fully_shard
 from shoal.runtime.module_state import context_of
 from shoal.runtime.observe import default_units
@@ -56,6 +59,18 @@ class Trained:
     num_parameters: int
     num_tokens: int
     """Elements of the integer inputs of one rank's step; rows of the inputs if there are none."""
+    actions: NotedActions
+
+
+class Watcher(Protocol):
+    """Hears how far a run has come."""
+
+    phase: str
+    """What memory is taken for now."""
+
+    def moment(self, name: str, unit: str = "") -> None:
+        """Something that people have a name for happens now."""
+        ...
 
 
 def train(
@@ -63,50 +78,109 @@ def train(
 ) -> Trained:
     """Let a device take notes of a run; the process group of rank 0 is there already."""
     with torch.device("meta"):
-        model, inputs = _built(workload.model), _on_meta(workload.inputs())
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        inputs = arguments(workload, "meta")
     with imagined.running(notes=False):
-        units = workload.units
-        found: Units = default_units(model) if units is None else list(units(model))
-        _checkpoint(found, setup)
-        _shard(model, _joined(found, setup.blocks_per_unit), setup)
+        model = meta_model(workload)
+        num_parameters = sum(parameter.numel() for parameter in model.parameters())
+        shard(model, workload, setup, "cpu")
     with imagined.running():
         model.to_empty(device="meta")
-        context_of(model, own_state(model)).recorder = NotedActions(imagined)
+        actions = context_of(model, own_state(model)).recorder = NotedActions(imagined)
         gc.collect()
-        _steps(imagined, model, inputs, workload, setup, num_steps)
+        take_steps(imagined, model, inputs, workload, setup, num_steps)
     return Trained(
-        num_parameters=num_parameters, num_tokens=_num_tokens(inputs) * setup.micro_batches
+        num_parameters=num_parameters,
+        num_tokens=_num_tokens(inputs) * setup.micro_batches,
+        actions=actions,
     )
 
 
-def _built(model_fn: Callable[[], Any]) -> nn.Module:
-    model = model_fn()
+def meta_model(workload: Workload) -> nn.Module:
+    """The model, built on meta."""
+    with torch.device("meta"), _blaming("model()"):
+        model = workload.model()
+    _check_model(model)
+    return model
+
+
+_WRAPPERS = ("FullyShardedDataParallel", "DistributedDataParallel")
+"""torch's, and shoal's of the same name."""
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what cannot be imagined, with the name of what is in the way."""
     if not isinstance(model, nn.Module):
         raise UsageError(f"expected model() to return an nn.Module, got a {type(model).__name__}")
-    elsewhere = [name for name, one in model.named_parameters() if not one.is_meta]
-    if elsewhere:
-        raise UsageError(
-            f"the model cannot be built on the meta device: parameter {elsewhere[0]!r} has memory. "
-            "Make parameters without naming a device, so that torch.device('meta') holds"
-        )
-    return model
+    for name, module in model.named_modules():
+        if type(module).__name__ in _WRAPPERS:
+            raise UsageError(
+                f"module {name or 'model'!r} is wrapped in {type(module).__name__}, which is not "
+                "modelled: plan the model unwrapped; layout Flat is how shoal's wrapper shards"
+            )
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    if not parameters:
+        raise UsageError(f"the model, a {type(model).__name__}, has no parameters to train")
+    for name, one in (*parameters.items(), *buffers.items()):
+        if isinstance(one, UninitializedParameter):
+            raise UsageError(
+                f"parameter {name!r} has no shape yet: replace lazy modules by those they become"
+            )
+        if isinstance(one, DTensor) and not isinstance(model, FSDPModule):
+            raise UsageError(
+                f"parameter {name!r} is sharded already, by something else than fully_shard of the "
+                "whole model: plan the model as it was before, and let the setup shard it"
+            )
+        if not one.is_meta:
+            kind = "parameter" if name in parameters else "buffer"
+            raise UsageError(
+                f"the model cannot be built on the meta device: {kind} {name!r} has memory. "
+                "Make tensors without naming a device, so that torch.device('meta') holds"
+            )
+    for name, module in model.named_modules():
+        if dynamo.runs_compiled(module):
+            raise UsageError(
+                f"module {name or 'model'!r} is compiled, which is not modelled: plan the model "
+                "without torch.compile, which computes the same"
+            )
+
+
+def _units_of(model: nn.Module, workload: Workload) -> Units:
+    if workload.units is None:
+        return default_units(model)
+    with _blaming("units(model)"):
+        found = list(workload.units(model))
+    known = set(map(id, model.modules()))
+    for unit in found:
+        for one in unit if isinstance(unit, list) else [unit]:
+            if isinstance(one, nn.Module) and id(one) not in known:
+                raise UsageError(
+                    f"units(model) returned a {type(one).__name__} that is not in the model"
+                )
+    return found
 
 
 Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def _on_meta(inputs: Any) -> Inputs:
-    moved = trees.tree_map(lambda one: one.to("meta") if isinstance(one, Tensor) else one, inputs)
+def arguments(workload: Workload, device: str | torch.device) -> Inputs:
+    """The arguments of forward, on a device."""
+    with _blaming("inputs()"):
+        inputs = workload.inputs()
+    if inputs is None:
+        raise UsageError(
+            "expected inputs() to return the arguments of forward, a tensor, a tuple or a dict of "
+            "them, got None"
+        )
+    moved = trees.tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, inputs)
     if isinstance(moved, dict):
         return (), moved
     return (moved if isinstance(moved, tuple) else (moved,)), {}
 
 
-def num_tokens_of(inputs_fn: Callable[[], Any]) -> int:
+def num_tokens_of(workload: Workload) -> int:
     """How many tokens the inputs of one forward have."""
     with torch.device("meta"):
-        return _num_tokens(_on_meta(inputs_fn()))
+        return _num_tokens(arguments(workload, "meta"))
 
 
 def _num_tokens(inputs: Inputs) -> int:
@@ -132,11 +206,28 @@ def _checkpoint(units: Units, setup: Setup) -> None:
                 composable.checkpoint(module)
 
 
-def _shard(model: nn.Module, found: Units, setup: Setup) -> None:
+def shard(model: nn.Module, workload: Workload, setup: Setup, device_type: str) -> None:
+    """Shard a model as a setup says, over the ranks of the default process group.
+
+    Unless `model()` did it by itself: then the setup has nothing to say.
+    """
+    if isinstance(model, FSDPModule):
+        said = Setup(
+            world=setup.world, micro_batches=setup.micro_batches, reduces_each=setup.reduces_each
+        )
+        if setup != said:
+            raise UsageError(
+                "model() has sharded the model by itself, so nothing else can say how: leave out "
+                f"units, precision and flags like these ({setup})"
+            )
+        return
+    found = _units_of(model, workload)
+    _checkpoint(found, setup)
+    found = _joined(found, setup.blocks_per_unit)
     shape, names = (setup.shards,), ("shard",)
     if setup.replicas > 1:
         shape, names = (setup.replicas, *shape), ("replicate", *names)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=names)
     for unit in [*found, model]:
         fully_shard(
             unit,
@@ -148,57 +239,101 @@ def _shard(model: nn.Module, found: Units, setup: Setup) -> None:
     model.set_prefetch_depth(setup.prefetch_depth)  # pyright: ignore
 
 
-def _steps(
-    imagined: NotingDevice,
+def take_steps(
+    watcher: Watcher,
     model: nn.Module,
     inputs: Inputs,
     workload: Workload,
     setup: Setup,
     num_steps: int,
+    most_seen: int | None = NUM_SEEN,
 ) -> None:
+    """Train some steps; after each, gradients are dropped. None takes all micro-batches."""
     make = workload.optimizer or (lambda parameters: AdamW(parameters, fused=True))
-    stepper = make(model.parameters())
+    with _blaming("optimizer(parameters)"):
+        stepper = make(model.parameters())
+    if not isinstance(stepper, torch.optim.Optimizer):
+        raise UsageError(
+            f"expected optimizer(parameters) to return an optimizer, got a {type(stepper).__name__}"
+        )
     args, kwargs = inputs
-    num_seen = min(setup.micro_batches, NUM_SEEN)
-    for _ in range(num_steps):
-        imagined.moment("step")
+    most = min(setup.micro_batches, most_seen or setup.micro_batches)
+    for step in range(num_steps):
+        watcher.moment("step")
+        # The first of two is there to make the optimizer's state.
+        num_seen = 1 if num_steps == 2 and step == 0 else most
         for number in range(num_seen):
-            imagined.moment(MICRO_BATCH)
+            watcher.moment(MICRO_BATCH)
             is_last = number == num_seen - 1
             model.set_requires_gradient_sync(is_last or setup.reduces_each)  # pyright: ignore
-            imagined.phase = "activations"
-            with _naming_values():
-                value = _loss_of(model(*args, **kwargs), workload.loss)
-            imagined.phase = "gradients"
-            value.backward()
+            watcher.phase = "activations"
+            with _blaming("the forward"):
+                value = model(*args, **kwargs)
+            with _blaming("the loss"):
+                value = _loss_of(value, workload.loss)
+            watcher.phase = "gradients"
+            with _blaming("the backward"):
+                value.backward()
             del value
-        imagined.moment("computed")
+        watcher.moment("computed")
         if workload.clip is not None:
             workload.clip(model)
-        imagined.phase = "optimizer state"
-        stepper.step()
+        watcher.phase = "optimizer state"
+        with _blaming("the optimizer's step"):
+            stepper.step()
         stepper.zero_grad(set_to_none=True)
-        imagined.moment("stepped")
+        watcher.moment("stepped")
 
 
 @contextmanager
-def _naming_values() -> Iterator[None]:
-    """Say what it means when a forward asks a meta tensor for its values."""
+def _blaming(what: str) -> Iterator[None]:
+    """Say which part of a program cannot be imagined, and why."""
     try:
-        yield
-    except (NotImplementedError, RuntimeError, ValueError) as error:
-        if isinstance(error, ShoalError) or "meta" not in str(error).lower():
-            raise
-        raise UsageError(
-            "the forward needs values, which a forecast has none of (it asks a meta tensor: "
-            f"{str(error).splitlines()[0]}). Make its control flow depend on shapes alone, or "
-            "plan a version that does"
-        ) from error
+        with warnings.catch_warnings():
+            # torch turns autocast off where there is no CUDA, and only warns of it.
+            warnings.filterwarnings("error", message=".*Disabling autocast")
+            yield
+    except ShoalError:
+        raise
+    except Exception as error:
+        said = str(error).strip().partition("\n")[0]
+        raise UsageError(_why(what, type(error).__name__, said)) from error
+
+
+def _why(what: str, kind: str, said: str) -> str:
+    """What an error means that a run on meta tensors met."""
+    if "autocast" in said.lower():
+        return (
+            f"{what} uses torch.autocast, which does nothing on meta tensors, and is not modelled: "
+            "plan the dtypes by precision = {...} in the file (MixedPrecisionPolicy)"
+        )
+    if "env:// rendezvous" in said:
+        return (
+            f"{what} asks for a process group, and a search has none: let it return the model "
+            "unsharded, and the search shards it"
+        )
+    if "fake impl" in said:
+        return f"{what} calls an operator without shapes for meta tensors: {said}"
+    if "on the expected device meta" in said or "not compiled with CUDA" in said:
+        return (
+            f"{what} puts a tensor on a device of its own, and a forecast runs on meta ({said}). "
+            "Make tensors on the device of others, as with device=x.device"
+        )
+    if "meta" in said.lower():
+        return (
+            f"{what} needs values, which a forecast has none of (it asks a meta tensor: {said}). "
+            "Make its control flow depend on shapes alone, or plan a version that does"
+        )
+    return f"{what} raised {kind}: {said} (--traceback shows where)"
 
 
 def _loss_of(output: Any, loss: Callable[[Any], Any] | None) -> Tensor:
     if loss is not None:
-        return loss(output)
+        found = loss(output)
+        if not isinstance(found, Tensor) or found.numel() != 1:
+            got = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+            raise UsageError(f"expected loss(output) to return a scalar tensor, got {got}")
+        return found
     tensors = [one for one in trees.tree_leaves(output) if isinstance(one, Tensor)]
     if len(tensors) == 1 and tensors[0].numel() == 1:
         return tensors[0]

@@ -96,6 +96,81 @@ def step_time_chart(bars: Sequence[Bar], parts: Sequence[LegendEntry], y: Axis) 
     return _figure(parts, shapes, marks, x=x, y=y, y_name=y_name, summary=summary)
 
 
+def area_chart(
+    at: Sequence[float],
+    parts: Sequence[LegendEntry],
+    values: Sequence[Sequence[float]],
+    *,
+    y: Axis,
+    x_name: str,
+    y_name: str,
+    summary: str,
+    texts: Sequence[str],
+) -> str:
+    """Draw parts stacked on each other over places that only rise; each place has its text."""
+    x = Axis(low=at[0], high=max(at[-1], at[0] + 1e-9))
+    tops = [list(accumulate(column)) for column in values]
+    bottom = [0.0] * len(at)
+    shapes = ""
+    for index, part in enumerate(parts):
+        top = [column[index] for column in tops]
+        line = [f"{_place(x.at(a))} {_place(1 - y.at(v))}" for a, v in zip(at, top, strict=True)]
+        back = [f"{_place(x.at(a))} {_place(1 - y.at(v))}" for a, v in zip(at, bottom, strict=True)]
+        shapes += f'<path class="area {part.css}" d="M{"L".join([*line, *reversed(back)])}Z"/>'
+        bottom = top
+    marks: list[Mark] = [
+        (round(x.at(a), 4), text, [digits(value) if value else None for value in column])
+        for a, text, column in zip(at, texts, values, strict=True)
+    ]
+    names = {"x_name": x_name, "y_name": y_name, "summary": summary}
+    return _figure(parts, shapes, marks, x=x, y=y, **names)
+
+
+class Dot(NamedTuple):
+    """A point of a scatter plot: where, in which colour, and its text."""
+
+    x: float
+    y: float
+    css: str
+    text: str
+
+
+def scatter_chart(
+    dots: Sequence[Dot],
+    parts: Sequence[LegendEntry],
+    *,
+    x: Axis,
+    y: Axis,
+    x_name: str,
+    y_name: str,
+    summary: str,
+    frontier: Sequence[tuple[float, float]] = (),
+    limit: float,
+) -> str:
+    """Draw dots, those of later parts over those of earlier ones, and a line through some.
+
+    A broken line stands at the limit of x, if that is in the picture.
+    """
+    is_seen = x.low < limit < x.high
+    shapes = f'<path class="flag" d="M{_place(x.at(limit))} 0V{SCALE}"/>' if is_seen else ""
+    if len(frontier) > 1:
+        places = [f"{_place(x.at(a))} {_place(1 - y.at(b))}" for a, b in frontier]
+        shapes += f'<path class="line training" d="M{"L".join(places)}"/>'
+    for part in parts:
+        places = [
+            f"M{_place(x.at(one.x))} {_place(1 - y.at(one.y))}h0"
+            for one in dots
+            if one.css == part.css
+        ]
+        shapes += f'<path class="dots {part.css}" d="{"".join(places)}"/>'
+    marks: list[Mark] = [
+        (round(x.at(one.x), 4), one.text, [None] * len(parts))
+        for one in sorted(dots, key=attrgetter("x"))
+    ]
+    names = {"x_name": x_name, "y_name": y_name, "summary": summary}
+    return _figure(parts, shapes, marks, x=x, y=y, **names)
+
+
 def legend(parts: Sequence[LegendEntry], values: Sequence[str] | None = None) -> str:
     """Name the colours, each with a value beside it when there are some."""
     texts = [""] * len(parts) if values is None else values
@@ -220,6 +295,7 @@ def _figure(
     y_name: str,
     summary: str,
     words: str = "",
+    x_name: str = "step",
 ) -> str:
     content = {
         "names": [part.name for part in parts],
@@ -242,7 +318,7 @@ def _figure(
         f'<div class="plot"><svg viewBox="0 0 {SCALE} {SCALE}" preserveAspectRatio="none" '
         f'role="img" aria-label="{escape(summary)}">'
         f'<path class="grid" d="{grid}"/>{shapes}</svg>{words}</div>'
-        f"{below(x.ticks(7, whole=True), 'step')}"
+        f"{below(x.ticks(7, whole=x_name == 'step'), x_name)}"
         f'</div><script type="application/json">{hover}</script></figure>'
     )
 

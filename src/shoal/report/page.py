@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import takewhile
@@ -15,7 +15,7 @@ from shoal.files import replace
 from shoal.report.metrics import Metrics
 from shoal.report.number_format import count, digits, duration
 from shoal.report.recorded_run import RecordedRun, read_recorded_run
-from shoal.report.sections import sections
+from shoal.report.sections import Section, sections
 from shoal.version import __version__
 
 MOST_PROBLEMS = 12
@@ -30,32 +30,55 @@ def write_report(run_dir: Path) -> Path:
     run_dir = Path(run_dir)
     html = render(read_recorded_run(run_dir))
     path = run_dir / "report.html"
+    write_page(path, html, instead="Make the folder writable, or copy the run to one that is")
+    return path
+
+
+def write_page(path: Path, html: str, *, instead: str) -> None:
+    """Write a page to a file; `instead` is what to do if that cannot be."""
     try:
         # A reader who reloads meanwhile sees the old page or the new one, never half of one.
         replace(path, html.encode(errors="replace")).close()
     except OSError as error:
-        raise UsageError(
-            f"cannot write {path}: {error.strerror}. Make the folder writable, "
-            "or copy the run to one that is"
-        ) from error
-    return path
+        raise UsageError(f"cannot write {path}: {error.strerror}. {instead}") from error
 
 
 def render(run: RecordedRun) -> str:
     """Make the page's HTML; everything it needs is inside it."""
+    problems = list(run.problems[:MOST_PROBLEMS])
+    if len(run.problems) > MOST_PROBLEMS:
+        problems.append(f"… and {len(run.problems) - MOST_PROBLEMS:,} more like these")
+    return render_page(
+        name=run.name,
+        kind="run report",
+        status=status(run),
+        tiles=headline(run),
+        sections=sections(run),
+        problems=problems,
+    )
+
+
+def render_page(
+    *,
+    name: str,
+    kind: str,
+    status: RunStatus,
+    tiles: Sequence[Tile],
+    sections: Sequence[Section],
+    problems: Sequence[str] = (),
+) -> str:
+    """Fill the template of all pages."""
     from jinja2 import Environment, StrictUndefined
 
     environment = Environment(
         autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    problems = list(run.problems[:MOST_PROBLEMS])
-    if len(run.problems) > MOST_PROBLEMS:
-        problems.append(f"… and {len(run.problems) - MOST_PROBLEMS:,} more like these")
     return environment.from_string(_asset("page.html.jinja")).render(
-        run=run,
-        status=status(run),
-        tiles=headline(run),
-        sections=sections(run),
+        name=name,
+        kind=kind,
+        status=status,
+        tiles=tiles,
+        sections=sections,
         problems=problems,
         style=_asset("page.css"),
         script=_asset("page.js"),

@@ -32,6 +32,8 @@ class RecordedRun:
     timeline: StepTimeline | None
     other_timelines: tuple[StepTimeline, ...] = ()
     """What other ranks did in the same step, by rank."""
+    forecast: dict[str, object] | None = None
+    """What was said of the run before it began."""
     sample: str | None
     problems: tuple[str, ...]
 
@@ -73,6 +75,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
             return None
 
     config = read("config.json", _read_config)
+    forecast = read("forecast.json", _read_config)
     sample = read("sample.txt", _read_sample)
     timeline, unread_spans = read("timeline.json", read_timeline) or (None, [])
     problems += unread_spans
@@ -92,6 +95,7 @@ def read_recorded_run(folder: Path) -> RecordedRun:
         metrics=metrics,
         timeline=timeline,
         other_timelines=tuple(others),
+        forecast=forecast,
         sample=sample,
         problems=tuple(problems),
     )

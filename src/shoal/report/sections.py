@@ -41,6 +41,9 @@ FEW_STEADY = 4
 MOST_RANKS = 16
 """Ranks drawn in the memory section."""
 
+FAR_OFF = 0.1
+"""A forecast that is further off than this part of what was measured is said to be so."""
+
 _TIME_PARTS = (
     LegendEntry("compute", "compute"),
     LegendEntry("exposed communication", "exposed"),
@@ -70,6 +73,7 @@ def sections(run: RecordedRun) -> list[Section]:
         _small(metrics, "Gradient norm", "grad_norm"),
         _step_time(metrics),
         _memory(metrics),
+        *_foreseen(run, metrics),
         _schedule(run),
         _sample(run),
         _facts(run, metrics),
@@ -238,6 +242,70 @@ def _memory(metrics: Metrics) -> Section:
             f" The {MOST_RANKS} highest of {len(peaks):,} ranks; the lowest has {size(min(peaks))}."
         )
     return Section(title=title, lead=lead, html=f'<table class="bars">{rows}</table>')
+
+
+def _foreseen(run: RecordedRun, metrics: Metrics) -> list[Section]:
+    """What was forecast, beside what was measured; nothing if there was no forecast."""
+    title = "Forecast and measured"
+    if run.forecast is None:
+        return []
+    why_not = run.forecast.get("why_not")
+    if isinstance(why_not, str):
+        return [Section(title=title, missing=f"There is no forecast: {why_not}")]
+    said = {group: run.forecast.get(group) for group in ("memory", "time")}
+    memory, time = (one if isinstance(one, dict) else {} for one in said.values())
+    steady = _steady(metrics.steps, metrics.resumes)
+    is_cpu = run.forecast.get("device") == "cpu"
+    held = max((max(one.memory_bytes, default=math.nan) for one in steady), default=math.nan)
+    step, half = _number(time.get("step_ms")), _number(time.get("forward_backward_ms"))
+    exposed = _number(time.get("exposed_ms"))
+    pairs = [
+        ("allocated peak", _number(memory.get("allocated_peak_bytes")), held),
+        ("step", step, finite_mean(one.step_ms for one in steady)),
+        ("compute", half - exposed, finite_mean(one.compute_ms for one in steady)),
+        ("exposed communication", exposed, finite_mean(one.exposed_ms for one in steady)),
+        ("optimizer", step - half, finite_mean(one.optimizer_ms for one in steady)),
+    ]
+    rows, notes = "", []
+    for name, forecast, measured in pairs:
+        is_size = name == "allocated peak"
+        texts = [
+            (size(one) if is_size else duration(one / 1e3)) if math.isfinite(one) else ""
+            for one in (forecast, measured)
+        ]
+        off = forecast / measured - 1 if measured and math.isfinite(measured) else math.nan
+        cells = "".join(f"<td>{escape(text)}</td>" for text in texts)
+        rows += (
+            f'<tr><th scope="row">{name}</th>{cells}'
+            f"<td>{f'{off:+.1%}' if math.isfinite(off) else ''}</td></tr>"
+        )
+        # On a CPU a rank reports the memory of its process, interpreter and libraries included.
+        if abs(off) > FAR_OFF and not (is_size and is_cpu):
+            notes.append(f"The forecast of {name} was off by {off:+.0%}: {', '.join(texts)}.")
+    heads = "".join(f'<th scope="col">{name}</th>' for name in ("forecast", "measured", "off"))
+    return [
+        Section(
+            title=title,
+            lead=f"As `shoal plan` saw the run before it began. At the peak: {_categories(memory)}."
+            + (" Ranks on CPUs report the memory of the whole process." if is_cpu else ""),
+            html=f'<table class="facts"><thead><tr><th></th>{heads}</tr></thead>'
+            f"<tbody>{rows}</tbody></table>",
+            notes=tuple(notes),
+        )
+    ]
+
+
+def _categories(memory: dict[str, object]) -> str:
+    held = memory.get("by_category")
+    named = held.items() if isinstance(held, dict) else ()
+    sizes = [(str(name), _number(value)) for name, value in named]
+    told = [f"{name} {size(value)}" for name, value in sorted(sizes, key=lambda one: -one[1])]
+    return ", ".join(told) or "not known"
+
+
+def _number(value: object) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e18 else math.nan  # pyright: ignore
 
 
 def _schedule(run: RecordedRun) -> Section:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from shoal._torch import composable
-from shoal.comm.imagined_device import device_of
+from shoal.comm.imagined_device import device_of, imagined
 from shoal.errors import InvariantError, MeshError, ShardedTwiceError, UsageError
 from shoal.layout import Even, Layout
 from shoal.mesh import (
@@ -244,7 +244,8 @@ def _let_mix(modules: list[nn.Module]) -> None:
 def check_device(mesh: DeviceMesh) -> None:
     """A mesh of devices that are not there has no process groups either."""
     kind = mesh.device_type
-    if kind == "cuda" and not torch.cuda.is_available():
+    is_imagined = imagined() is not None
+    if kind == "cuda" and not torch.cuda.is_available() and not is_imagined:
         raise UsageError(
             f"the mesh is of {kind!r} devices, but this process sees none; make it of 'cpu' "
             f"devices (init_device_mesh('cpu', ...)), or run where there are {kind!r} devices"

@@ -219,6 +219,11 @@ class RunConfig:
         "at the end write the model into the run folder as export/, which from_pretrained of "
         "transformers loads; needs --model",
     )
+    forecast: Literal["auto", "on", "off"] = option(
+        "auto",
+        "forecast memory and time as `shoal plan` does, and set both beside what was measured in "
+        "the report; auto: on CUDA",
+    )
     tensorboard: bool = option(False, "also log to TensorBoard, which must be installed")
     name: str | None = option(None, "name of the run; the date and time unless given")
     out: Path = option(Path("runs"), "folder that holds the run folders")  # noqa: RUF009

@@ -1,4 +1,5 @@
-"""What `shoal train` will do, as `shoal plan` asks it: a recipe's workload and setup."""
+"""What `shoal train` will do, as `shoal plan` asks it: a recipe's workload and setup; and its own
+forecast, which the report sets beside what was measured."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shoal.errors import UsageError
 from shoal.optim import AdamW
-from shoal.plan import Setup, Workload
+from shoal.plan import Setup, Workload, forecast_setup
+from shoal.plan.accelerators import device_here
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.config import TrainConfig
 from shoal.train.model import Transformer, next_token_loss
@@ -41,6 +44,15 @@ def setup_of(config: TrainConfig, *, world: int, device: str) -> Setup:
             f"shoal plan: --compile {config.parallel.compile} is not modelled; plan the run with "
             "--compile off, which computes the same"
         )
+    if config.model.source is not None:
+        raise NotImplementedError(
+            "shoal plan: recipes with --model are not modelled; plan the model with --model hf:PATH"
+        )
+    if config.parallel.engine != "fully_shard":
+        raise NotImplementedError(
+            f"shoal plan: --engine {config.parallel.engine} is not modelled; plan the run with "
+            "--engine fully_shard"
+        )
     precision = config.parallel.precision
     if precision == "auto":
         precision = "fp32" if device == "cpu" else "bf16"
@@ -52,6 +64,25 @@ def setup_of(config: TrainConfig, *, world: int, device: str) -> Setup:
         micro_batches=config.run.accumulate,
         reduces_each=True,
     )
+
+
+def foresee(config: TrainConfig, *, world: int) -> dict[str, Any]:
+    """The forecast of a run on the devices here, as plain values; or why there is none.
+
+    The default process group must not be there yet.
+    """
+    kind = "cuda" if config.parallel.device != "cpu" and torch.cuda.is_available() else "cpu"
+    device = device_here(kind)
+    try:
+        found = forecast_setup(
+            workload_of(config, world=world),
+            setup_of(config, world=world, device=device),
+            device=device,
+            network="free" if kind == "cpu" else "nvlink+ib",
+        )
+    except (NotImplementedError, UsageError) as error:
+        return {"why_not": str(error)}
+    return found.to_json()
 
 
 def workload_of(config: TrainConfig, *, world: int) -> Workload:

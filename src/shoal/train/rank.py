@@ -9,21 +9,24 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import gc
+import json
 import os
 import signal
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
+from shoal.checkpoint.disk import disk_errors
 from shoal.errors import EXIT_INTERRUPTED, InvariantError, RankError
+from shoal.files import replace
 from shoal.train import environment
 from shoal.train.config import ParallelConfig
 from shoal.train.environment import Place
@@ -58,6 +61,7 @@ def run_rank(
         reporting_failure(),
         stop_signals(signals, ask=asked.set, insist=_die_of),
         ExitStack() as held,
+        _forecast_of(job, place) as foreseen,
         join_world(place, parallel.device, replicas=parallel.replicas) as world,
     ):
         if create:
@@ -65,10 +69,26 @@ def run_rank(
             job = world.share(partial(_create_or_rejoin, job, world.size, held))
         elif environment.restarts().count:
             job = world.share(job.after_restart)
+        if foreseen is not None:
+            with disk_errors("write", job.folder.forecast):
+                replace(job.folder.forecast, json.dumps(foreseen).encode()).close()
         stop_request = job.folder.stop_request
         with _watchdog(job):
             finished = train(job, world, lambda: asked.is_set() or stop_request.exists())
     return 0 if finished else EXIT_INTERRUPTED
+
+
+@contextmanager
+def _forecast_of(job: TrainJob, place: Place) -> Iterator[dict[str, Any] | None]:
+    """What the run will need, by rank 0, before there is a process group."""
+    asked, device = job.config.run.forecast, job.config.parallel.device
+    on_cuda = device != "cpu" and torch.cuda.is_available()
+    if place.rank or asked == "off" or (asked == "auto" and not on_cuda):
+        yield None
+        return
+    from shoal.train.foresight import foresee
+
+    yield foresee(job.config, world=place.world_size)
 
 
 def main(argv: Sequence[str]) -> NoReturn:

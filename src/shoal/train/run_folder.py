@@ -4,6 +4,7 @@ runs/demo/
   config.json     the resolved config, and facts about the run
   metrics.jsonl   one line per step and per validation
   timeline.json   what the engine did in one late step
+  forecast.json   with --forecast: what the run was to need
   checkpoints/    step-00000100, step-00000120, …
   sample.txt      text that the model generated at the end
   report.html     all of it, drawn
@@ -66,6 +67,7 @@ class RunFolder:
     config = _PathInside("config.json")
     metrics = _PathInside("metrics.jsonl")
     timeline = _PathInside("timeline.json")
+    forecast = _PathInside("forecast.json")
     checkpoints = _PathInside("checkpoints")
     sample = _PathInside("sample.txt")
     report = _PathInside("report.html")

@@ -118,7 +118,7 @@ def test_a_plan_is_chosen(file: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert "fully_shard(model" in found["code"]
     assert {"plan", "needed_bytes", "why_not"} <= set(found["plans"][0])
     assert main([*words, "--batch", "4"]) == 0
-    assert "plans fit" in capsys.readouterr().out
+    assert "plans may fit" in capsys.readouterr().out
     assert main(["plan", str(file), "--world", "2", "--fit", "0.5"]) == 2
     assert "The least is" in capsys.readouterr().err
 

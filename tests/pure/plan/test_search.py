@@ -62,7 +62,7 @@ def search(budget_gb: float, **settings: Any) -> Search:
     ],
 )
 def test_a_few_blocks_tell_of_all(setup: Setup) -> None:
-    few = ShallowModel(Blocks).figures(workload({}), setup, {"network": INFINIBAND})
+    few = ShallowModel(workload({})).figures(workload({}), setup, {"network": INFINIBAND})
     whole = Estimate.of(forecast_setup(workload({}), setup, network=INFINIBAND))
     assert few.least_bytes == pytest.approx(whole.least_bytes, rel=0.002)
     assert few.step_ms == pytest.approx(whole.step_ms, rel=0.02)

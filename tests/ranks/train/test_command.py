@@ -30,12 +30,15 @@ def test_ctrl_c_saves_and_the_run_can_be_resumed(tmp_path, start):
     assert (folder / "checkpoints" / f"step-{done:08d}").is_dir()
     assert (folder / "report.html").exists()
 
-    status, out, err = start("--resume", "runs/a", "--steps", "+3", "--nproc", "1").finish()
+    more = ("--steps", "+3", "--nproc", "1", "--forecast", "on")
+    status, out, err = start("--resume", "runs/a", *more).finish()
     assert (status, err) == (0, "")
     assert f"resumed from runs/a/checkpoints/step-{done:08d} at step {done}" in out
     assert "resume      shoal train --resume runs/a --steps +100" in out
     assert steps_in(folder) == list(range(1, done + 4))
     assert (folder / "sample.txt").exists()
+    assert "allocated_peak_bytes" in (folder / "forecast.json").read_text()
+    assert "Forecast and measured" in (folder / "report.html").read_text()
 
     # A bit flipped in the checkpoint is found by the ranks and told once.
     (shard,) = (folder / "checkpoints" / f"step-{done + 3:08d}").glob("*.safetensors")
