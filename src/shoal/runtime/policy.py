@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import UsageError
+from shoal.low_precision import GatherFormat
 from shoal.mesh import FSDPMeshInfo
 from shoal.step.settings import Settings
 
@@ -27,8 +28,20 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    gather_format: GatherFormat | None = None
+    """In which bits matrices travel to be gathered: `Float8()`, `MXFP8()` or `NVFP4()`.
+
+    They arrive in the compute dtype, rounded to what the format can say.
+    """
 
     def __post_init__(self) -> None:
+        form = self.gather_format
+        if form is not None and not isinstance(form, GatherFormat):
+            hint = f"{form.__name__}()" if isinstance(form, type) else "Float8(), MXFP8() or NVFP4()"
+            raise UsageError(
+                f"MixedPrecisionPolicy.gather_format must be a format, got {form!r}: pass {hint} "
+                "of shoal.low_precision"
+            )
         for field in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, field)
             if dtype is not None and not dtype.is_floating_point:
