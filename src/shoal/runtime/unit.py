@@ -21,6 +21,7 @@ from shoal.comm.transport import Transport
 from shoal.errors import UsageError
 from shoal.layout import Layout, Packing
 from shoal.low_precision import GatherFormat, Wire
+from shoal.low_precision.reduction import Int8ReduceScatter
 from shoal.low_precision.wire import check_cuts
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shoal.runtime.arena import Arena
@@ -34,7 +35,7 @@ from shoal.runtime.gather import EncodedGather, Gather, KeptShards, PostForward,
 from shoal.runtime.gather_hooks import Extension
 from shoal.runtime.gradient_matrix import GradientMatrix
 from shoal.runtime.gradients import Gradients
-from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, UnitOptions
+from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, ReduceScatter, UnitOptions
 from shoal.runtime.reduction import UnitReducer
 from shoal.runtime.shards import Home, Member, ParameterSource, Shards
 from shoal.runtime.streams import Streams
@@ -135,6 +136,7 @@ class Unit:
         """What gathers carry in a format of few bits, if there is one."""
         self._launched: Gather | EncodedGather | None = None
         """The gather that was launched last."""
+        self._encoded_scatter: Int8ReduceScatter | None = None
         self._is_exact = False
         self._exact: Gather | None = None
         self.gathered_version: Version = (-1, -1, -1)
@@ -182,6 +184,8 @@ class Unit:
         self.wire = None if form is None else Wire(self.compute_packing, form)
         self.gather = self._gather_from(self.shards)
         self._kept = self._launched = self._exact = None
+        if self.policy.reduce_format is not None:
+            self._encoded_scatter = Int8ReduceScatter(self.policy.reduce_format)
         self.full.settle()
         self.extension = Extension(self) if self.shards.extended else None
         self.full.extension = self.extension
@@ -461,6 +465,11 @@ class Unit:
         return is_smaller and self._options.keeps_low_precision_shards
 
     @property
+    def reduce_scatter(self) -> ReduceScatter | None:
+        """What reduces gradients over the ranks that shard, if not the transport's own way."""
+        return self._options.reduce_scatter or self._encoded_scatter
+
+    @property
     def is_exact(self) -> bool:
         """Whether gathers give what the shards round to in the compute dtype, in whatever format.
 
@@ -604,6 +613,8 @@ class Unit:
         flags = list(map(_requires_grad, self.shards.sharded))
         if flags == self._trained_flags and self._counted:
             return
+        if self._encoded_scatter is not None:
+            self._encoded_scatter.forget()
         self._trained_flags = flags
         self.trained = trained = tuple(i for i, flag in enumerate(flags) if flag)
         self.trained_set = frozenset(trained)
