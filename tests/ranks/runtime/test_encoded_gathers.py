@@ -388,7 +388,7 @@ def test_mistakes() -> None:
         fully_shard(nn.Linear(32, 3, bias=False), mp_policy=policy, layout=Flat())
     with pytest.raises(UsageError, match="replicated on every rank"):
         replicate(nn.Linear(32, 4), mp_policy=policy)
-    with pytest.raises(TypeError, match="must be a MixedPrecision, got .*gather_format"):
+    with pytest.raises(TypeError, match=r"must be a MixedPrecision, got .*gather_format"):
         FullyShardedDataParallel(nn.Linear(32, 4), mixed_precision=policy)
     mine = Float8() if dist.get_rank() else NVFP4()
     odd: Any = fully_shard(nn.Linear(32, 4), mp_policy=MixedPrecisionPolicy(gather_format=mine))
