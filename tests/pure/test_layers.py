@@ -22,6 +22,7 @@ LAYERS = (
     "step",
     "comm",
     "tensor",
+    "low_precision",
     "optim",
     "runtime",
     "experts",

@@ -17,8 +17,6 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
 
-import torch
-
 from shoal.errors import UsageError
 from shoal.layout.chunk import chunk_bounds, chunk_size
 from shoal.layout.packing import Packing, check_packable, shard_step_bytes
@@ -193,9 +191,14 @@ class EvenPacking(Packing):
             return None
         return self.world_size * section.start + self.offsets_bytes[index] - section.start
 
-    def with_dtypes(self, dtypes: Sequence[torch.dtype]) -> EvenPacking:
-        """See `Packing.with_dtypes`."""
-        return pack_even(self._recast(dtypes), self.dims, self.world_size, self.alone)
+    def standing_for(self, params: Sequence[ParamSpec]) -> EvenPacking:
+        """See `Packing.standing_for`."""
+        self._check_one_each("params", params)
+        alone = self.alone
+        if alone:
+            bands = _bands(params, self.dims, self.world_size)
+            alone = [index for index in alone if bands[index].can_be_alone]
+        return pack_even(params, self.dims, self.world_size, alone)
 
 
 def pack_even(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self, cast
 
 import torch
 
@@ -86,19 +87,22 @@ class Packing(ABC):
         return self.gathered_offset(index) is not None
 
     @abstractmethod
-    def with_dtypes(self, dtypes: Sequence[torch.dtype]) -> Packing:
-        """The packing of the same parameters in other dtypes: every rank keeps its regions.
+    def standing_for(self, params: Sequence[ParamSpec]) -> Packing:
+        """The packing of tensors that stand for these parameters: every rank keeps its regions.
+
+        Each has as many elements as its parameter, or one for every k of them, such as a scale for
+        each block; then all cuts must lie between those k. Or it has none.
+        """
+
+    def with_dtypes(self, dtypes: Sequence[torch.dtype]) -> Self:
+        """The packing of the same parameters in other dtypes.
 
         Mixed precision needs it: what is stored in fp32, gathered in bf16 and reduced in fp32
         must be cut at the same elements each time.
         """
-
-    def _recast(self, dtypes: Sequence[torch.dtype]) -> tuple[ParamSpec, ...]:
         self._check_one_each("dtypes", dtypes)
-        return tuple(
-            ParamSpec(name=param.name, shape=param.shape, dtype=dtype)
-            for param, dtype in zip(self.params, dtypes, strict=True)
-        )
+        recast = [replace(p, dtype=dtype) for p, dtype in zip(self.params, dtypes, strict=True)]
+        return cast(Self, self.standing_for(recast))
 
     def _param(self, index: int) -> ParamSpec:
         if not 0 <= index < len(self.params):

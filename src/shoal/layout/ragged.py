@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
-
 from shoal.errors import UsageError
 from shoal.layout.packing import Packing, shard_step_bytes
 from shoal.layout.piece import Piece
@@ -164,22 +162,28 @@ class RaggedPacking(Packing):
             return None
         return run.rank * self.shard_bytes + run.offset_bytes
 
-    def with_dtypes(self, dtypes: Sequence[torch.dtype]) -> RaggedPacking:
-        """See `Packing.with_dtypes`; when all itemsizes change alike, offsets scale with them."""
-        params = self._recast(dtypes)
+    def standing_for(self, params: Sequence[ParamSpec]) -> RaggedPacking:
+        """See `Packing.standing_for`; when all itemsizes change alike, offsets scale with them."""
+        self._check_one_each("params", params)
         runs: list[ParamRun] = []
         rank = end = shard_bytes = 0
-        for param, run in zip(params, self.runs, strict=True):
+        for before, param, run in zip(self.params, params, self.runs, strict=True):
             if param.numel == 0:
                 runs.append(RUN_OF_NOTHING)
                 continue
             end = end if run.rank == rank else 0
-            run = replace(run, offset_bytes=round_up(end, run.align * param.itemsize))
+            each = before.numel // param.numel
+            run = replace(
+                run,
+                offset_bytes=round_up(end, run.align * param.itemsize),
+                first=max(run.first // each, 1),
+                later=max(run.later // each, 1),
+            )
             runs.append(run)
             shard_bytes = max(shard_bytes, run.used_bytes(param))
             rank, end = run.end(param)
         return RaggedPacking(
-            params=params,
+            params=tuple(params),
             world_size=self.world_size,
             shard_bytes=round_up(shard_bytes, shard_step_bytes(params)),
             runs=tuple(runs),

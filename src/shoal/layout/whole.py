@@ -10,8 +10,6 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from shoal.errors import UsageError
 from shoal.layout.packing import Packing, check_packable, shard_step_bytes
 from shoal.layout.piece import Piece
@@ -76,9 +74,10 @@ class WholePacking(Packing):
         self._param(index)
         return self.owners[index] * self.shard_bytes + self.offsets_bytes[index]
 
-    def with_dtypes(self, dtypes: Sequence[torch.dtype]) -> WholePacking:
-        """See `Packing.with_dtypes`."""
-        return _lay_out(self._recast(dtypes), self.owners, self.world_size)
+    def standing_for(self, params: Sequence[ParamSpec]) -> WholePacking:
+        """See `Packing.standing_for`."""
+        self._check_one_each("params", params)
+        return _lay_out(tuple(params), self.owners, self.world_size)
 
 
 def pack_whole(params: Sequence[ParamSpec], world_size: int) -> WholePacking:

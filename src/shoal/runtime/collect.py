@@ -233,7 +233,7 @@ def group(
 ) -> list[Group]:
     """Parameters by the mesh they are sharded over, with the wrappings they take there."""
     if place is None:
-        return [_group(found, [0] * len(found), layout or Even(), info)] if found else []
+        return [_group(part, [0] * len(part), cut, info) for part, cut in _by_layout(found, layout)]
     if layout is not None and not isinstance(layout, Even):
         raise UsageError(
             f"shard_placement_fn chooses dims of the layout Even; it cannot be used with {layout}"
@@ -261,6 +261,18 @@ def group(
         entry[1].append(item)
         entry[2].append(dim)
     return [_group(items, dims, None, own) for own, items, dims in by_group.values()]
+
+
+def _by_layout(
+    found: Sequence[Found], layout: Layout | None
+) -> Iterator[tuple[list[Found], Layout]]:
+    """Parameters by their layout: gather hooks are for tensors cut evenly along dim 0."""
+    if layout is None or isinstance(layout, Even):
+        parts: list[tuple[list[Found], Layout]] = [(list(found), layout or Even())]
+    else:
+        hooked = [f for f in found if has_hooks_before_sharding(f.name, bytes_of(f.parameter))]
+        parts = [([f for f in found if f not in hooked], layout), (hooked, Even())]
+    return (part for part in parts if part[0])
 
 
 def _answer(result: Any, info: FSDPMeshInfo) -> tuple[Any, Any]:
@@ -336,8 +348,6 @@ def _sharded_wrappings(
                 f"shoal: parameter {item.name!r} is a DTensor (tensor parallelism), which "
                 f"{layout} does not support; use the layout Even"
             )
-        if has_hooks_before_sharding(item.name, item.parameter):
-            raise refusal(item.name, f"the layout {layout}; use Even")
     packing = layout.pack(specs, info.shard_mesh_size)
     replica = info.replicate_mesh_rank if isinstance(info, HSDPMeshInfo) else 0
     return [

@@ -338,7 +338,8 @@ class Context:
             recorder.end(action, running)
         (PERFORM.get(kind) or partial(_PERFORM[kind], self))(unit)
         if kind in OF_FULL:
-            running.num_bytes = unit.full.gathered.nbytes
+            is_gather = kind is ActionKind.GATHER
+            running.num_bytes = unit.gather_bytes if is_gather else unit.full.gathered.nbytes
         elif kind is ActionKind.REDUCE and (reduction := self._reductions[-1]) is not None:
             running.num_bytes = reduction.num_bytes
         recorder.end(action, running)

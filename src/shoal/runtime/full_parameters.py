@@ -28,19 +28,21 @@ def full_parameters(
 
     All ranks enter and leave the block; inside nothing is communicated, so that one rank alone may
     run forwards, `generate()`, or `state_dict()`, which gives copies of the full parameters. They
-    have the dtype of compute. With `writeback`, what the block changed in them reaches the shards;
-    every rank must then make the same changes.
+    have the dtype of compute, unrounded by any `gather_format`. With `writeback`, what the block
+    changed in them reaches the shards; every rank must then make the same changes.
     """
     units = _units(module, recurse)
+    exact = {unit: unit.is_exact for unit in units}
     for unit in units:
         unit.prepare_alone()
+        unit.is_exact = True
         unit.prefetch()
     before = {unit: (unit.step.is_kept, unit.step.is_lent) for unit in units}
     for unit in units:
         unit.hold()
         unit.step.is_kept = unit.step.is_lent = True
     with ExitStack() as stack:
-        stack.callback(_give_back, before)
+        stack.callback(_give_back, before, exact)
         for unit in units:
             _serve_state_dicts(unit, stack, writeback)
         yield
@@ -51,7 +53,7 @@ def full_parameters(
                 _write_back(unit)
 
 
-def _give_back(before: dict[Unit, tuple[bool, bool]]) -> None:
+def _give_back(before: dict[Unit, tuple[bool, bool]], exact: dict[Unit, bool]) -> None:
     for unit, (was_kept, was_lent) in before.items():
         unit.step.is_lent = was_lent
         unit.full.come_home()
@@ -59,6 +61,7 @@ def _give_back(before: dict[Unit, tuple[bool, bool]]) -> None:
         if not was_kept:
             unit.reshard()
             unit.arena.trim()  # training has never all units full at once
+        unit.is_exact = exact[unit]
 
 
 def _serve_state_dicts(unit: Unit, stack: ExitStack, writeback: bool) -> None:

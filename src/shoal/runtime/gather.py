@@ -8,6 +8,7 @@ communication.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +24,9 @@ from shoal.comm.transport import Transport
 from shoal.layout import Even
 from shoal.layout.buffer import gathered_rows, shard_of, shard_views
 from shoal.layout.packing import Packing
+from shoal.low_precision import Wire
 from shoal.mesh import FSDPMeshInfo
+from shoal.runtime.arena import Arena, Buffer
 from shoal.runtime.full import FullParameters
 from shoal.runtime.policy import AllGather
 from shoal.runtime.streams import Streams, no_wait
@@ -47,17 +50,25 @@ class Stored(Protocol):
 
 
 class KeptShards:
-    """This rank's shards in the dtype of compute, cast once per change of them.
+    """This rank's shards in the dtype of compute, or encoded, written once per change of them.
 
     Otherwise every gather reads the shards, in forward and again in backward. These are written
     when shards have changed, and gathers send what was written then.
     """
 
-    def __init__(self, shards: Stored, packing: Packing, rank: int, device: torch.device) -> None:
-        self.packing = packing
+    def __init__(
+        self,
+        shards: Stored,
+        packing: Packing,
+        rank: int,
+        device: torch.device,
+        wire: Wire | None = None,
+    ) -> None:
+        self.packing = packing if wire is None else wire.packing
         """How they are laid out."""
-        self.buffer = torch.zeros(packing.shard_bytes, dtype=torch.uint8, device=device)
+        self.buffer = torch.zeros(self.packing.shard_bytes, dtype=torch.uint8, device=device)
         self._stored, self._stored_packing, self._rank = shards.buffer, shards.packing, rank
+        self._wire = wire
         self._version: object = None
         self._is_unsent = False
         """Whether no gather has sent what an optimizer's step wrote."""
@@ -91,6 +102,11 @@ class KeptShards:
         self._version = None  # until it is written
         # From the host in two steps: a copy that casts on the way is made by it, and it waits.
         stored = self._stored.to(self.buffer.device, non_blocking=True)
+        if self._wire is not None:
+            locals_ = shard_views(self._stored_packing, self._rank, stored)
+            self._wire.encode(locals_, self._rank, self.buffer)
+            self._version = version
+            return
         ends = ((self.packing, self.buffer), (self._stored_packing, stored))
         if all(len({param.dtype for param in packing.params}) == 1 for packing, _ in ends):
             into, source = (buffer.view(packing.params[0].dtype) for packing, buffer in ends)
@@ -144,6 +160,9 @@ class Gather:
             self._in_stream = transport.gather_in_stream(output, pairs, reason=self._reason)
             self._pairs = pairs
 
+    def let_go(self) -> None:
+        """Give back what only the way needed, which is nothing: bytes come to where they stay."""
+
     @property
     def sent(self) -> list[torch.Tensor]:
         """What this rank gives to each part of the gather; nothing where it is alone."""
@@ -189,18 +208,22 @@ class Gather:
         )
 
     def launch(
-        self, custom: AllGather | None, before: Callable[[], object] | None = None
+        self,
+        custom: AllGather | None,
+        before: Callable[[], object] | None = None,
+        after: Callable[[], object] | None = None,
     ) -> Callable[[], object]:
         """Start it, beside compute; returns what makes the current stream (or the host) wait.
 
-        `before` is done first, in order with it. Nothing here requires a gradient, so autograd
-        records nothing in any mode.
+        `before` is done first, in order with it, and `after` when the bytes are there. Nothing here
+        requires a gradient, so autograd records nothing in any mode.
         """
         lane = self.streams.gathering
         if lane is None:
             if before is not None:
                 before()
-            return self._launch(custom)
+            wait = self._launch(custom)
+            return wait if after is None else partial(_in_order, wait, after)
         with lane:
             if before is not None:
                 before()
@@ -211,6 +234,8 @@ class Gather:
                     self._in_stream()
                 else:
                     self._run_custom(custom)
+            if after is not None:
+                after()
             mark = lane.mark()
         return partial(lane.join, mark)
 
@@ -242,6 +267,95 @@ class Gather:
         if self.streams.gathering is not None:
             pending.wait()
         return pending
+
+
+class EncodedGather:
+    """The gather of one unit in a format of few bits: encoded shards travel, and are decoded.
+
+    What travels needs memory of its own, from the launch until somebody has waited.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        shards: Stored,
+        wire: Wire,
+        output: torch.Tensor,
+        transport: Transport | None,
+        streams: Streams,
+        arena: Arena,
+    ) -> None:
+        self._received = Buffer(wire.packing.gathered_bytes, arena)
+        rank, size = (0, 1) if transport is None else (transport.rank, transport.size)
+        rows = self._received.bytes
+        self._row = rows.view(size, wire.row_bytes)[rank]
+        place = Staged(buffer=self._row, packing=wire.packing)
+        self._gather = Gather(unit, place, wire.packing, rows, transport, streams)
+        self._decode = wire.decoder(rows, output.view(torch.uint8))
+        self._wire, self._shards, self._rank = wire, shards, rank
+        self._received.settle()
+        self._has_memory = False
+
+    @property
+    def streams(self) -> Streams:
+        """Where it runs."""
+        return self._gather.streams
+
+    @streams.setter
+    def streams(self, streams: Streams) -> None:
+        self._gather.streams = streams
+
+    @property
+    def sent(self) -> list[torch.Tensor]:
+        """What this rank gives; nothing where it is alone."""
+        return self._gather.sent
+
+    @property
+    def received(self) -> list[torch.Tensor]:
+        """What all ranks gave."""
+        return self._gather.received
+
+    def launch(
+        self, custom: AllGather | None, before: Callable[[], object] | None = None
+    ) -> Callable[[], object]:
+        """See `Gather.launch`."""
+        self._received.fill()
+        self._has_memory = True
+        return self._gather.launch(custom, partial(self._encode, before), self._decoded)
+
+    @torch.no_grad()
+    def _encode(self, before: Callable[[], object] | None) -> None:
+        if before is not None:
+            before()
+        stored, packing = self._shards.buffer, self._shards.packing
+        if packing is self._wire.packing:
+            self._row.copy_(stored)
+            return
+        stored = stored.to(self._row.device, non_blocking=True)
+        self._wire.encode(shard_views(packing, self._rank, stored), self._rank, self._row)
+
+    @torch.no_grad()
+    def _decoded(self) -> None:
+        self._decode()
+
+    def let_go(self) -> None:
+        """Give the memory of what has travelled back, once the current stream has waited."""
+        if self._has_memory:
+            self._received.empty()
+            self._has_memory = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """Bytes to send that are no unit's shards, as they lie."""
+
+    buffer: torch.Tensor
+    packing: Packing
+
+
+def _in_order(*steps: Callable[[], object]) -> None:
+    for step in steps:
+        step()
 
 
 class PostForward:

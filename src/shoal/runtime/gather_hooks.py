@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ from shoal.layout.packing import Packing
 from shoal.layout.spec import ParamSpec
 from shoal.mesh import DataParallelMeshInfo
 from shoal.runtime.arena import Arena, Buffer
-from shoal.runtime.gather import Gather
+from shoal.runtime.gather import Gather, Staged
 from shoal.runtime.rank_guard import check_inputs_agree
 
 if TYPE_CHECKING:
@@ -116,14 +116,14 @@ def without(packing: Packing, indices: Collection[int]) -> Packing:
         return packing
     if not isinstance(packing, EvenPacking):
         raise refusal(packing.params[min(indices)].name, f"a {type(packing).__name__}")
-    params = [
-        replace(param, shape=(*param.shape[:dim], 0, *param.shape[dim + 1 :]))
-        if index in indices
-        else param
-        for index, (param, dim) in enumerate(zip(packing.params, packing.dims, strict=True))
-    ]
-    alone = [index for index in packing.alone if index not in indices]
-    return pack_even(params, packing.dims, packing.world_size, alone)
+    return packing.standing_for(
+        [
+            replace(param, shape=(*param.shape[:dim], 0, *param.shape[dim + 1 :]))
+            if index in indices
+            else param
+            for index, (param, dim) in enumerate(zip(packing.params, packing.dims, strict=True))
+        ]
+    )
 
 
 def refusal(name: str, combination: Any) -> NotImplementedError:
@@ -132,14 +132,6 @@ def refusal(name: str, combination: Any) -> NotImplementedError:
         f"shoal: parameter {name!r} says itself how it is gathered ({BEFORE}), which is not "
         f"supported with {combination}"
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Staged:
-    """What this rank sends: the bytes of all its tensors, one after another."""
-
-    buffer: torch.Tensor
-    packing: Packing
 
 
 class Extension:

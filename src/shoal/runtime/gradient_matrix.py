@@ -66,7 +66,7 @@ class GradientMatrix:
         """Lay out the parameters that are trained; all of them where cuts depend on neighbours."""
         unit = self._unit
         # A collective of the user's own is called once for the unit.
-        in_sections = unit.options.reduce_scatter is None
+        in_sections = unit.reduce_scatter is None
         if (trained, dtype, in_sections) == (self.trained, self.dtype, self._in_sections):
             return
         self._in_sections = in_sections

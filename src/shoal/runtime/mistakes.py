@@ -77,7 +77,8 @@ def precision_of(given: object) -> MixedPrecisionPolicy:
         return given
     if isinstance(given, fsdp.MixedPrecisionPolicy):
         names = (field.name for field in fields(MixedPrecisionPolicy))
-        return MixedPrecisionPolicy(**{name: getattr(given, name) for name in names})
+        shared = {name: getattr(given, name) for name in names if hasattr(given, name)}
+        return MixedPrecisionPolicy(**shared)
     dtype = given if isinstance(given, torch.dtype) else getattr(given, "param_dtype", None)
     raise UsageError(
         f"mp_policy must be a MixedPrecisionPolicy, got {_shown(given)}: pass "

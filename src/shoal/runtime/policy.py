@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from shoal.errors import UsageError
+from shoal.low_precision import GatherFormat, Int8
 from shoal.mesh import FSDPMeshInfo
 from shoal.step.settings import Settings
 
@@ -27,14 +28,36 @@ class MixedPrecisionPolicy:
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    gather_format: GatherFormat | None = None
+    """In which bits matrices travel to be gathered: `Float8()`, `MXFP8()` or `NVFP4()`.
+
+    They arrive in the compute dtype, rounded to what the format can say.
+    """
+    reduce_format: Int8 | None = None
+    """In which bits gradients travel to be reduced: `Int8()`. They are summed in fp32."""
 
     def __post_init__(self) -> None:
+        form = self.gather_format
+        if form is not None and not isinstance(form, GatherFormat):
+            hint = (
+                f"{form.__name__}()" if isinstance(form, type) else "Float8(), MXFP8() or NVFP4()"
+            )
+            raise UsageError(
+                f"MixedPrecisionPolicy.gather_format must be a format, got {form!r}: pass {hint} "
+                "of shoal.low_precision"
+            )
         for field in ("param_dtype", "reduce_dtype", "output_dtype"):
             dtype = getattr(self, field)
             if dtype is not None and not dtype.is_floating_point:
                 raise UsageError(
                     f"MixedPrecisionPolicy.{field} must be a floating-point dtype, got {dtype}"
                 )
+
+        if self.reduce_format is not None and not isinstance(self.reduce_format, Int8):
+            raise UsageError(
+                f"MixedPrecisionPolicy.reduce_format must be Int8() of shoal.low_precision, "
+                f"got {self.reduce_format!r}"
+            )
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter stored in `dtype` is gathered."""

@@ -15,6 +15,7 @@ from shoal.errors import RankError
 from shoal.layout import Layout
 from shoal.layout.packing import Packing
 from shoal.layout.spec import ParamSpec
+from shoal.low_precision import Wire
 from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.step.plan import ParameterPlan, UnitPlan
 
@@ -166,7 +167,9 @@ def describe(
     """A unit by its parameters; `packing` is what is gathered, `whole` what is reduced."""
     compute = [policy.compute_dtype(param.dtype) for param in packing.params]
     gathered = packing.with_dtypes(compute)
-    kept_bytes = gathered.shard_bytes if keeps_low_precision_shards else 0
+    form = policy.gather_format
+    sent = gathered if form is None else Wire(gathered, form).packing
+    kept_bytes = sent.shard_bytes if keeps_low_precision_shards else 0
     reduced_bytes = 0
     if any(trained):
         dtype = policy.reduce_dtype or compute[trained.index(True)]
@@ -186,6 +189,8 @@ def describe(
         ),
         shard_bytes=packing.shard_bytes,
         gathered_bytes=gathered.gathered_bytes,
+        encoded_bytes=0 if form is None else sent.gathered_bytes,
+        gather_format=None if form is None else repr(form),
         copies_out=any(gathered.gathered_offset(i) is None for i in range(len(params))),
         reduced_bytes=reduced_bytes,
         kept_bytes=kept_bytes if kept_bytes < packing.shard_bytes else 0,

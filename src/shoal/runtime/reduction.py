@@ -239,13 +239,13 @@ class UnitReducer:
         options = self._unit.options
         return (
             self._unit.streams.reducing is not None
-            and options.reduce_scatter is None
+            and self._unit.reduce_scatter is None
             and options.reduce_group is None
             and self._unit.inspector is None
         )
 
     def _take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        custom = self._unit.options.reduce_scatter
+        custom = self._unit.reduce_scatter
         if custom is None:
             return self._unit.arena.take_rows(numel, dtype)
         return custom.allocate((numel,), dtype=dtype, device=self._unit.device)
@@ -268,7 +268,7 @@ class UnitReducer:
         output = self._output(inputs[0].dtype, custom=scatters)
         outputs = iter(unit.matrix.outputs(output, len(inputs)))
         # The memory of a custom collective does not go back to the arena.
-        kept = packed.rows if unit.options.reduce_scatter is None else None
+        kept = packed.rows if unit.reduce_scatter is None else None
         lane = unit.streams.reducing
         if lane is None:
             packed.copy()
@@ -366,7 +366,7 @@ class UnitReducer:
         if unit.transport is None or unit.size == 1:
             for kept, rows in pairs:
                 kept.copy_(rows)
-        elif on_host or options.reduce_scatter is not None or options.reduce_group is not None:
+        elif on_host or unit.reduce_scatter is not None or options.reduce_group is not None:
             self._scatter(output, pairs, division).wait()
         elif self._scatters is not None:
             self._scatters(real_of(output), _real_pairs(pairs))
@@ -374,7 +374,7 @@ class UnitReducer:
     def _output(self, dtype: torch.dtype, *, custom: bool) -> torch.Tensor:
         """Memory for this rank's row."""
         numel, device = self._unit.matrix.shard_numel, self._unit.device
-        collective = self._unit.options.reduce_scatter
+        collective = self._unit.reduce_scatter
         if custom and collective is not None:
             return collective.allocate((numel,), dtype=dtype, device=device)
         return torch.empty(numel, dtype=dtype, device=device)
@@ -384,7 +384,7 @@ class UnitReducer:
         reason = f"the reduction of unit {unit.name!r}"
         transport = self._own_transport(unit.options.reduce_group) or unit.transport
         assert transport is not None
-        custom, op = unit.options.reduce_scatter, division.reduce_op
+        custom, op = unit.reduce_scatter, division.reduce_op
         output, pairs = real_of(output), _real_pairs(pairs)
         if custom is None:
             return transport.reduce_scatters(output, pairs, op, reason=reason)

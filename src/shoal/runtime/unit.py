@@ -18,7 +18,11 @@ from torch import nn
 
 from shoal._torch import autograd
 from shoal.comm.transport import Transport
+from shoal.errors import UsageError
 from shoal.layout import Layout, Packing
+from shoal.low_precision import GatherFormat, Wire
+from shoal.low_precision.reduction import Int8ReduceScatter
+from shoal.low_precision.wire import check_cuts
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo
 from shoal.runtime.arena import Arena
 from shoal.runtime.full import (
@@ -27,11 +31,11 @@ from shoal.runtime.full import (
     attach,
     full_name,
 )
-from shoal.runtime.gather import Gather, KeptShards, PostForward, Stored
+from shoal.runtime.gather import EncodedGather, Gather, KeptShards, PostForward, Stored
 from shoal.runtime.gather_hooks import Extension
 from shoal.runtime.gradient_matrix import GradientMatrix
 from shoal.runtime.gradients import Gradients
-from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, UnitOptions
+from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy, ReduceScatter, UnitOptions
 from shoal.runtime.reduction import UnitReducer
 from shoal.runtime.shards import Home, Member, ParameterSource, Shards
 from shoal.runtime.streams import Streams
@@ -115,6 +119,8 @@ class Unit:
         self.size = 1 if self.transport is None else self.transport.size
         self.rank = 0 if self.transport is None else self.transport.rank
         packing = layout.pack([source.spec for source in sources], self.size).in_sections()
+        if policy.gather_format is not None:
+            check_format(policy.gather_format, packing, is_gathered=self.transport is not None)
         self.shards = Shards(name, sources, packing, self.rank, offload)
         self._post: PostForward | None = None
         self.in_graph: InGraph | None = None
@@ -124,8 +130,15 @@ class Unit:
         self.noted: int | None = None
         """What `note_operations` saw, while a backward of the model runs."""
         self._wait: Callable[[], object] | None = None
-        self._kept: tuple[KeptShards, Gather] | None = None
-        """Shards in the dtype of compute, and what gathers from there."""
+        self._kept: tuple[KeptShards, Gather | EncodedGather] | None = None
+        """Shards in the dtype of compute, or encoded, and what gathers from there."""
+        self.wire: Wire | None = None
+        """What gathers carry in a format of few bits, if there is one."""
+        self._launched: Gather | EncodedGather | None = None
+        """The gather that was launched last."""
+        self._encoded_scatter: Int8ReduceScatter | None = None
+        self._is_exact = False
+        self._exact: Gather | None = None
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
         self.notices: Callable[..., None] | None = None
@@ -167,7 +180,12 @@ class Unit:
         gather_dtype = compute[0] if len(set(compute)) == 1 else torch.uint8
         members = self.shards.members
         self.full = FullParameters(self.name, self.compute_packing, members, arena, gather_dtype)
-        self.gather, self._kept = self._gather_from(self.shards), None
+        form = self.policy.gather_format
+        self.wire = None if form is None else Wire(self.compute_packing, form)
+        self.gather = self._gather_from(self.shards)
+        self._kept = self._launched = self._exact = None
+        if self.policy.reduce_format is not None:
+            self._encoded_scatter = Int8ReduceScatter(self.policy.reduce_format)
         self.full.settle()
         self.extension = Extension(self) if self.shards.extended else None
         self.full.extension = self.extension
@@ -205,15 +223,16 @@ class Unit:
         params = self.shards.whole.params
         return self.layout.pack(params, size).in_sections()
 
-    def _gather_from(self, stored: Stored) -> Gather:
-        return Gather(
-            self.name,
-            stored,
-            self.compute_packing,
-            self.full.gathered,
-            self.transport,
-            self.streams,
-        )
+    @property
+    def gather_bytes(self) -> int:
+        """What all ranks' shards are on the way."""
+        return self.full.gathered.nbytes if self.wire is None else self.wire.packing.gathered_bytes
+
+    def _gather_from(self, stored: Stored, *, exact: bool = False) -> Gather | EncodedGather:
+        where = self.full.gathered, self.transport, self.streams
+        if self.wire is None or exact:
+            return Gather(self.name, stored, self.compute_packing, *where)
+        return EncodedGather(self.name, stored, self.wire, *where, self.arena)
 
     def _name_full(self) -> None:
         """Let full parameters say what they are called."""
@@ -244,8 +263,9 @@ class Unit:
     def use(self, streams: Streams) -> None:
         """Work on other streams from here on."""
         self.streams = self.gather.streams = streams
-        if self._kept is not None:
-            self._kept[1].streams = streams
+        for gather in (self._exact, None if self._kept is None else self._kept[1]):
+            if gather is not None:
+                gather.streams = streams
 
     def compute_by(self, policy: MixedPrecisionPolicy) -> None:
         """Compute in the dtypes of another policy; what ran before has no backward any more."""
@@ -414,28 +434,54 @@ class Unit:
         except BaseException:  # a hook, a custom collective, or no memory: nothing is on its way
             if has_begun:
                 self.full.cancel()
+            if self._launched is not None:
+                self._launched.let_go()
             raise
 
     def _launch_gather(self) -> Callable[[], object]:
         """Start it from the shards, or from what is kept of them. There is memory to write to."""
-        custom = self.options.all_gather
-        if not self.keeps_shards:
-            self._kept = None
-            return self.gather.launch(custom)
-        kept, gather = self._kept = self._kept or self._make_kept()
-        return gather.launch(custom, partial(kept.write, self.gathered_version))
+        custom, before = self.options.all_gather, None
+        if self._is_exact and self.wire is not None:
+            self._exact = gather = self._exact or self._gather_from(self.shards, exact=True)
+        elif self.keeps_shards:
+            kept, gather = self._kept = self._kept or self._make_kept()
+            before = partial(kept.write, self.gathered_version)
+        else:
+            gather, self._kept = self.gather, None
+        self._launched = gather
+        return gather.launch(custom, before)
 
     @torch.inference_mode(False)  # an evaluation may be the first to gather
-    def _make_kept(self) -> tuple[KeptShards, Gather]:
+    def _make_kept(self) -> tuple[KeptShards, Gather | EncodedGather]:
         device = self.full.gathered.device
-        kept = KeptShards(self.shards, self.compute_packing, self.rank, device)
+        kept = KeptShards(self.shards, self.compute_packing, self.rank, device, self.wire)
         return kept, self._gather_from(kept)
 
     @property
     def keeps_shards(self) -> bool:
-        """Whether shards are kept in the dtype of compute beside those that are stored."""
-        is_smaller = self.compute_packing.shard_bytes < self.shards.packing.shard_bytes
+        """Whether shards are kept in the dtype of compute, or encoded, beside those stored."""
+        sent = self.compute_packing if self.wire is None else self.wire.packing
+        is_smaller = sent.shard_bytes < self.shards.packing.shard_bytes
         return is_smaller and self._options.keeps_low_precision_shards
+
+    @property
+    def reduce_scatter(self) -> ReduceScatter | None:
+        """What reduces gradients over the ranks that shard, if not the transport's own way."""
+        return self._options.reduce_scatter or self._encoded_scatter
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether gathers give what the shards round to in the compute dtype, in whatever format.
+
+        So it is where full parameters are looked at or changed, not computed with.
+        """
+        return self._is_exact
+
+    @is_exact.setter
+    def is_exact(self, is_exact: bool) -> None:
+        if self.policy.gather_format is not None and is_exact is not self._is_exact:
+            self.reshard()  # what was gathered before is rounded otherwise
+            self._is_exact = is_exact
 
     def note_update(self) -> None:
         """An optimizer's step has written the shards: so it writes what is kept of them.
@@ -470,9 +516,8 @@ class Unit:
     def finish_gather(self) -> None:
         """Wait, lay the parameters out, register them on the modules."""
         self.wait_gather()
-        if self.inspector is not None and (self.post is None or not self.post.is_active):
-            gather = self.gather if self._kept is None else self._kept[1]
-            self.inspector.on_gathered(self, gather.sent, gather.received)
+        if self.post is None or not self.post.is_active:
+            self._let_go_of_gather()
         if self.post is not None and self.post.is_active:
             self.post.restore(self.full)
         else:
@@ -481,10 +526,20 @@ class Unit:
             self.follow_requires_grad()
         self.register_full()
 
+    def _let_go_of_gather(self) -> None:
+        """Show what has travelled to whoever inspects it, and give its memory back."""
+        gather = self._launched
+        assert gather is not None
+        if self.inspector is not None:
+            self.inspector.on_gathered(self, gather.sent, gather.received)
+        gather.let_go()
+
     def cancel_gather(self) -> None:
         """Wait, and give the memory back unread."""
         self.wait_gather()
         if self.post is None or not self.post.is_active:
+            if self._launched is not None:
+                self._launched.let_go()
             self.full.cancel()
         self.drop_piece()
 
@@ -558,6 +613,8 @@ class Unit:
         flags = list(map(_requires_grad, self.shards.sharded))
         if flags == self._trained_flags and self._counted:
             return
+        if self._encoded_scatter is not None:
+            self._encoded_scatter.forget()
         self._trained_flags = flags
         self.trained = trained = tuple(i for i, flag in enumerate(flags) if flag)
         self.trained_set = frozenset(trained)
@@ -584,6 +641,16 @@ class Unit:
         """Let users see the gradients of shards; the phase tells where it broke until the next."""
         if self.phase not in (Phase.SHARDED, Phase.GATHERING):
             self.full.rest()
+
+
+def check_format(form: GatherFormat, packing: Packing, *, is_gathered: bool) -> None:
+    """Refuse a format where nothing is gathered, or where shards would cut its blocks."""
+    if not is_gathered:
+        raise UsageError(
+            f"gather_format={form!r} is for parameters that are gathered, and these are replicated "
+            "on every rank: leave it out, or use fully_shard to shard them"
+        )
+    check_cuts(packing, form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

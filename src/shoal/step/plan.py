@@ -63,14 +63,17 @@ class UnitPlan:
     """Those that shard or replicate it."""
     parameters: tuple[ParameterPlan, ...]
     shard_bytes: int
-    """What this rank sends."""
+    """What this rank stores, and sends, unless it is cast or encoded first."""
     gathered_bytes: int
     copies_out: bool
     """Whether gathered bytes are copied once more, to be laid out as parameters."""
     reduced_bytes: int
     """What gradients are reduced from; 0 if nothing is trained."""
+    encoded_bytes: int = 0
+    """What travels instead of `gathered_bytes`, in a format of few bits."""
+    gather_format: str | None = None
     kept_bytes: int = 0
-    """This rank's shards in the compute dtype, where they are kept beside those that are stored."""
+    """This rank's shards as they are sent, where they are kept beside those that are stored."""
     path: tuple[str, ...] = ()
     """Where its module is in the model; a unit runs inside of those whose path begins its own."""
     keeps_piece: bool = False
@@ -83,12 +86,15 @@ class UnitPlan:
     def described(self, *, frozen: bool = True) -> dict[str, object]:
         """What ranks must have in common, for JSON; with what they freeze, or without."""
         parameters = {p.name: str(p) if frozen else p.kind for p in self.parameters}
-        return {"unit": self.name, "layout": self.layout, "parameters": parameters}
+        layout = self.layout
+        if self.gather_format is not None:
+            layout += f", gathered as {self.gather_format}"
+        return {"unit": self.name, "layout": layout, "parameters": parameters}
 
 
 _COMMUNICATED = (
     *("name", "layout", "ranks", "parameters"),
-    *("shard_bytes", "gathered_bytes", "copies_out", "reduced_bytes"),
+    *("shard_bytes", "gathered_bytes", "encoded_bytes", "copies_out", "reduced_bytes"),
 )
 """The fields that ranks must have in common."""
 
@@ -131,6 +137,8 @@ class Plan:
 
     def _bytes(self, kind: ActionKind, step: UnitStep) -> int:
         unit = self._by_name[step.name]
+        if kind is ActionKind.GATHER and unit.encoded_bytes:
+            return unit.encoded_bytes
         if kind in OF_FULL:
             return unit.gathered_bytes
         return unit.reduced_bytes if kind is ActionKind.REDUCE else 0
@@ -161,10 +169,13 @@ class Plan:
         for action in schedule:
             unit = self._by_name[action.unit]
             if action.kind is ActionKind.GATHER:
-                now += unit.gathered_bytes
-            elif action.kind is ActionKind.WAIT and unit.copies_out:
-                peak = max(peak, now + unit.gathered_bytes)
-            elif action.kind in (ActionKind.FREE, ActionKind.KEEP, ActionKind.CANCEL):
+                now += unit.gathered_bytes + unit.encoded_bytes
+            elif action.kind is ActionKind.WAIT:
+                now -= unit.encoded_bytes
+                peak = max(peak, now + unit.gathered_bytes * unit.copies_out)
+            elif action.kind is ActionKind.CANCEL:
+                now -= unit.gathered_bytes + unit.encoded_bytes
+            elif action.kind in (ActionKind.FREE, ActionKind.KEEP):
                 now -= unit.gathered_bytes
             elif action.kind is ActionKind.PACK:
                 now += unit.reduced_bytes

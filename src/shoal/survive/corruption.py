@@ -316,7 +316,7 @@ def _findings(unit: Unit, ranks: Sequence[int], table: Tensor) -> Iterator[Findi
 
 def _has_own_sums(unit: Unit) -> bool:
     """Whether a user's own function makes something else of sums of gradients."""
-    return unit.options.all_reduce_hook is not None or unit.options.reduce_scatter is not None
+    return unit.options.all_reduce_hook is not None or unit.reduce_scatter is not None
 
 
 def _is_near(unit: Unit, reduced: Tensor, total: Tensor, size: Tensor, num_reductions: int) -> bool:

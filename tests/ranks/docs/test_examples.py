@@ -64,6 +64,23 @@ def test_deepspeeds_config_line_by_line_has_torchs_losses(tmp_path: Path) -> Non
         assert torch.equal(whole(ours), whole(theirs))
 
 
+@pytest.mark.compose("quantised reductions", "fp8")
+@ranks(2, timeout_s=240)
+def test_fewer_bytes_have_the_losses_of_bf16_over_200_steps() -> None:
+    """The mean of the last losses: within the noise of bf16, which is their spread."""
+    runs = example_scripts.load("fp8").main()
+    moved, losses = {k: r[0] for k, r in runs.items()}, {k: r[1][-50:] for k, r in runs.items()}
+    means = {name: sum(last) / len(last) for name, last in losses.items()}
+    spread = torch.tensor(losses["bf16"]).std().item()
+    first = runs["bf16"][1][0]
+    assert means["bf16"] < 0.5 * first
+    for name, mean in means.items():
+        assert abs(mean - means["bf16"]) < (1.0 if "nvfp4" in name else 0.5) * spread, name
+    assert moved["nvfp4"] < 0.4 * moved["bf16"]  # biases and norms travel as they are
+    assert moved["mxfp8"] == moved["mxfp8, int8"] < 0.6 * moved["bf16"]
+    assert moved["float8"] < 0.62 * moved["bf16"]
+
+
 def whole(parameter: Tensor) -> Tensor:
     return parameter.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
 

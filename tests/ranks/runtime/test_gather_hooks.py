@@ -361,7 +361,10 @@ class Sometimes(Wrapped):
 @ranks(2)
 def test_combinations_that_are_refused() -> None:
     engine, x = SHOAL, SHOAL.batches(1)[0]
-    error = error_of(lambda: _sharded(engine, Plainly, layout=Flat()))
+    late = engine.api.fully_shard(nn.Linear(DIM, 4), layout=Flat())
+    shard = late.weight.local_tensor()
+    shard.fsdp_pre_all_gather = shard.fsdp_post_all_gather = lambda mesh: None
+    error = error_of(lambda: late(x))
     assert isinstance(error, NotImplementedError)
     assert "'weight'" in str(error)
 

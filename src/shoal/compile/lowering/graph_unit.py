@@ -356,6 +356,8 @@ def _check_can_lower(unit: Unit) -> None:
         "parameters with all-gather hooks of their own": unit.shards.extended,
         "CPU offload": unit.offloads,
         "reshard_after_forward as a number of ranks": unit.post is not None,
+        f"gather_format={unit.policy.gather_format!r}": unit.policy.gather_format is not None,
+        f"reduce_format={unit.policy.reduce_format!r}": unit.policy.reduce_format is not None,
         "set_custom_all_gather": unit.options.all_gather is not None,
         "gradients of earlier backwards that wait to be reduced": waits and by_default,
         f"reductions that setters have changed ({unit.options})": waits and not by_default,
