@@ -26,6 +26,7 @@ LAYERS = (
     "runtime",
     "experts",
     "ddp",
+    "distant",
     "watch",
     "compile",
     "checkpoint",

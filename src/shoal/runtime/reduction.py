@@ -402,7 +402,7 @@ class UnitReducer:
     def _divided(self) -> Division:
         unit, options = self._unit, self._unit.options
         dtype = unit.matrix.dtype
-        key = (dtype, options)
+        key = (dtype, options, unit.replicas)
         if self._division is None or self._division[0] != key:
             assert dtype is not None
             division = Division.of(

@@ -200,6 +200,11 @@ class Unit:
         self.gradients.note_waiting()
         self.shards.take_over(self.packing_for(self.size), info)
 
+    def part_from_replicas(self) -> None:
+        """From now on reduce gradients over the ranks that shard, and leave the replicas alone."""
+        self.replicas = None
+        self.shards.num_recaptures += 1  # graphs that were captured reduce over them
+
     def packing_for(self, size: int) -> Packing:
         """How the parameters would be cut over so many ranks."""
         params = self.shards.whole.params
