@@ -24,6 +24,7 @@ LAYERS = (
     "tensor",
     "optim",
     "runtime",
+    "offload",
     "experts",
     "ddp",
     "distant",

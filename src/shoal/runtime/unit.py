@@ -75,6 +75,22 @@ class Inspector(Protocol):
         ...
 
 
+class GradientTaker(Protocol):
+    """Takes reduced gradients off the shards as soon as they are there, and writes the shards."""
+
+    def expect(self, unit: Unit) -> None:
+        """Reduced gradients are about to be put on a unit's parameters; may refuse."""
+        ...
+
+    def take(self, unit: Unit, mark: torch.cuda.Event | None) -> None:
+        """They are put there; where there is a mark, they are written when it has passed."""
+        ...
+
+    def before_read(self, unit: Unit) -> None:
+        """The unit's shards are about to be gathered."""
+        ...
+
+
 class Unit:
     """The parameters communicated together."""
 
@@ -131,6 +147,8 @@ class Unit:
         self.notices: Callable[..., None] | None = None
         self.told: Callable[[str, Actions], None] | None = None
         """Hears what is asked of the unit past the step machine: a request, and what it takes."""
+        self.gradient_taker: GradientTaker | None = None
+        """Where reduced gradients go from the shards, if somebody waits for them."""
         self.gradient_scale = 1.0
         """What reduced gradients are multiplied by, where fewer ranks have inputs."""
         self._counted: set[int] = set()
@@ -404,6 +422,8 @@ class Unit:
         if self.post is not None and self.post.is_active:
             self._wait = self.post.launch().wait
             return
+        if self.gradient_taker is not None:
+            self.gradient_taker.before_read(self)
         if autograd.inside_backward():
             self.gathered_version = self.version_in_backward
         else:
