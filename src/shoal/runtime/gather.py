@@ -18,6 +18,7 @@ from torch.distributed.tensor import Replicate, Shard
 from shoal._torch import distributed_tensor, kernels
 from shoal.comm import observer
 from shoal.comm.calls import Pair
+from shoal.comm.imagined_device import Lane
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
 from shoal.layout import Even
@@ -26,7 +27,7 @@ from shoal.layout.packing import Packing
 from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.full import FullParameters
 from shoal.runtime.policy import AllGather
-from shoal.runtime.streams import Streams, no_wait
+from shoal.runtime.streams import CudaLane, Streams, no_wait
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -44,6 +45,41 @@ class Stored(Protocol):
     def packing(self) -> Packing:
         """How they are laid out."""
         ...
+
+
+class ShardCopy:
+    """A rank's shards on their way from the host to the device, where a gather reads them.
+
+    Compute allocates the memory, the copying lane fills it, the gathering lane reads it. It goes
+    back to compute when compute has waited for the gather, or for the copy that was given up.
+    """
+
+    def __init__(self, shards: Stored, streams: Streams) -> None:
+        stored = shards.buffer
+        self.packing = shards.packing
+        self.buffer = torch.empty(stored.shape, dtype=stored.dtype, device=streams.device)
+        self._lane = streams.copying
+        """Who works with the memory: what fills it, and then what reads it."""
+        self._mark: torch.cuda.Event | None = None
+        if self._lane is None:
+            self.buffer.copy_(stored)
+            return
+        with self._lane:
+            self.buffer.copy_(stored, non_blocking=True)
+            self._mark = self._lane.mark()
+
+    def precede(self, lane: Lane) -> None:
+        """Let the lane of gathers, which reads it, come after the copy."""
+        if self._lane is not None:
+            assert isinstance(lane, CudaLane)
+            assert self._mark is not None
+            lane.follow(self._lane, self._mark)
+            self._lane, self._mark = lane, None
+
+    def discard(self) -> None:
+        """Let compute come after whoever works with it, so that the memory can be used again."""
+        if self._lane is not None:
+            self._lane.join(self._mark or self._lane.mark())
 
 
 class KeptShards:
@@ -105,7 +141,8 @@ class Gather:
     """The all-gather of one unit, prepared once and launched in every step.
 
     Where shards have to be cast, or come from another device, they are written straight to this
-    rank's place in the output, from where the collective sends them.
+    rank's place in the output, from where the collective sends them. With `reads_copies` they may
+    be copied to the device before there is an output.
     """
 
     def __init__(
@@ -116,6 +153,8 @@ class Gather:
         output: torch.Tensor,
         transport: Transport | None,
         streams: Streams,
+        *,
+        reads_copies: bool = False,
     ) -> None:
         self._reason = f"the gather of unit {unit!r}"
         self.streams = streams
@@ -131,6 +170,8 @@ class Gather:
         ]
         stored = shards.buffer
         is_as_stored = packing is shards.packing and stored.device == output.device
+        is_as_stored = is_as_stored and not reads_copies
+        self._packing, self._rank = packing, rank
         self._copy_in: Callable[[], object] | None = None
         if not is_as_stored or size == 1:
             self._copy_in = self._copy_of(shards, packing, rank)
@@ -189,23 +230,32 @@ class Gather:
         )
 
     def launch(
-        self, custom: AllGather | None, before: Callable[[], object] | None = None
+        self,
+        custom: AllGather | None,
+        before: Callable[[], object] | None = None,
+        copied: ShardCopy | None = None,
     ) -> Callable[[], object]:
         """Start it, beside compute; returns what makes the current stream (or the host) wait.
 
-        `before` is done first, in order with it. Nothing here requires a gradient, so autograd
+        `before` is done first, in order with it. A copy of the shards is read instead of them, and
+        must stay until the gather was waited for. Nothing here requires a gradient, so autograd
         records nothing in any mode.
         """
         lane = self.streams.gathering
+        copy_in = self._copy_in
+        if copied is not None:
+            copy_in = self._copy_of(copied, self._packing, self._rank)
         if lane is None:
             if before is not None:
                 before()
-            return self._launch(custom)
+            return self._launch(custom, copy_in)
         with lane:
             if before is not None:
                 before()
-            if self._copy_in is not None:
-                self._copy_in()
+            if copied is not None:
+                copied.precede(lane)
+            if copy_in is not None:
+                copy_in()
             if self._prepared is not None:
                 if custom is None:
                     self._in_stream()
@@ -214,9 +264,11 @@ class Gather:
             mark = lane.mark()
         return partial(lane.join, mark)
 
-    def _launch(self, custom: AllGather | None) -> Callable[[], object]:
-        if self._copy_in is not None:
-            self._copy_in()
+    def _launch(
+        self, custom: AllGather | None, copy_in: Callable[[], object] | None
+    ) -> Callable[[], object]:
+        if copy_in is not None:
+            copy_in()
         if self._prepared is None:
             return no_wait
         if custom is not None:

@@ -27,7 +27,7 @@ from shoal.runtime.full import (
     attach,
     full_name,
 )
-from shoal.runtime.gather import Gather, KeptShards, PostForward, Stored
+from shoal.runtime.gather import Gather, KeptShards, PostForward, ShardCopy, Stored
 from shoal.runtime.gather_hooks import Extension
 from shoal.runtime.gradient_matrix import GradientMatrix
 from shoal.runtime.gradients import Gradients
@@ -140,6 +140,8 @@ class Unit:
         self.noted: int | None = None
         """What `note_operations` saw, while a backward of the model runs."""
         self._wait: Callable[[], object] | None = None
+        self._copied: ShardCopy | None = None
+        """Shards that came from the host, until they are gathered."""
         self._kept: tuple[KeptShards, Gather] | None = None
         """Shards in the dtype of compute, and what gathers from there."""
         self.gathered_version: Version = (-1, -1, -1)
@@ -186,6 +188,7 @@ class Unit:
         members = self.shards.members
         self.full = FullParameters(self.name, self.compute_packing, members, arena, gather_dtype)
         self.gather, self._kept = self._gather_from(self.shards), None
+        self.discard_copy()
         self.full.settle()
         self.extension = Extension(self) if self.shards.extended else None
         self.full.extension = self.extension
@@ -199,6 +202,7 @@ class Unit:
         self.matrix = GradientMatrix(self)
         self.reducer = UnitReducer(self)
         self._prepared = self.shards.buffer
+        self._note_copies()
 
     def take_over(self, info: FSDPMeshInfo) -> None:
         """Be sharded over other ranks: shards are zeros, which the caller fills.
@@ -210,6 +214,7 @@ class Unit:
         self.size, self.rank = self.transport.size, self.transport.rank
         self.step.reset()
         self._wait = self._kept = self._prepared = None
+        self.discard_copy()
         self.noted = None
         self.gathered_version = (-1, -1, -1)
         self._counted.clear()
@@ -236,6 +241,7 @@ class Unit:
             self.full.gathered,
             self.transport,
             self.streams,
+            reads_copies=self.shards.are_on_host and stored is self.shards,
         )
 
     def _name_full(self) -> None:
@@ -325,6 +331,16 @@ class Unit:
         self._options = self.step.settings = new
         self.reduces_by_default = new.reduces_by_default
         self.gradients.note_waiting()
+        self._note_copies()
+
+    def _note_copies(self) -> None:
+        """Tell the machine whether shards come from the host before they are gathered.
+
+        A rank alone gathers nothing: its shards are copied to where they are computed with.
+        """
+        is_apart = self.size > 1 and self.shards.are_on_host and not self.shards.extended
+        known = is_apart and self._prepared is not None
+        self.step.copies_first = known and not self.keeps_shards
 
     @property
     def name(self) -> str:
@@ -417,11 +433,19 @@ class Unit:
 
     # Parameters: from shards to full ones, and back. Each is the effect of one action.
 
-    def launch_gather(self) -> None:
-        """Start the all-gather of this unit's shards."""
-        if self.post is not None and self.post.is_active:
-            self._wait = self.post.launch().wait
-            return
+    def launch_copy(self) -> None:
+        """Start to copy this unit's shards from the host, for a gather to come."""
+        self._read_shards()
+        self._copied = ShardCopy(self.shards, self.streams)
+
+    def discard_copy(self) -> None:
+        """Give that copy up unread."""
+        if self._copied is not None:
+            self._copied.discard()
+            self._copied = None
+
+    def _read_shards(self) -> None:
+        """The shards are about to be read: note which version this is."""
         if self.gradient_taker is not None:
             self.gradient_taker.before_read(self)
         if autograd.inside_backward():
@@ -429,6 +453,16 @@ class Unit:
         else:
             self.follow()
             self.gathered_version = self.version
+
+    def launch_gather(self) -> None:
+        """Start the all-gather of this unit's shards."""
+        if self.post is not None and self.post.is_active:
+            self._wait = self.post.launch().wait
+            return
+        if self._copied is not None and not autograd.inside_backward() and self.is_stale:
+            self.discard_copy()  # of a forward that raised, before the shards were changed
+        if self._copied is None:
+            self._read_shards()
         has_begun = False
         try:
             if self.extension is not None:
@@ -437,6 +471,7 @@ class Unit:
             has_begun = True
             self._wait = self._launch_gather()
         except BaseException:  # a hook, a custom collective, or no memory: nothing is on its way
+            self.discard_copy()
             if has_begun:
                 self.full.cancel()
             raise
@@ -444,9 +479,9 @@ class Unit:
     def _launch_gather(self) -> Callable[[], object]:
         """Start it from the shards, or from what is kept of them. There is memory to write to."""
         custom = self.options.all_gather
-        if not self.keeps_shards:
+        if self._copied is not None or not self.keeps_shards:
             self._kept = None
-            return self.gather.launch(custom)
+            return self.gather.launch(custom, copied=self._copied)
         kept, gather = self._kept = self._kept or self._make_kept()
         return gather.launch(custom, partial(kept.write, self.gathered_version))
 
@@ -488,7 +523,7 @@ class Unit:
         """Wait for the bytes alone; `finish_gather` does the rest."""
         if self._wait is not None:
             self._wait()
-            self._wait = None
+            self._wait = self._copied = None
             if self.extension is not None:
                 self.extension.wait()
 
@@ -623,6 +658,8 @@ class Borrowed:
 
 
 PERFORM: dict[ActionKind, Callable[[Unit], None]] = {
+    ActionKind.COPY: methodcaller("launch_copy"),
+    ActionKind.DISCARD: methodcaller("discard_copy"),
     ActionKind.GATHER: methodcaller("launch_gather"),
     ActionKind.WAIT: methodcaller("finish_gather"),
     ActionKind.CANCEL: methodcaller("cancel_gather"),

@@ -75,6 +75,8 @@ class UnitPlan:
     """Where its module is in the model; a unit runs inside of those whose path begins its own."""
     keeps_piece: bool = False
     """Whether a piece is kept of it between forward and backward."""
+    copies_first: bool = False
+    """Whether its shards are copied from the host before they are gathered."""
     settings: Settings = field(default_factory=Settings)
     forward_prefetch: tuple[str, ...] | None = None
     """Units that were named to be gathered when its forward begins."""
@@ -133,6 +135,8 @@ class Plan:
         unit = self._by_name[step.name]
         if kind in OF_FULL:
             return unit.gathered_bytes
+        if kind in (ActionKind.COPY, ActionKind.DISCARD):
+            return unit.shard_bytes
         return unit.reduced_bytes if kind is ActionKind.REDUCE else 0
 
     def _steps(self) -> dict[str, UnitStep]:
@@ -145,6 +149,7 @@ class Plan:
             step = steps[unit.name]
             step.is_trained = unit.reduced_bytes > 0
             step.keeps_piece = unit.keeps_piece
+            step.copies_first = unit.copies_first
             step.settings = replace(
                 unit.settings,
                 forward_prefetch=named(unit.forward_prefetch),
@@ -158,14 +163,25 @@ class Plan:
 
     def _peak_of(self, schedule: Sequence[PlannedAction]) -> int:
         now = peak = 0
+        copied: dict[str, int] = {}
+        """The bytes of copies from the host that gathers have not read yet."""
         for action in schedule:
             unit = self._by_name[action.unit]
-            if action.kind is ActionKind.GATHER:
+            if action.kind is ActionKind.COPY:
+                now += unit.shard_bytes
+                copied[unit.name] = unit.shard_bytes
+            elif action.kind is ActionKind.DISCARD:
+                now -= copied.pop(unit.name)
+            elif action.kind is ActionKind.GATHER:
                 now += unit.gathered_bytes
-            elif action.kind is ActionKind.WAIT and unit.copies_out:
-                peak = max(peak, now + unit.gathered_bytes)
+            elif action.kind is ActionKind.WAIT:
+                if unit.copies_out:
+                    peak = max(peak, now + unit.gathered_bytes)
+                now -= copied.pop(unit.name, 0)
             elif action.kind in (ActionKind.FREE, ActionKind.KEEP, ActionKind.CANCEL):
                 now -= unit.gathered_bytes
+                if action.kind is ActionKind.CANCEL:
+                    now -= copied.pop(unit.name, 0)
             elif action.kind is ActionKind.PACK:
                 now += unit.reduced_bytes
             elif action.kind is ActionKind.FINISH:

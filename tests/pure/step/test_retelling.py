@@ -36,6 +36,7 @@ class Echo:
         assert name in ("begin_forward", "begin_backward")
         for mine, theirs in zip(self.machine.units, self.original.units, strict=True):
             mine.settings, mine.keeps_piece = theirs.settings, theirs.keeps_piece
+            mine.copies_first = theirs.copies_first
 
     def told(self, moment: StepMoment, actions: Actions) -> None:
         self.said.append(moment)

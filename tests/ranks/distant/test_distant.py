@@ -251,7 +251,7 @@ def test_the_replicate_axis_carries_one_part_in_h_of_the_bytes() -> None:
     with counted(group) as num_bytes:
         train(distant, outer, range(every), optimizer)
         sent = num_bytes()
-    held = sum(parameter.local_tensor().nbytes for parameter in distant.parameters())
+    held = sum(parameter.local.nbytes for parameter in distant.parameters())
     assert sent == held, "each unit is exchanged once in a round"
     assert held * every <= expected, "without, gradients go there in every step, with padding"
 
