@@ -53,11 +53,12 @@ def main() -> None:
     parser.add_argument("--on-host", type=float, default=1.0, help="share of the blocks")
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=2048)
+    parser.add_argument("--keep", action="store_true", help="bf16 shards stay on the device, ours")
     parser.add_argument("--threads", type=int, default=1, help="units stepped at the same time")
     options = parser.parse_args()
     settings = {
         key: getattr(options, key)
-        for key in ("model", "on_host", "batch", "sequence", "threads", "rounds")
+        for key in ("model", "on_host", "batch", "sequence", "keep", "threads", "rounds")
     }
     if options.quick:
         settings |= {"model": "tiny", "batch": 2, "sequence": 16, "rounds": 2}
@@ -81,6 +82,8 @@ def _measure(_: int, folder: str, engine: str, settings: dict[str, Any]) -> None
     dist.init_process_group(backend, store=files, rank=0, world_size=1)
     shape = SHAPES[settings["model"]]
     model = _sharded(engine, shape, kind, settings["on_host"])
+    if settings["keep"] and engine != "fsdp2":
+        model.set_keep_low_precision_shards(True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused=True)
     if engine == "shoal":
         step_in_backward(model, optimizer, threads=settings["threads"])
