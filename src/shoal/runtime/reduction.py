@@ -303,6 +303,8 @@ class UnitReducer:
             indices, used = self._complete(indices, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()
+            # One of its own: the other is recorded anew as soon as compute has waited for it.
+            host_mark = None if host is None else lane.mark()
         reduction = Reduction(
             unit,
             indices,
@@ -312,8 +314,7 @@ class UnitReducer:
             # What the lane still reads may not be given to others before compute has joined it.
             (inputs, output, used),
         )
-        if host is not None:
-            reduction.host_mark = mark
+        reduction.host_mark = host_mark
         return reduction
 
     def _show(self, matrices: Sequence[torch.Tensor]) -> None:
