@@ -16,9 +16,9 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from diloco import Outer, check_equal, mesh_of, outer_of, reference, sgd, train
 from harness import ranks
 from oracle import build, full, shard
-from ranks.distant.test_distant import Outer, check_equal, mesh_of, outer_of, reference, sgd, train
 from shoal import fully_shard
 from shoal.checkpoint import load_model, load_training, save_training
 from shoal.distant import DistantReplicas
