@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from shoal.checkpoint.apart import ROWS, StateApart, refuse_rows
 from shoal.checkpoint.disk import Folder, checkpoint_at
 from shoal.checkpoint.load import fill, load
 from shoal.checkpoint.load_plan import Selection, check_match
@@ -43,6 +44,7 @@ from shoal.checkpoint.wrapped import (
     wrapped_state,
     wrapped_weights,
 )
+from shoal.distant import distant_replicas_of
 from shoal.errors import CheckpointError
 from shoal.sharding_wrapper import wrappers_below
 
@@ -78,9 +80,13 @@ def training_state(
     """Give `save` or `async_save` the tensors and values that `save_training` saves."""
     model = bare(model)
     ranks = Ranks(group)
-    tensors, hyper = ranks.together(lambda: _state(model, optimizer))
+    apart = _apart(model, ranks)
+    tensors, hyper = ranks.together(lambda: _state(model, optimizer, apart))
     generators = generator_shares(ranks.rank, ranks.size)
-    return tensors | generators, {"optimizer": hyper, "training": extra}
+    values: dict[str, JSON] = {"optimizer": hyper, "training": extra}
+    if apart is not None:
+        values["distant"] = apart.outer.settings()
+    return tensors | generators, values
 
 
 def load_training(
@@ -101,17 +107,28 @@ def load_training(
     ranks = Ranks(group)
     manifest = ranks.together(lambda: _training_manifest(checkpoint))
     weights = ranks.together(lambda: weights_of(model))
+    apart = _apart(model, ranks)
+    outer = None if apart is None else apart.outer
+    if "distant" not in manifest.extra:
+        apart = None
+    ranks.together(lambda: _check_apart(checkpoint, manifest, apart))
     ranks.together(lambda: _check_fits(checkpoint, manifest, model, optimizer, weights))
     generators = ranks.together(
         lambda: read_generators(checkpoint, manifest, ranks.rank, ranks.size)
     )
     saved = _SavedTraining(
-        checkpoint=checkpoint, manifest=manifest, ranks=ranks, verify_first=verify_first
+        checkpoint=checkpoint,
+        manifest=manifest,
+        ranks=ranks,
+        verify_first=verify_first,
+        apart=apart,
     )
     load_into = _load_wrapped if wrappers_below(model) else _load_bare
     load_into(saved, model, optimizer, weights)
     restore_hyper_parameters(model, optimizer, saved.hyper)
     restore_generators(generators)
+    if outer is not None:
+        outer.restart() if apart is None else outer.take_up(saved.extra["distant"])
     _clear_mark(model)
     return dict(saved.extra["training"])
 
@@ -144,6 +161,9 @@ def load_model(
     if is_wrapped:
         _mark_unusable(model, checkpoint)
         take_weights(model, weights)
+    outer = distant_replicas_of(model)
+    if outer is not None:
+        outer.restart()
     _clear_mark(model)
 
 
@@ -170,14 +190,31 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
     return weights
 
 
+def _apart(model: nn.Module, ranks: Ranks) -> StateApart | None:
+    """What is saved of replicas that are apart, if the model's are. Collective."""
+    outer = distant_replicas_of(model)
+    if outer is None:
+        return None
+    if wrappers_below(model):
+        raise NotImplementedError(
+            "shoal: checkpoints of DistantReplicas of a model in FullyShardedDataParallel are not "
+            "supported, since its parameters do not say which elements they hold; shard the model "
+            "with fully_shard"
+        )
+    outer.settle()
+    return StateApart.of(outer, ranks)
+
+
 def _state(
-    model: nn.Module, optimizer: Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, JSON]]:
+    model: nn.Module, optimizer: Optimizer, apart: StateApart | None
+) -> tuple[dict[str, torch.Tensor | Share], dict[str, JSON]]:
     _check_usable(model)
-    tensors = _named(weights_of(model))
+    weights = weights_of(model)
     states = wrapped_state if wrappers_below(model) else optimizer_tensors
     moments, hyper = states(model, optimizer)
-    return tensors | moments, hyper
+    if apart is not None:
+        return apart.tensors(model, weights, moments, MODEL), hyper
+    return {**_named(weights), **moments}, hyper
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +225,8 @@ class _SavedTraining:
     manifest: Manifest
     ranks: Ranks
     verify_first: bool
+    apart: StateApart | None
+    """Where replicas are apart: what of the checkpoint is this replica's."""
 
     @property
     def extra(self) -> Mapping[str, Any]:
@@ -202,7 +241,8 @@ class _SavedTraining:
     @property
     def states(self) -> set[str]:
         """The names of all the optimizer's state, tensors or not."""
-        return {*self.manifest.tensors, *self.hyper["values"]}
+        names = (name.removeprefix(ROWS) for name in self.manifest.tensors)
+        return {*names, *self.hyper["values"]}
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Make the state that was saved; raises unless the optimizer can take it over."""
@@ -211,7 +251,7 @@ class _SavedTraining:
 
     def fill(
         self,
-        tensors: Mapping[str, torch.Tensor],
+        tensors: Mapping[str, torch.Tensor | Share],
         before_write: Callable[[], None] | None = None,
     ) -> None:
         """Fill the tensors of model and optimizer; those of generators were read before."""
@@ -233,13 +273,16 @@ def _load_bare(
 ) -> None:
     """Load into the tensors themselves, which make an unusable mixture until all are there."""
 
-    def state() -> dict[str, torch.Tensor]:
+    def state() -> Mapping[str, torch.Tensor | Share]:
         saved.prepare(model, optimizer)
-        return optimizer_tensors(model, optimizer)[0]
+        moments = optimizer_tensors(model, optimizer)[0]
+        if saved.apart is not None:
+            return saved.apart.tensors(model, weights, moments, MODEL)
+        return _named(weights) | moments
 
     # A checkpoint that is refused leaves the optimizer as it was, like everything else.
     with _restored_state(optimizer) as keep:
-        tensors = _named(weights) | saved.ranks.together(state)
+        tensors = saved.ranks.together(state)
         saved.fill(tensors, lambda: _mark_unusable(model, saved.checkpoint))
         keep()
 
@@ -287,6 +330,14 @@ def _training_manifest(checkpoint: Checkpoint) -> Manifest:
             f"{checkpoint} was not written by save_training: load it with shoal.checkpoint.load"
         )
     return manifest
+
+
+def _check_apart(checkpoint: Checkpoint, manifest: Manifest, apart: StateApart | None) -> None:
+    """Raise unless replicas were apart where they are, and can go on."""
+    if apart is None:
+        refuse_rows(manifest.extra, checkpoint)
+    else:
+        apart.check(manifest.extra["distant"], checkpoint)
 
 
 def _check_fits(

@@ -32,7 +32,7 @@ class Replica:
         self.reducer = reducer
         self.averages = True
         """Whether gradients of the forwards to come are averaged."""
-        self._transport = transport
+        self.transport = transport
         self._buffers = tuple(buffers)
         self.have_buffers_changed = True
         """Whether ranks may have buffers of their own, so that the next forward shares rank 0's."""
@@ -52,7 +52,7 @@ class Replica:
             # By name, since a module may put other tensors in their place.
             found = (module._buffers.get(name) for module, name in self._buffers)
             buffers = [buffer for buffer in found if buffer is not None]
-            broadcast(buffers, self._transport, reason="buffers of rank 0")
+            broadcast(buffers, self.transport, reason="buffers of rank 0")
 
     def _before(self, _: nn.Module, __: tuple[Any, ...]) -> None:
         if not (torch.compiler.is_compiling() and _is_captured()):

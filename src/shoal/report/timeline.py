@@ -61,6 +61,7 @@ _LANES = (
     _Lane("forward", (ActionKind.FORWARD,)),
     _Lane("backward", (ActionKind.BACKWARD,)),
     _Lane("gather", (ActionKind.GATHER,), "in flight"),
+    _Lane("gather", (ActionKind.COPY, ActionKind.DISCARD), "of shards from the host"),
     _Lane(
         "exposed",
         (ActionKind.WAIT, ActionKind.FINISH, ActionKind.CANCEL),

@@ -130,7 +130,7 @@ class Context:
     def _is_current(self, unit: Unit, run: ModuleRun) -> bool:
         """Whether the bytes that are there, or on their way, or about to be, are those of a run."""
         step = unit.step
-        if step.phase is not Phase.GATHERING and not step.is_stashed:
+        if step.phase is not Phase.GATHERING and not (step.is_stashed or step.is_copied):
             unit.gathered_version = unit.version_in_backward
         return run.version == unit.gathered_version
 
@@ -340,6 +340,8 @@ class Context:
         if kind in OF_FULL:
             is_gather = kind is ActionKind.GATHER
             running.num_bytes = unit.gather_bytes if is_gather else unit.full.gathered.nbytes
+        elif kind in (ActionKind.COPY, ActionKind.DISCARD):
+            running.num_bytes = unit.shards.buffer.nbytes
         elif kind is ActionKind.REDUCE and (reduction := self._reductions[-1]) is not None:
             running.num_bytes = reduction.num_bytes
         recorder.end(action, running)

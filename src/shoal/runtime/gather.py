@@ -19,6 +19,7 @@ from torch.distributed.tensor import Replicate, Shard
 from shoal._torch import distributed_tensor, kernels
 from shoal.comm import observer
 from shoal.comm.calls import Pair
+from shoal.comm.imagined_device import Lane
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
 from shoal.layout import Even
@@ -29,7 +30,7 @@ from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.arena import Arena, Buffer
 from shoal.runtime.full import FullParameters
 from shoal.runtime.policy import AllGather
-from shoal.runtime.streams import Streams, no_wait
+from shoal.runtime.streams import CudaLane, Streams, no_wait
 
 if TYPE_CHECKING:
     from shoal.runtime.unit import Unit
@@ -47,6 +48,41 @@ class Stored(Protocol):
     def packing(self) -> Packing:
         """How they are laid out."""
         ...
+
+
+class ShardCopy:
+    """A rank's shards on their way from the host to the device, where a gather reads them.
+
+    Compute allocates the memory, the copying lane fills it, the gathering lane reads it. It goes
+    back to compute when compute has waited for the gather, or for the copy that was given up.
+    """
+
+    def __init__(self, shards: Stored, streams: Streams) -> None:
+        stored = shards.buffer
+        self.packing = shards.packing
+        self.buffer = torch.empty(stored.shape, dtype=stored.dtype, device=streams.device)
+        self._lane = streams.copying
+        """Who works with the memory: what fills it, and then what reads it."""
+        self._mark: torch.cuda.Event | None = None
+        if self._lane is None:
+            self.buffer.copy_(stored)
+            return
+        with self._lane:
+            self.buffer.copy_(stored, non_blocking=True)
+            self._mark = self._lane.mark()
+
+    def precede(self, lane: Lane) -> None:
+        """Let the lane of gathers, which reads it, come after the copy."""
+        if self._lane is not None:
+            assert isinstance(lane, CudaLane)
+            assert self._mark is not None
+            lane.follow(self._lane, self._mark)
+            self._lane, self._mark = lane, None
+
+    def discard(self) -> None:
+        """Let compute come after whoever works with it, so that the memory can be used again."""
+        if self._lane is not None:
+            self._lane.join(self._mark or self._lane.mark())
 
 
 class KeptShards:
@@ -121,7 +157,8 @@ class Gather:
     """The all-gather of one unit, prepared once and launched in every step.
 
     Where shards have to be cast, or come from another device, they are written straight to this
-    rank's place in the output, from where the collective sends them.
+    rank's place in the output, from where the collective sends them. With `reads_copies` they may
+    be copied to the device before there is an output.
     """
 
     def __init__(
@@ -132,6 +169,8 @@ class Gather:
         output: torch.Tensor,
         transport: Transport | None,
         streams: Streams,
+        *,
+        reads_copies: bool = False,
     ) -> None:
         self._reason = f"the gather of unit {unit!r}"
         self.streams = streams
@@ -147,6 +186,8 @@ class Gather:
         ]
         stored = shards.buffer
         is_as_stored = packing is shards.packing and stored.device == output.device
+        is_as_stored = is_as_stored and not reads_copies
+        self._packing, self._rank = packing, rank
         self._copy_in: Callable[[], object] | None = None
         if not is_as_stored or size == 1:
             self._copy_in = self._copy_of(shards, packing, rank)
@@ -212,23 +253,30 @@ class Gather:
         custom: AllGather | None,
         before: Callable[[], object] | None = None,
         after: Callable[[], object] | None = None,
+        copied: ShardCopy | None = None,
     ) -> Callable[[], object]:
         """Start it, beside compute; returns what makes the current stream (or the host) wait.
 
-        `before` is done first, in order with it, and `after` when the bytes are there. Nothing here
-        requires a gradient, so autograd records nothing in any mode.
+        `before` is done first, in order with it, and `after` when the bytes are there. A copy of
+        the shards is read instead of them, and must stay until the gather was waited for. Nothing
+        here requires a gradient, so autograd records nothing in any mode.
         """
         lane = self.streams.gathering
+        copy_in = self._copy_in
+        if copied is not None:
+            copy_in = self._copy_of(copied, self._packing, self._rank)
         if lane is None:
             if before is not None:
                 before()
-            wait = self._launch(custom)
+            wait = self._launch(custom, copy_in)
             return wait if after is None else partial(_in_order, wait, after)
         with lane:
             if before is not None:
                 before()
-            if self._copy_in is not None:
-                self._copy_in()
+            if copied is not None:
+                copied.precede(lane)
+            if copy_in is not None:
+                copy_in()
             if self._prepared is not None:
                 if custom is None:
                     self._in_stream()
@@ -239,9 +287,11 @@ class Gather:
             mark = lane.mark()
         return partial(lane.join, mark)
 
-    def _launch(self, custom: AllGather | None) -> Callable[[], object]:
-        if self._copy_in is not None:
-            self._copy_in()
+    def _launch(
+        self, custom: AllGather | None, copy_in: Callable[[], object] | None
+    ) -> Callable[[], object]:
+        if copy_in is not None:
+            copy_in()
         if self._prepared is None:
             return no_wait
         if custom is not None:
@@ -316,18 +366,26 @@ class EncodedGather:
         return self._gather.received
 
     def launch(
-        self, custom: AllGather | None, before: Callable[[], object] | None = None
+        self,
+        custom: AllGather | None,
+        before: Callable[[], object] | None = None,
+        *,
+        copied: ShardCopy | None = None,
     ) -> Callable[[], object]:
         """See `Gather.launch`."""
         self._received.fill()
         self._has_memory = True
-        return self._gather.launch(custom, partial(self._encode, before), self._decoded)
+        return self._gather.launch(custom, partial(self._encode, before, copied), self._decoded)
 
     @torch.no_grad()
-    def _encode(self, before: Callable[[], object] | None) -> None:
+    def _encode(self, before: Callable[[], object] | None, copied: ShardCopy | None) -> None:
         if before is not None:
             before()
-        stored, packing = self._shards.buffer, self._shards.packing
+        lane = self.streams.gathering
+        if copied is not None and lane is not None:
+            copied.precede(lane)
+        shards = copied or self._shards
+        stored, packing = shards.buffer, shards.packing
         if packing is self._wire.packing:
             self._row.copy_(stored)
             return

@@ -163,6 +163,7 @@ def _planned(unit: Unit, names: dict[UnitStep, str]) -> UnitPlan:
         name=names[unit.step],
         path=() if unit.name == "root" else tuple(unit.name.split(".")),
         keeps_piece=unit.step.keeps_piece,
+        copies_first=unit.step.copies_first,
         settings=Settings(**settings),
         **ahead,
     )

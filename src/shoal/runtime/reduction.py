@@ -133,7 +133,9 @@ class Reduction:
 
         There it costs the host a quarter, since then all units do the same thing.
         """
-        return self.host_mark is None and self.unit.gradients.may_be_put_later(self._output.dtype)
+        if self.host_mark is not None or self.unit.gradient_taker is not None:
+            return False
+        return self.unit.gradients.may_be_put_later(self._output.dtype)
 
     def finish(self) -> torch.cuda.Event | None:
         """Add the reduced gradients to those of the sharded parameters.
@@ -143,13 +145,18 @@ class Reduction:
         self.wait()
         if not self.indices:
             return None
-        mark, dtype = self.host_mark, self._output.dtype
+        mark, dtype, taker = self.host_mark, self._output.dtype, self.unit.gradient_taker
+        if taker is not None:
+            taker.expect(self.unit)
         if mark is not None and self.unit.gradients.are_read_at_once(self.indices, dtype):
             mark.synchronize()
             mark = None
         self.unit.gradients.put_reduced(self.indices, self._output, self._cuts)
         if self.unit.inspector is not None:
             self.unit.inspector.on_reduced(self.unit, self._output)
+        if taker is not None:
+            taker.take(self.unit, mark)
+            return None
         return mark
 
 
@@ -296,6 +303,8 @@ class UnitReducer:
             indices, used = self._complete(indices, output, division)
             host = self._to_host(output) if indices and unit.offloads else None
             mark = lane.mark()
+            # One of its own: the other is recorded anew as soon as compute has waited for it.
+            host_mark = None if host is None else lane.mark()
         reduction = Reduction(
             unit,
             indices,
@@ -305,8 +314,7 @@ class UnitReducer:
             # What the lane still reads may not be given to others before compute has joined it.
             (inputs, output, used),
         )
-        if host is not None:
-            reduction.host_mark = mark
+        reduction.host_mark = host_mark
         return reduction
 
     def _show(self, matrices: Sequence[torch.Tensor]) -> None:
@@ -402,7 +410,7 @@ class UnitReducer:
     def _divided(self) -> Division:
         unit, options = self._unit, self._unit.options
         dtype = unit.matrix.dtype
-        key = (dtype, options)
+        key = (dtype, options, unit.replicas)
         if self._division is None or self._division[0] != key:
             assert dtype is not None
             division = Division.of(

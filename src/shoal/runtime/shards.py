@@ -207,6 +207,11 @@ class Shards:
             for view in views
         ]
 
+    @property
+    def are_on_host(self) -> bool:
+        """Whether the policy has them in host memory, whatever device computes."""
+        return isinstance(self._offload, CPUOffloadPolicy) and not self.buffer.is_meta
+
     def home_device(self, device: torch.device) -> torch.device:
         """Where the shards live, when `device` computes."""
         return torch.device("cpu") if isinstance(self._offload, CPUOffloadPolicy) else device

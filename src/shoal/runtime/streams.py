@@ -49,6 +49,11 @@ class CudaLane:
         """Let the lane's next work come after an event of any stream."""
         self._stream.wait_event(event)  # pyright: ignore[reportArgumentType]
 
+    def follow(self, other: CudaLane, mark: torch.cuda.Event) -> None:
+        """Let this lane's next work come after a mark of another one, which has it back."""
+        cuda.wait_event(mark, self._stream)
+        other._events.append(mark)
+
     def join(self, mark: torch.cuda.Event) -> None:
         """Let the current stream wait for a mark."""
         cuda.wait_event(mark, cuda.stream_in_use(self._index).stream)
@@ -62,6 +67,8 @@ class Streams:
         self.device = device
         self.gathering = _lane(device, "gather")
         self.reducing = _lane(device, "reduce")
+        self.copying = CudaLane(device) if device.type == "cuda" else None
+        """Where shards come from the host: not behind gathers, which wait for other ranks."""
 
     def run_hook(
         self,

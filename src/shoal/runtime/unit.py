@@ -31,7 +31,14 @@ from shoal.runtime.full import (
     attach,
     full_name,
 )
-from shoal.runtime.gather import EncodedGather, Gather, KeptShards, PostForward, Stored
+from shoal.runtime.gather import (
+    EncodedGather,
+    Gather,
+    KeptShards,
+    PostForward,
+    ShardCopy,
+    Stored,
+)
 from shoal.runtime.gather_hooks import Extension
 from shoal.runtime.gradient_matrix import GradientMatrix
 from shoal.runtime.gradients import Gradients
@@ -76,6 +83,22 @@ class Inspector(Protocol):
 
     def on_reduced(self, unit: Unit, output: torch.Tensor) -> None:
         """This rank's row was reduced, and lies on its parameters."""
+        ...
+
+
+class GradientTaker(Protocol):
+    """Takes reduced gradients off the shards as soon as they are there, and writes the shards."""
+
+    def expect(self, unit: Unit) -> None:
+        """Reduced gradients are about to be put on a unit's parameters; may refuse."""
+        ...
+
+    def take(self, unit: Unit, mark: torch.cuda.Event | None) -> None:
+        """They are put there; where there is a mark, they are written when it has passed."""
+        ...
+
+    def before_read(self, unit: Unit) -> None:
+        """The unit's shards are about to be gathered."""
         ...
 
 
@@ -130,6 +153,8 @@ class Unit:
         self.noted: int | None = None
         """What `note_operations` saw, while a backward of the model runs."""
         self._wait: Callable[[], object] | None = None
+        self._copied: ShardCopy | None = None
+        """Shards that came from the host, until they are gathered."""
         self._kept: tuple[KeptShards, Gather | EncodedGather] | None = None
         """Shards in the dtype of compute, or encoded, and what gathers from there."""
         self.wire: Wire | None = None
@@ -144,6 +169,8 @@ class Unit:
         self.notices: Callable[..., None] | None = None
         self.told: Callable[[str, Actions], None] | None = None
         """Hears what is asked of the unit past the step machine: a request, and what it takes."""
+        self.gradient_taker: GradientTaker | None = None
+        """Where reduced gradients go from the shards, if somebody waits for them."""
         self.gradient_scale = 1.0
         """What reduced gradients are multiplied by, where fewer ranks have inputs."""
         self._counted: set[int] = set()
@@ -184,6 +211,7 @@ class Unit:
         self.wire = None if form is None else Wire(self.compute_packing, form)
         self.gather = self._gather_from(self.shards)
         self._kept = self._launched = self._exact = None
+        self.discard_copy()
         if self.policy.reduce_format is not None:
             self._encoded_scatter = Int8ReduceScatter(self.policy.reduce_format)
         self.full.settle()
@@ -199,6 +227,7 @@ class Unit:
         self.matrix = GradientMatrix(self)
         self.reducer = UnitReducer(self)
         self._prepared = self.shards.buffer
+        self._note_copies()
 
     def take_over(self, info: FSDPMeshInfo) -> None:
         """Be sharded over other ranks: shards are zeros, which the caller fills.
@@ -210,6 +239,7 @@ class Unit:
         self.size, self.rank = self.transport.size, self.transport.rank
         self.step.reset()
         self._wait = self._kept = self._prepared = None
+        self.discard_copy()
         self.noted = None
         self.gathered_version = (-1, -1, -1)
         self._counted.clear()
@@ -217,6 +247,11 @@ class Unit:
         self.gradients = self.gradients_type(self)
         self.gradients.note_waiting()
         self.shards.take_over(self.packing_for(self.size), info)
+
+    def part_from_replicas(self) -> None:
+        """From now on reduce gradients over the ranks that shard, and leave the replicas alone."""
+        self.replicas = None
+        self.shards.num_recaptures += 1  # graphs that were captured reduce over them
 
     def packing_for(self, size: int) -> Packing:
         """How the parameters would be cut over so many ranks."""
@@ -231,7 +266,9 @@ class Unit:
     def _gather_from(self, stored: Stored, *, exact: bool = False) -> Gather | EncodedGather:
         where = self.full.gathered, self.transport, self.streams
         if self.wire is None or exact:
-            return Gather(self.name, stored, self.compute_packing, *where)
+            is_copied = self.shards.are_on_host and stored is self.shards
+            packing = self.compute_packing
+            return Gather(self.name, stored, packing, *where, reads_copies=is_copied)
         return EncodedGather(self.name, stored, self.wire, *where, self.arena)
 
     def _name_full(self) -> None:
@@ -322,6 +359,16 @@ class Unit:
         self._options = self.step.settings = new
         self.reduces_by_default = new.reduces_by_default
         self.gradients.note_waiting()
+        self._note_copies()
+
+    def _note_copies(self) -> None:
+        """Tell the machine whether shards come from the host before they are gathered.
+
+        A rank alone gathers nothing: its shards are copied to where they are computed with.
+        """
+        is_apart = self.size > 1 and self.shards.are_on_host and not self.shards.extended
+        known = is_apart and self._prepared is not None
+        self.step.copies_first = known and not self.keeps_shards
 
     @property
     def name(self) -> str:
@@ -414,16 +461,36 @@ class Unit:
 
     # Parameters: from shards to full ones, and back. Each is the effect of one action.
 
-    def launch_gather(self) -> None:
-        """Start the all-gather of this unit's shards."""
-        if self.post is not None and self.post.is_active:
-            self._wait = self.post.launch().wait
-            return
+    def launch_copy(self) -> None:
+        """Start to copy this unit's shards from the host, for a gather to come."""
+        self._read_shards()
+        self._copied = ShardCopy(self.shards, self.streams)
+
+    def discard_copy(self) -> None:
+        """Give that copy up unread."""
+        if self._copied is not None:
+            self._copied.discard()
+            self._copied = None
+
+    def _read_shards(self) -> None:
+        """The shards are about to be read: note which version this is."""
+        if self.gradient_taker is not None:
+            self.gradient_taker.before_read(self)
         if autograd.inside_backward():
             self.gathered_version = self.version_in_backward
         else:
             self.follow()
             self.gathered_version = self.version
+
+    def launch_gather(self) -> None:
+        """Start the all-gather of this unit's shards."""
+        if self.post is not None and self.post.is_active:
+            self._wait = self.post.launch().wait
+            return
+        if self._copied is not None and not autograd.inside_backward() and self.is_stale:
+            self.discard_copy()  # of a forward that raised, before the shards were changed
+        if self._copied is None:
+            self._read_shards()
         has_begun = False
         try:
             if self.extension is not None:
@@ -432,6 +499,7 @@ class Unit:
             has_begun = True
             self._wait = self._launch_gather()
         except BaseException:  # a hook, a custom collective, or no memory: nothing is on its way
+            self.discard_copy()
             if has_begun:
                 self.full.cancel()
             if self._launched is not None:
@@ -443,13 +511,13 @@ class Unit:
         custom, before = self.options.all_gather, None
         if self._is_exact and self.wire is not None:
             self._exact = gather = self._exact or self._gather_from(self.shards, exact=True)
-        elif self.keeps_shards:
+        elif self.keeps_shards and self._copied is None:
             kept, gather = self._kept = self._kept or self._make_kept()
             before = partial(kept.write, self.gathered_version)
         else:
             gather, self._kept = self.gather, None
         self._launched = gather
-        return gather.launch(custom, before)
+        return gather.launch(custom, before, copied=self._copied)
 
     @torch.inference_mode(False)  # an evaluation may be the first to gather
     def _make_kept(self) -> tuple[KeptShards, Gather | EncodedGather]:
@@ -509,7 +577,7 @@ class Unit:
         """Wait for the bytes alone; `finish_gather` does the rest."""
         if self._wait is not None:
             self._wait()
-            self._wait = None
+            self._wait = self._copied = None
             if self.extension is not None:
                 self.extension.wait()
 
@@ -665,6 +733,8 @@ class Borrowed:
 
 
 PERFORM: dict[ActionKind, Callable[[Unit], None]] = {
+    ActionKind.COPY: methodcaller("launch_copy"),
+    ActionKind.DISCARD: methodcaller("discard_copy"),
     ActionKind.GATHER: methodcaller("launch_gather"),
     ActionKind.WAIT: methodcaller("finish_gather"),
     ActionKind.CANCEL: methodcaller("cancel_gather"),

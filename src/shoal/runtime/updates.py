@@ -76,6 +76,14 @@ def note_change() -> None:
     _num_changes = next(_changes)
 
 
+_uncounted: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+
+def leave_uncounted(optimizer: Optimizer) -> None:
+    """Tell nobody of this optimizer's steps: they are parts of another one's, which is counted."""
+    _uncounted.add(optimizer)
+
+
 _owners: weakref.WeakSet[Any] = weakref.WeakSet()
 _owners_in: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 
@@ -141,6 +149,8 @@ def _held(optimizer: Optimizer) -> list[int]:
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if optimizer in _uncounted:
+        return
     known = _owners_in.get(optimizer)
     if known is None or known.held != _held(optimizer):
         _owners_in[optimizer] = _Known(optimizer)

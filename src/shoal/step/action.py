@@ -12,8 +12,12 @@ if TYPE_CHECKING:
 class ActionKind(StrEnum):
     """What is done for a unit."""
 
+    COPY = "copy"
+    """Start copying its shards from the host to where they are gathered from."""
+    DISCARD = "discard"
+    """Give that copy up unread."""
     GATHER = "gather"
-    """Launch its all-gather."""
+    """Launch its all-gather; it reads the copy, if there is one, until it is waited for."""
     WAIT = "wait"
     """Wait for it, and lay the full parameters out."""
     CANCEL = "cancel"
@@ -65,7 +69,12 @@ class Action(NamedTuple):
 Actions = tuple[Action, ...]
 OF_FULL = frozenset({ActionKind.GATHER, ActionKind.CANCEL, ActionKind.KEEP, ActionKind.FREE})
 """The kinds that take a unit's gathered bytes, or give them back."""
-UNDONE = frozenset({ActionKind.GATHER, ActionKind.WAIT, ActionKind.FORWARD, ActionKind.BACKWARD})
+UNDONE = frozenset(
+    {
+        *(ActionKind.COPY, ActionKind.GATHER, ActionKind.WAIT),
+        *(ActionKind.FORWARD, ActionKind.BACKWARD),
+    }
+)
 """The kinds that have not happened if their executor raises; of others the effect is there."""
 
 

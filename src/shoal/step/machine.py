@@ -118,6 +118,8 @@ class Machine:
             self.orders.end()
         self._is_running = False
         actions: list[Action] = []
+        for unit in self.units:
+            actions += unit.discard_copy()  # its forward did not come
         if not expects_backward:
             for unit in self.units:
                 stays = unit.is_kept or unit.is_in_graph
@@ -146,6 +148,7 @@ class Machine:
             backwards = self.units[::-1]
             self._turns = [unit for unit in backwards if unit.is_trained]
             for unit in backwards:
+                actions += unit.discard_copy()
                 if unit.is_bare:  # else it is gathered from the piece that is kept of it
                     actions.append(unit.do(ActionKind.FOLLOW))
                 if unit.settings.gathers_in_backward:
@@ -292,15 +295,18 @@ class Machine:
     def _prefetch_forward(self, unit: UnitStep, actions: list[Action]) -> None:
         settings = unit.settings
         depth, named = settings.prefetch_depth, settings.forward_prefetch
+        reach = depth + settings.copy_depth
         orders = self.orders
         if self._is_running:
             unit.position = orders.position
-            following = orders.enter(unit, depth)
+            following = orders.enter(unit, reach)
         else:
             unit.position = None
-            following = orders.after(unit, depth)
-        for target in following if named is None else named:
+            following = orders.after(unit, reach)
+        for target in following[:depth] if named is None else named:
             actions += target.prefetch()
+        for target in following[depth:]:
+            actions += target.copy()
 
     def _is_last_user(self, unit: UnitStep, user: object) -> bool:
         """Whether a unit's forward is over when a user's is."""
@@ -315,16 +321,23 @@ class Machine:
         if self.is_in_turn:  # all that backward needs was gathered when it began
             return
         settings = unit.settings
-        then, depth = settings.backward_prefetch, settings.prefetch_depth
-        if then is None:
-            # The root's backward comes first, although its forward did too: it is around.
-            is_root = unit in self.roots
-            orders = self.orders
-            then = orders.last(depth) if is_root else orders.before(unit, depth, position)
-        for target in then:
-            # The root's backward has begun: if it is not held, backward needs no more of it.
-            if target.settings.gathers_in_backward and target not in self.roots:
+        named, depth = settings.backward_prefetch, settings.prefetch_depth
+        reach = depth + settings.copy_depth
+        # The root's backward comes first, although its forward did too: it is around.
+        is_root = unit in self.roots
+        orders = self.orders
+        then = orders.last(reach) if is_root else orders.before(unit, reach, position)
+        for target in then[:depth] if named is None else named:
+            if self._is_gathered_ahead(target):
                 actions += target.prefetch()
+        for target in then[depth:]:
+            if self._is_gathered_ahead(target):
+                actions += target.copy()
+
+    def _is_gathered_ahead(self, unit: UnitStep) -> bool:
+        """Whether backward may have a unit gathered before it comes to it."""
+        # The root's backward has begun: if it is not held, backward needs no more of it.
+        return unit.settings.gathers_in_backward and unit not in self.roots
 
     def _is_over(self, unit: UnitStep) -> bool:
         """Whether this backward comes to a unit no more: it has left every run there is."""

@@ -78,6 +78,8 @@ class UnitPlan:
     """Where its module is in the model; a unit runs inside of those whose path begins its own."""
     keeps_piece: bool = False
     """Whether a piece is kept of it between forward and backward."""
+    copies_first: bool = False
+    """Whether its shards are copied from the host before they are gathered."""
     settings: Settings = field(default_factory=Settings)
     forward_prefetch: tuple[str, ...] | None = None
     """Units that were named to be gathered when its forward begins."""
@@ -141,6 +143,8 @@ class Plan:
             return unit.encoded_bytes
         if kind in OF_FULL:
             return unit.gathered_bytes
+        if kind in (ActionKind.COPY, ActionKind.DISCARD):
+            return unit.shard_bytes
         return unit.reduced_bytes if kind is ActionKind.REDUCE else 0
 
     def _steps(self) -> dict[str, UnitStep]:
@@ -153,6 +157,7 @@ class Plan:
             step = steps[unit.name]
             step.is_trained = unit.reduced_bytes > 0
             step.keeps_piece = unit.keeps_piece
+            step.copies_first = unit.copies_first
             step.settings = replace(
                 unit.settings,
                 forward_prefetch=named(unit.forward_prefetch),
@@ -166,15 +171,23 @@ class Plan:
 
     def _peak_of(self, schedule: Sequence[PlannedAction]) -> int:
         now = peak = 0
+        copied: dict[str, int] = {}
+        """The bytes of copies from the host that gathers have not read yet."""
         for action in schedule:
             unit = self._by_name[action.unit]
-            if action.kind is ActionKind.GATHER:
+            if action.kind is ActionKind.COPY:
+                now += unit.shard_bytes
+                copied[unit.name] = unit.shard_bytes
+            elif action.kind is ActionKind.DISCARD:
+                now -= copied.pop(unit.name)
+            elif action.kind is ActionKind.GATHER:
                 now += unit.gathered_bytes + unit.encoded_bytes
             elif action.kind is ActionKind.WAIT:
                 now -= unit.encoded_bytes
                 peak = max(peak, now + unit.gathered_bytes * unit.copies_out)
+                now -= copied.pop(unit.name, 0)
             elif action.kind is ActionKind.CANCEL:
-                now -= unit.gathered_bytes + unit.encoded_bytes
+                now -= unit.gathered_bytes + unit.encoded_bytes + copied.pop(unit.name, 0)
             elif action.kind in (ActionKind.FREE, ActionKind.KEEP):
                 now -= unit.gathered_bytes
             elif action.kind is ActionKind.PACK:

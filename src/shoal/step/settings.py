@@ -23,6 +23,8 @@ class Settings:
     """Whether a unit's backward ends before the gather of the next one starts."""
     prefetch_depth: int = 1
     """How many units are gathered ahead, where nothing was said by name."""
+    copy_depth: int = 1
+    """How many units more have their shards copied from the host ahead, where they lie there."""
     forward_prefetch: tuple[UnitStep, ...] | None = None
     """What to gather when its forward begins; None: those that came next last time."""
     backward_prefetch: tuple[UnitStep, ...] | None = None

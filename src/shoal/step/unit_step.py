@@ -59,6 +59,10 @@ class UnitStep:
         """Whether something is kept of it between forward and backward, to gather from."""
         self.is_stashed = False
         """Whether that is all that there is of it now."""
+        self.copies_first = False
+        """Whether its shards lie where gathers cannot send them from."""
+        self.is_copied = False
+        """Whether a copy of them is there, or on its way, that no gather has read."""
         self.is_kept = False
         """Whether the user asked for the full parameters, and has not given them back."""
         self.is_lent = False
@@ -93,7 +97,7 @@ class UnitStep:
     @property
     def is_bare(self) -> bool:
         """Whether there is nothing of it but shards."""
-        return self.phase is Phase.SHARDED and not self.is_stashed
+        return self.phase is Phase.SHARDED and not (self.is_stashed or self.is_copied)
 
     @property
     def waits_for_reduction(self) -> bool:
@@ -106,7 +110,23 @@ class UnitStep:
 
     def prefetch(self) -> Actions:
         """Start its gather, unless it is there or on its way."""
-        return (self.launch(),) if self.phase is Phase.SHARDED else ()
+        return (*self.copy(), self.launch()) if self.phase is Phase.SHARDED else ()
+
+    def copy(self) -> Actions:
+        """Start copying its shards for a gather to come, unless none is to come or needs it."""
+        if not self.copies_first or self.is_copied or self.is_stashed:
+            return ()
+        if self.phase is not Phase.SHARDED:
+            return ()
+        self.is_copied = True
+        return (self.do(ActionKind.COPY),)
+
+    def discard_copy(self) -> Actions:
+        """Give up a copy that no gather has read."""
+        if not self.is_copied:
+            return ()
+        self.is_copied = False
+        return (self.do(ActionKind.DISCARD),)
 
     def hold(self) -> Actions:
         """Have its full parameters, from whatever phase this is."""
@@ -120,10 +140,11 @@ class UnitStep:
         self.is_kept = self.is_in_graph = False
         phase = self.phase
         if phase is Phase.SHARDED:
+            actions = self.discard_copy()
             if not self.is_stashed:
-                return ()
+                return actions
             self.is_stashed = False
-            return (self.do(ActionKind.DROP),)
+            return (*actions, self.do(ActionKind.DROP))
         self.phase = Phase.SHARDED
         self.is_stashed = False
         return (self.do(ActionKind.CANCEL if phase is Phase.GATHERING else ActionKind.FREE),)
@@ -133,6 +154,7 @@ class UnitStep:
     def launch(self) -> Action:
         """SHARDED → GATHERING."""
         self.phase = Phase.GATHERING
+        self.is_copied = False
         return self.do(ActionKind.GATHER)
 
     def arrive(self) -> Action:
@@ -155,7 +177,7 @@ class UnitStep:
         """There is nothing of it but shards, whatever was going on; settings stay."""
         self.phase = Phase.SHARDED
         self.has_grads = self.has_sums = self.keeps_piece = self.is_stashed = False
-        self.is_kept = self.is_lent = self.stays = False
+        self.is_kept = self.is_lent = self.stays = self.is_copied = False
         self.runs.clear()
         self.forget_backward()
 
@@ -168,6 +190,8 @@ class UnitStep:
 def undo(actions: Actions) -> None:
     """The first of these raised: units are again where they were before what did not happen."""
     for action in reversed(actions[0 if actions[0].kind in UNDONE else 1 :]):
+        if action.kind is ActionKind.COPY:
+            action.unit.is_copied = False
         before = _BEFORE.get(action.kind)
         if before is not None:
             action.unit.phase = before

@@ -38,7 +38,7 @@ from torch.optim import Optimizer
 
 from shoal.comm.transport import Transport
 from shoal.errors import RankError, UsageError
-from shoal.mesh import DDPMeshInfo, FSDPMeshInfo
+from shoal.mesh import FSDPMeshInfo
 from shoal.optim.local_tensors import TENSOR_TYPES
 from shoal.runtime.fsdp_module import own_state
 from shoal.runtime.gradient_matrix import real_of
@@ -378,7 +378,8 @@ def _ranks_of(unit: Unit) -> tuple[int, ...]:
     info = unit.mesh_info
     ranks = info.mesh.mesh
     roles = [
-        *([info.replicate_mesh_dim] if isinstance(info, DDPMeshInfo) else []),
+        # Replicas that are apart train by themselves, and are checked so.
+        *([info.replicate_mesh_dim] if unit.replicas is not None else []),
         *([info.shard_mesh_dim] if isinstance(info, FSDPMeshInfo) else []),
     ]
     coordinate = info.mesh.get_coordinate()

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
 from shoal.comm.observer import waiting
+from shoal.distant import distant_replicas_of
 from shoal.errors import RankError
 
 _BLOCK = 1 << 22
@@ -27,13 +28,19 @@ def check_replicas(model: nn.Module, *, group: ProcessGroup | None = None) -> in
 
     Parameters that are `DTensor`s are compared along every axis of their mesh on which they are
     replicated. Plain ones are compared over `group`, where one is given, or over that of
-    `DistributedDataParallel`; else they are nobody's copies. Returns how many were compared.
+    `DistributedDataParallel`; else they are nobody's copies. Of distant replicas the anchors are
+    compared. Returns how many were compared.
     """
     if group is None and isinstance(model, DistributedDataParallel):
         group = model.process_group
     by_group: dict[ProcessGroup, dict[str, Tensor]] = {}
+    outer = distant_replicas_of(model)
+    anchors = {}
+    if outer is not None:
+        outer.settle()
+        anchors = outer.anchors()
     for name, parameter in model.named_parameters():
-        local, groups = _copies(parameter, group)
+        local, groups = _copies(anchors.get(parameter, parameter), group)
         for found in groups:
             by_group.setdefault(found, {})[name] = local
     # In one order on all ranks: that in which the parameters name them.

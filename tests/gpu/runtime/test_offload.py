@@ -15,6 +15,7 @@ from harness import nccl_ranks
 from oracle import batches, loss_of
 from shoal._torch.distributed_tensor import local_tensor
 from shoal.layout import Flat, Layout, Whole
+from shoal.offload import step_in_backward
 from shoal.tensor.sharded import ShardedTensor
 
 HALF = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
@@ -128,3 +129,34 @@ def _descend(parameter: torch.Tensor) -> None:
     with torch.no_grad():
         parameter.sub_(parameter.grad, alpha=0.5)
     parameter.grad = None
+
+
+@nccl_ranks(2)
+@pytest.mark.parametrize("pin_memory", [True, False])
+@pytest.mark.parametrize("dtypes", [None, HALF], ids=["precise", "half"])
+def test_steps_beside_backward_are_those_at_the_end(
+    pin_memory: bool, dtypes: dict[str, torch.dtype] | None
+) -> None:
+    models = [offloaded(SHOAL, pin_memory, dtypes=dtypes) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, fused=True) for m in models]
+    step_in_backward(models[1], optimizers[1], threads=2)
+    for _, part in batches(4, dist.get_rank(), 2, DEVICE):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss_of(model, part).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for p, q in zip(*(model.parameters() for model in models), strict=True):
+            assert torch.equal(local(p), local(q))
+
+
+@nccl_ranks(2)
+def test_copies_run_beside_gathers_and_are_given_back() -> None:
+    """After a step the device holds what it held before it: no copy stays."""
+    model = offloaded(SHOAL, True)
+    held: list[int] = []
+    for _, part in batches(4, dist.get_rank(), 2, DEVICE):
+        loss_of(model, part).backward()
+        model.zero_grad()
+        torch.cuda.synchronize()
+        held.append(torch.cuda.memory_allocated())
+    assert len(set(held[1:])) == 1, held

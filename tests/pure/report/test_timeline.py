@@ -65,6 +65,7 @@ def test_every_action_is_listed_and_what_takes_time_is_drawn_in_one_lane(
         "forward",
         "backward",
         "gather",
+        "copy, discard",
         "wait, finish, cancel",
         "reduce",
         "free, keep, drop",

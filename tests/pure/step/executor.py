@@ -25,6 +25,10 @@ class Account:
 
     memory: Phase = Phase.SHARDED
     has_piece: bool = False
+    has_copy: bool = False
+    """Whether shards were copied from the host, and no gather has read them."""
+    num_copies: int = 0
+    """How many copies take memory: the one that waits, and one that a gather reads."""
     grads: int = 0
     """How many gradients are on the full parameters."""
     taken: int | None = None
@@ -56,12 +60,30 @@ class Ledger:
             assert account.memory is before, self.log
             account.memory = after
         match kind:
+            case ActionKind.COPY:
+                assert unit.copies_first, self.log
+                assert account.memory is Phase.SHARDED, self.log
+                assert not account.has_copy, f"copied twice: {self.log}"
+                assert not account.has_piece, f"copied in vain: {self.log}"
+                account.has_copy = True
+                account.num_copies += 1
+                assert account.num_copies == 1, self.log
+            case ActionKind.DISCARD:
+                assert account.has_copy, self.log
+                account.has_copy, account.num_copies = False, 0
+            case ActionKind.GATHER:
+                needed = unit.copies_first and not account.has_piece
+                assert account.has_copy or not needed, f"a copy is missing: {self.log}"
+                account.has_copy = False
+            case ActionKind.WAIT:
+                account.num_copies = 0
             case ActionKind.WAKE | ActionKind.REST | ActionKind.FORWARD | ActionKind.BACKWARD:
                 assert account.memory is Phase.HELD, self.log
             case ActionKind.KEEP:
                 account.has_piece = True
             case ActionKind.FREE | ActionKind.CANCEL:
                 account.has_piece = False
+                account.num_copies = 0
             case ActionKind.DROP:
                 assert account.has_piece, self.log
                 account.has_piece = False
@@ -108,3 +130,4 @@ class Ledger:
             held = unit.phase not in (Phase.SHARDED, Phase.GATHERING)
             assert account.memory is (Phase.HELD if held else unit.phase), self.log
             assert unit.is_stashed <= account.has_piece, self.log
+            assert unit.is_copied == account.has_copy, self.log

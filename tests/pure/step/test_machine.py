@@ -32,6 +32,7 @@ settings = st.builds(
     gathers_in_backward=st.booleans(),
     prefetches_late=st.booleans(),
     prefetch_depth=st.integers(0, 3),
+    copy_depth=st.integers(0, 2),
     max_reductions=st.integers(1, 3),
 )
 
@@ -55,6 +56,7 @@ class Driver:
         for unit in machine.units:
             unit.settings = self.draw(settings)
             unit.keeps_piece = self.draw(st.booleans())
+            unit.copies_first = self.draw(st.booleans())
         self._ask_by_hand()
         machine.begin_forward()
         self.runs = []
@@ -64,6 +66,7 @@ class Driver:
             return
         ledger.perform(machine.end_forward(expects_backward=trains))
         ledger.check_phases()
+        assert not any(one.has_copy for one in ledger.accounts.values()), ledger.log
         self._ask_by_hand()
         if trains:
             self._backward()
@@ -168,6 +171,7 @@ class Driver:
             if unit.settings.reduces:
                 assert account.sums == 0, ledger.log
             assert account.memory is not Phase.GATHERING, ledger.log
+            assert account.num_copies == 0, ledger.log
 
 
 @profile(400)
@@ -297,6 +301,27 @@ def test_a_step_of_two_blocks() -> None:
     ]
 
 
+def test_shards_on_the_host_are_copied_one_unit_further_than_gathered() -> None:
+    steps = [UnitStep(name) for name in ("root", "a", "b", "c")]
+    machine = Machine(steps, steps[:1])
+    for step in steps:
+        step.copies_first = True
+    paths: Any = {step: () if step.name == "root" else (step.name,) for step in steps}
+    assert [str(action) for action in rehearse(machine, steps, paths)] == [
+        *("copy root", "gather root", "wait root", "forward root", "copy a", "gather a", "copy b"),
+        *("wait a", "forward a", "gather b", "copy c", "free a"),
+        *("wait b", "forward b", "gather c", "free b"),
+        *("wait c", "forward c", "free c", "rest root"),
+        *("wake root", "backward root", "copy c", "gather c", "copy b"),
+        *("wait c", "backward c", "gather b", "copy a", "take c", "free c", "pack c"),
+        *("gather a", "reduce c"),
+        *("wait b", "backward b", "take b", "free b", "finish c", "pack b", "reduce b"),
+        *("wait a", "backward a", "take a", "free a", "finish b", "pack a", "reduce a"),
+        *("take root", "free root", "finish a", "pack root", "reduce root"),
+        *("finish root", "place root"),
+    ]
+
+
 def test_gathers_go_before_reductions() -> None:
     steps = [UnitStep(name) for name in ("root", "a", "b", "c", "d")]
     machine = Machine(steps, steps[:1])
@@ -338,6 +363,9 @@ def test_what_did_not_happen_is_undone() -> None:
     assert [step.phase for step in steps] == [Phase.GATHERING, Phase.SHARDED]
     undo(steps[0].release())  # cancelled although it raised
     assert steps[0].phase is Phase.SHARDED
+    steps[0].copies_first = True
+    undo(steps[0].prefetch())  # the copy raised
+    assert (steps[0].phase, steps[0].is_copied) == (Phase.SHARDED, False)
 
 
 def test_moments_of_nobody_mean_nothing() -> None:

@@ -39,6 +39,8 @@ class Echo:
 
     def told(self, moment: StepMoment, actions: Actions) -> None:
         self.said.append(moment)
+        for mine, theirs in zip(self.machine.units, self.original.units, strict=True):
+            mine.copies_first = theirs.copies_first
         answer = self.retelling.tell(moment)
         assert by_name(answer) == by_name(actions), moment
         phases = [unit.phase for unit in self.machine.units]
