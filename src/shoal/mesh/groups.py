@@ -75,11 +75,6 @@ def post_forward_mesh_info(
     shard_size = mesh_info.shard_mesh_size
     size = reshard_size(reshard_after_forward, shard_size)
     is_number = reshard_after_forward is not None and not isinstance(reshard_after_forward, bool)
-    if is_number and mesh_info.is_spmd_mesh:
-        raise NotImplementedError(
-            "reshard_after_forward as int (a number of ranks) is not supported together with "
-            f"dp_mesh_dims, got {reshard_after_forward}: pass True or False"
-        )
     if reshard_after_forward is False or (is_number and size == 1):
         return None
     if size == shard_size:
@@ -89,9 +84,20 @@ def post_forward_mesh_info(
     made: dict[int, HSDPMeshInfo] = vars(mesh_info.mesh).setdefault("_shoal_post_forward", {})
     if size not in made:
         ranks = mesh_info.mesh.mesh.movedim(mesh_info.shard_mesh_dim, -1).reshape(-1, size)
-        mesh = DeviceMesh(mesh_info.mesh.device_type, ranks)
+        mesh = _mesh_of(ranks, mesh_info.mesh.device_type)
         made[size] = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return made[size]
+
+
+def _mesh_of(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
+    """A mesh of two axes, of which only its own ranks hear: it may be a part of a larger one."""
+    (here,) = (ranks == dist.get_rank()).nonzero().tolist()
+    groups = [
+        dist.new_group(members.tolist(), use_local_synchronization=True)
+        for members in (ranks[:, here[1]], ranks[here[0]])
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

@@ -76,6 +76,11 @@ class ParameterWrapping(ABC):
         """Let a tensor that was sharded like this over other ranks be sharded over these."""
         raise NotImplementedError("see within")
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the full parameter is a DTensor, on axes that are not data-parallel."""
+        return False
+
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """The full parameter over gathered bytes, as `shaped` gives them."""
         return data
@@ -187,6 +192,11 @@ class DTensorWrapping(ParameterWrapping):
         distributed_tensor.set_local_tensor(tensor, local)
         distributed_tensor.set_spec(tensor, placed)
 
+    @property
+    def is_distributed(self) -> bool:
+        """See `ParameterWrapping.is_distributed`."""
+        return self.before is not None
+
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """See `ParameterWrapping.full`."""
         return data if self.before is None else distributed_tensor.dtensor(data, self.before)
@@ -272,6 +282,7 @@ def dtensor_wrapping(
     name: str, parameter: torch.Tensor, dim: int, info: DataParallelMeshInfo
 ) -> DTensorWrapping:
     """Shard a parameter along a dim over the data-parallel axes of a mesh."""
+    distributed_tensor.step_locally()
     if info.mesh.device_type == "cpu":
         distributed_tensor.draw_as_unsharded_on_cpu()
     if parameter.is_complex():

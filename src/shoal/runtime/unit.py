@@ -397,6 +397,8 @@ class Unit:
     def launch_gather(self) -> None:
         """Start the all-gather of this unit's shards."""
         if self.post is not None and self.post.is_active:
+            if self.extension is not None:
+                self.extension.launch()
             self._wait = self.post.launch().wait
             return
         if autograd.inside_backward():
@@ -486,6 +488,8 @@ class Unit:
         self.wait_gather()
         if self.post is None or not self.post.is_active:
             self.full.cancel()
+        elif self.extension is not None:
+            self.extension.cancel()
         self.drop_piece()
 
     @property

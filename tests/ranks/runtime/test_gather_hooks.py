@@ -32,22 +32,9 @@ from shoal.errors import InvariantError, RankError, UsageError
 from shoal.layout import Flat
 from shoal.runtime.full_parameters import full_parameters
 from shoal.runtime.module_state import state_of
-from wrapped import KEPT, Wrapped
+from wrapped import KEPT, Plainly, Wrapped
 
 _aten = torch.ops.aten
-
-
-class Plainly(Wrapped):
-    """Travels as it is; the full parameter is the very tensor that was gathered."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        return (self.whole,), None
-
-    def fsdp_post_all_gather(
-        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
-    ) -> Any:
-        (output,) = outputs
-        return None if out is not None else (output, (output,))
 
 
 class Halved(Wrapped):
