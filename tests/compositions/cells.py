@@ -61,7 +61,12 @@ def check(way: Way, feature: Feature) -> None:
     """Train a feature in a way: whole weights must be those of the unsharded model."""
     found = way.train(feature)
     last = way.steps[-1] + 1
-    plain = Way(num_data=way.num_data, has_experts=way.has_experts, steps=range(last))
+    plain = Way(
+        num_data=way.num_data,
+        has_experts=way.has_experts,
+        steps=range(last),
+        resumes_at=way.resumes_at,
+    )
     expected = plain.train(feature)
     assert found
     for name, parameter in found.items():

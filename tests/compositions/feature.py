@@ -29,6 +29,9 @@ class Feature:
     num_shards = 2
     """How many ranks share a unit."""
     starts_on_meta = False
+    cuts_layers = False
+    """Whether layers of blocks are cut by tensor parallelism, in every way."""
+    has_experts = False
     needs_units = False
     """Whether replicas must be made by the door that has `fully_shard`'s options."""
 
@@ -75,12 +78,8 @@ class Feature:
 
     def world_of(self, column: str) -> int:
         """How many ranks a column needs."""
-        return self.num_shards * (2 if column in ("HSDP", "TP", "EP", "PP") else 1)
-
-    def run(self, way: Way) -> None:
-        """All steps."""
-        for number in way.steps:
-            self.step(way, number)
+        has_second_axis = column in ("HSDP", "TP", "EP", "PP")
+        return self.num_shards * (2 if has_second_axis else 1)
 
     def step(self, way: Way, number: int) -> None:
         """One step."""

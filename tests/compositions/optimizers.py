@@ -24,7 +24,11 @@ class By(Feature):
 
     def optimizer(self, way: Way, parameters: Iterable[nn.Parameter]) -> Any:
         options = dict(self.given)
-        if way.column in ("TP", "EP") and options.pop("fused", options.pop("foreach", False)):
+        if (
+            way.is_sharded
+            and way.has_parallel_layers
+            and options.pop("fused", options.pop("foreach", False))
+        ):
             # torch's lists take DTensors of one mesh.
             return Joined(*(self.make(part, **self.given) for part in _by_mesh(parameters)))
         return self.make(list(parameters), **options)  # pyright: ignore
@@ -47,7 +51,8 @@ class Whole(By):
     def optimizer(self, way: Way, parameters: Iterable[nn.Parameter]) -> Any:
         if not way.is_sharded:
             return self.make(list(parameters), **self.given)  # pyright: ignore
-        return self.ours(list(parameters), mesh=way.given.get("mesh"), **self.given)
+        mesh = None if way.has_parallel_layers else way.given["mesh"]
+        return self.ours(list(parameters), mesh=mesh, **self.given)
 
 
 class Searched(Whole):
@@ -74,8 +79,8 @@ class Orthogonal(Feature):
         matrices = [p for p in parameters if p.dim() == 2]
         others = [p for p in parameters if p.dim() != 2]
         make: Any = shoal.optim.Muon if way.is_sharded else torch.optim.Muon
-        mesh = {"mesh": way.given.get("mesh")} if way.is_sharded else {}
-        return Joined(make(matrices, lr=0.1, **mesh), torch.optim.SGD(others, lr=0.1))
+        mesh = {"mesh": way.given["mesh"]} if way.is_sharded and not way.has_parallel_layers else {}
+        return Joined(make(matrices, lr=0.1, **mesh), torch.optim.SGD(others, lr=0.5))
 
 
 class Joined:

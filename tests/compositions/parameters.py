@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard
 from compositions.feature import Feature
 from compositions.net import DIM, Block, Net
 from compositions.ways import Way
-from shoal.layout import Even
 from wrapped import Plainly
 
 
@@ -85,8 +84,6 @@ class UnevenDims(Feature):
             return x + torch.tanh(mixed) @ self.out
 
     def options(self, way: Way) -> dict[str, Any]:
-        if way.column == "checkpoint":
-            return {"layout": Even(1)}
         return {"layout": None, "shard_placement_fn": lambda p: Shard(p.ndim - 1)}
 
 
@@ -112,7 +109,8 @@ class Sparse(Feature):
             self.table = nn.Embedding(5, DIM, sparse=True)
 
         def before(self, x: Tensor) -> Tensor:
-            return x + self.table(torch.arange(len(x), device=x.device) % 3)
+            # By what is in the rows, so that it does not matter which rank has them.
+            return x + self.table((x[:, 0] > 0).long())
 
     def optimizer(self, way: Way, parameters: Iterable[nn.Parameter]) -> Any:
         return torch.optim.SGD(parameters, lr=0.1)
@@ -150,6 +148,24 @@ class GatherHooks(Feature):
                 block.mix.weight = nn.Parameter(Plainly(block.mix.weight.detach()))
 
 
+class CutLayers(Feature):
+    """Layers that tensor parallelism has cut: DTensors on an axis of their own."""
+
+    cuts_layers = True
+
+    def world_of(self, column: str) -> int:
+        return 2 if column == "checkpoint" else 4
+
+
+class WithExperts(Feature):
+    """Experts, dealt to two ranks."""
+
+    has_experts = True
+
+    def world_of(self, column: str) -> int:
+        return 4 if column in ("HSDP", "TP", "PP") else 2
+
+
 ROWS: dict[str, list[Feature]] = {
     "tied parameters in one unit": [Tied()],
     "tied parameters across units": [TiedAcross()],
@@ -160,4 +176,6 @@ ROWS: dict[str, list[Feature]] = {
     "sparse gradients": [Sparse()],
     "several dtypes in one unit": [SeveralDtypes()],
     "tensors with gather hooks": [GatherHooks()],
+    "DTensor parameters": [CutLayers()],
+    "experts": [WithExperts()],
 }

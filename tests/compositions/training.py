@@ -132,7 +132,11 @@ class WholeForAWhile(Feature):
         super().step(way, number)
         with way.full(writeback=True), torch.no_grad():
             for parameter in way.net.parameters():
-                assert type(parameter.data) is torch.Tensor
+                assert (
+                    not way.is_sharded
+                    or way.has_parallel_layers
+                    or type(parameter.data) is torch.Tensor
+                )
                 parameter.sub_(parameter.norm() / 8)
 
 
@@ -155,6 +159,7 @@ class Scaled(Feature):
     def set_up(self, way: Way) -> None:
         make = ShardedGradScaler if way.column == "wrapper" else torch.amp.GradScaler
         way.scaler = make("cpu", init_scale=8.0, growth_interval=1)
+        way.scaler.scale(torch.zeros(()))  # a pipeline's first stage scales no loss
 
     def loss_of(self, way: Way, output: Tensor) -> Tensor:
         loss = super().loss_of(way, output)
@@ -250,15 +255,18 @@ class KeptWithin(Feature):
 
 
 class Uneven(Feature):
-    """The second half of the ranks has one batch more."""
+    """The second half of the ranks has one batch more in each epoch."""
 
-    def inputs(self, rank: int, num_ranks: int) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(rank)
-        num = 2 + (2 * rank >= num_ranks)
+    needs_units = True
+
+    def inputs(self, epoch: int, rank: int, num_ranks: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(10 * epoch + rank)
+        num = 1 + (2 * rank >= num_ranks)
         return [torch.randn(2, DIM, generator=generator) for _ in range(num)]
 
-    def run(self, way: Way) -> None:
-        batches = [self.inputs(rank, way.num_data) for rank in range(way.num_data)]
+    def step(self, way: Way, number: int) -> None:
+        num = way.num_data_in(number)
+        batches = [self.inputs(number, rank, num) for rank in range(num)]
         if way.is_sharded:
             (rank,) = way.data_ranks()
             with shoal.join(way.net, way.optimizer):
@@ -266,10 +274,10 @@ class Uneven(Feature):
                     self.loss(way, way.model, x).backward()
                     self._update(way)
             return
-        for number in range(max(map(len, batches))):
+        for index in range(max(map(len, batches))):
             for batch in batches:
-                if number < len(batch):
-                    (self.loss(way, way.model, batch[number]) / way.num_data).backward()
+                if index < len(batch):
+                    (self.loss(way, way.model, batch[index]) / num).backward()
             self._update(way)
 
     def _update(self, way: Way) -> None:

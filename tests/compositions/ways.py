@@ -42,6 +42,8 @@ class Way:
     """How many ranks have rows of their own."""
     has_experts: bool = False
     steps: Sequence[int] = range(NUM_STEPS)
+    resumes_at: int = 0
+    """The first step of twice as many ranks."""
     folder: Path = Path()
 
     def train(self, feature: Feature) -> dict[str, Tensor]:
@@ -49,7 +51,8 @@ class Way:
         self.build(feature)
         self.optimizer = feature.optimizer(self, self.parameters())
         self.begin()
-        feature.run(self)
+        for number in self.steps:
+            feature.step(self, number)
         self.end()
         return self.whole()
 
@@ -88,6 +91,10 @@ class Way:
     def data_ranks(self) -> Sequence[int]:
         """Whose rows are computed here."""
         return range(self.num_data)
+
+    def num_data_in(self, number: int) -> int:
+        """How many ranks have rows of their own in a step; fewer before a model was resumed."""
+        return self.num_data // 2 if number < self.resumes_at else self.num_data
 
     def rows(self, number: int) -> list[list[Tensor]]:
         """The micro-batches of each of these data ranks."""
@@ -139,21 +146,41 @@ class FullyShard(Way):
     """Blocks and root by `fully_shard`."""
 
     is_sharded = True
+    outer: ClassVar[tuple[str, ...]] = ()
+    """An axis of two that comes before the one that shards."""
+    inner: ClassVar[tuple[str, ...]] = ()
+    """An axis of two that comes after it."""
 
     def __init__(self, column: str = "fully_shard", **options: Any) -> None:
         super().__init__(column)
         self.given = options
 
     def build(self, feature: Feature) -> None:
-        self.num_data = self.num_data_ranks(feature)
+        if feature.cuts_layers:
+            self.inner = ("tensor",)
+        self.has_experts |= feature.has_experts
+        others = (*self.outer, *self.inner)
+        self.mesh = self.mesh_with({"shard": dist.get_world_size() // 2 ** len(others)})
+        self.axes = tuple(name for name in (*self.outer, "shard") if name != "pipe")
+        self.given["mesh"] = self.mesh[self.axes if len(self.axes) > 1 else self.axes[0]]
+        self.num_data = self.given["mesh"].size()
         super().build(feature)
 
-    def num_data_ranks(self, feature: Feature) -> int:
-        """How many ranks have rows of their own."""
-        return dist.get_world_size()
+    def mesh_with(self, shards: dict[str, int]) -> DeviceMesh:
+        """All ranks, with some axes in the middle for those that share a unit."""
+        shape = (*(2 for _ in self.outer), *shards.values(), *(2 for _ in self.inner))
+        return mesh(shape, (*self.outer, *shards, *self.inner))
 
     def data_ranks(self) -> Sequence[int]:
-        return (dist.get_rank(),)
+        place = 0
+        for name in self.axes:
+            place = place * self.mesh[name].size() + self.mesh[name].get_local_rank()
+        return (place,)
+
+    @property
+    def has_parallel_layers(self) -> bool:
+        """Whether some full parameters are DTensors, on axes that are not data-parallel."""
+        return self.has_experts or "tensor" in self.inner
 
     def door_options(self) -> dict[str, Any]:
         """Of the column, then of the feature."""
@@ -161,13 +188,31 @@ class FullyShard(Way):
 
     def shard(self, net: Net) -> Any:
         options = self.door_options()
+        self.distribute(net, options)
         for block in net.blocks.values():
             self.shard_one(block, **options)
         return self.shard_one(net, **options)
 
+    def distribute(self, net: Net, options: dict[str, Any]) -> None:
+        """Cut layers over the axis for that, deal experts to ranks."""
+        for name, block in net.blocks.items():
+            if name == "mixture":
+                names = {"dp": self.mesh["shard"].size() // 2, "ep": 2}
+                axes = (*(one for one in self.axes if one != "shard"), *names)
+                kept = {k: v for k, v in options.items() if k in _FOR_EXPERTS}
+                shard_experts(block.experts, self.mesh_with(names)[axes], **kept)
+            elif "tensor" in self.inner:
+                plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+                parallelize_module(block, self.mesh["tensor"], plan)
+
     def shard_one(self, module: nn.Module, **options: Any) -> Any:
         """Make one unit."""
         return fully_shard(module, **options)
+
+    def clip(self, max_norm: float) -> Tensor:
+        if self.has_parallel_layers:
+            return clip_grad_norm_(self.net.parameters(), max_norm)
+        return super().clip(max_norm)
 
     def full(self, *, writeback: bool = False) -> AbstractContextManager[Any]:
         return full_parameters(self.net, writeback=writeback)
@@ -179,6 +224,9 @@ class FullyShard(Way):
         set_model_state_dict(self.net, mine, options=StateDictOptions(full_state_dict=True))
 
 
+_FOR_EXPERTS = ("mp_policy", "offload_policy", "reshard_after_forward")
+
+
 class Offload(FullyShard):
     """Shards on the host, also where compute is there."""
 
@@ -187,11 +235,9 @@ class Offload(FullyShard):
 
 
 class Hybrid(FullyShard):
-    """Two replicas of two shards."""
+    """Two replicas of shards."""
 
-    def shard(self, net: Net) -> Any:
-        self.given["mesh"] = mesh((2, self.feature.num_shards), ("replicate", "shard"))
-        return super().shard(net)
+    outer = ("replicate",)
 
 
 class Compiled(FullyShard):
@@ -208,7 +254,8 @@ class Replicated(FullyShard):
     def shard(self, net: Net) -> Any:
         if self.feature.needs_units:
             return super().shard(net)
-        return shoal.replicate(net, **self.door_options())
+        options = self.door_options()
+        return shoal.replicate(net, options.pop("mesh"), **options)
 
     def shard_one(self, module: nn.Module, **options: Any) -> Any:
         return replicate_units(module, **options)
@@ -222,6 +269,8 @@ class Wrapper(FullyShard):
 
     def shard(self, net: Net) -> Any:
         options = {"use_orig_params": True, **self.door_options()}
+        self.distribute(net, options)
+        options["device_mesh"] = options.pop("mesh")
         for name, block in net.blocks.items():
             net.blocks[name] = FullyShardedDataParallel(block, **options)
         return FullyShardedDataParallel(net, **options)
@@ -249,22 +298,7 @@ class Wrapper(FullyShard):
 class TensorParallel(FullyShard):
     """Layers of blocks cut over one axis, everything sharded over the other."""
 
-    def num_data_ranks(self, feature: Feature) -> int:
-        return feature.num_shards
-
-    def shard(self, net: Net) -> Any:
-        self.mesh = mesh((self.feature.num_shards, 2), ("data", "tensor"))
-        for block in net.blocks.values():
-            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(block, self.mesh["tensor"], plan)
-        self.given["mesh"] = self.mesh["data"]
-        return super().shard(net)
-
-    def data_ranks(self) -> Sequence[int]:
-        return (self.mesh["data"].get_local_rank(),)
-
-    def clip(self, max_norm: float) -> Tensor:
-        return clip_grad_norm_(self.net.parameters(), max_norm)
+    inner = ("tensor",)
 
 
 class ExpertParallel(FullyShard):
@@ -274,31 +308,14 @@ class ExpertParallel(FullyShard):
         super().__init__(column)
         self.has_experts = True
 
-    def shard(self, net: Net) -> Any:
-        options = self.door_options()
-        for name in ("layout", "shard_placement_fn"):
-            options.pop(name, None)
-        axes = mesh((self.feature.num_shards, 2), ("dp", "ep"))
-        shard_experts(net.blocks["mixture"].experts, axes, **options)
-        return super().shard(net)
-
-    def clip(self, max_norm: float) -> Tensor:
-        return clip_grad_norm_(self.net.parameters(), max_norm)
-
 
 class Pipeline(FullyShard):
     """Two stages, each sharded over two ranks."""
 
-    def num_data_ranks(self, feature: Feature) -> int:
-        return feature.num_shards
+    outer = ("pipe",)
 
     def shard(self, net: Net) -> Any:
-        self.mesh = mesh((2, self.feature.num_shards), ("pipe", "shard"))
-        self.given["mesh"] = self.mesh["shard"]
         return super().shard(net.stage(self.mesh["pipe"].get_local_rank()))
-
-    def data_ranks(self) -> Sequence[int]:
-        return (self.mesh["shard"].get_local_rank(),)
 
     def begin(self) -> None:
         place, group = self.mesh["pipe"].get_local_rank(), self.mesh["pipe"].get_group()
@@ -343,7 +360,7 @@ class Resumed(FullyShard):
 
     def __init__(self, column: str, folder: Path) -> None:
         super().__init__(column, layout=Flat())
-        self.folder, self.steps = folder, range(2, NUM_STEPS)
+        self.folder, self.steps, self.resumes_at = folder, range(2, NUM_STEPS), 2
 
     def begin(self) -> None:
         with torch.no_grad():
@@ -377,9 +394,10 @@ _meshes: dict[Any, DeviceMesh] = {}
 
 def mesh(shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """One mesh for all features of a column: each makes process groups."""
+    if any(group is not dist.group.WORLD for group, *_ in _meshes):
+        _meshes.clear()
     key = (dist.group.WORLD, shape, names)
     if key not in _meshes:
-        _meshes.clear()
         _meshes[key] = init_device_mesh("cpu", shape, mesh_dim_names=names)
     return _meshes[key]
 

@@ -23,7 +23,7 @@ from shoal.comm.transport import Transport
 from shoal.layout.buffer import region_views
 from shoal.layout.region import Region
 from shoal.optim.local_tensors import local_of
-from shoal.optim.matrix_places import cut_of
+from shoal.optim.matrix_places import cut_of, is_range
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -55,7 +55,7 @@ class Adafactor(torch.optim.Adafactor):
             _Work(f"parameter {number} of group {index} of Adafactor", p, group, self._mesh)
             for index, group in enumerate(self.param_groups)
             for number, p in enumerate(group["params"])
-            if p.grad is not None
+            if p.grad is not None or (is_range(p) and p.requires_grad)
         ]
         _add_over_ranks(work, [one.squares() for one in work])
         _add_over_ranks(work, [one.prepare(self.state[one.parameter]) for one in work])
@@ -71,20 +71,21 @@ class _Work:
         self, name: str, parameter: Tensor, group: Mapping[str, Any], mesh: DeviceMesh | None
     ) -> None:
         self.parameter, self._options = parameter, group
-        self._shape, self._is_matrix = tuple(parameter.shape), parameter.dim() > 1
         cut = cut_of(name, parameter, mesh)
         self.group: ProcessGroup | None = None if cut is None else cut.group
-        regions = (Region(offsets=(0,) * parameter.dim(), sizes=self._shape),)
+        self._shape = tuple(parameter.shape) if cut is None else cut.shape
+        self._is_matrix = len(self._shape) > 1
+        self._root = math.sqrt(math.prod(self._shape))
+        regions = (Region.whole(self._shape),)
         self.counts = True
         """Whether sums over ranks take this rank's elements: those of one copy."""
         if cut is not None:
             rank = cut.group.rank()
             regions, self.counts = cut.regions_of(rank), cut.copy_of(rank) == cut.copy_of(0)
         self._regions = regions
-        assert parameter.grad is not None
-        grad = local_of(parameter.grad)
-        self._grad = -grad if group["maximize"] else grad
         self._local = local_of(parameter.detach())
+        grad = torch.zeros_like(self._local) if parameter.grad is None else local_of(parameter.grad)
+        self._grad = -grad if group["maximize"] else grad
 
     def _parts(self, local: Tensor) -> list[tuple[Region, Tensor]]:
         return region_views(local, self._regions) if self._regions else []
@@ -114,8 +115,8 @@ class _Work:
         renewal = step ** options["beta2_decay"]
         eps1, eps2 = options["eps"]
         eps1 = torch.finfo(self._local.dtype).eps if eps1 is None else eps1
-        root = math.sqrt(self.parameter.numel())
-        self._rate = max(eps2, self._total.sqrt().item() / root) * min(lr, 1 / math.sqrt(step))
+        size = self._total.sqrt().item() / self._root
+        self._rate = max(eps2, size) * min(lr, 1 / math.sqrt(step))
         self._local.mul_(1 - lr * options["weight_decay"])
         if self._is_matrix:
             rows, columns = (local_of(state[key]) for key in ("row_var", "col_var"))
@@ -147,12 +148,12 @@ class _Work:
                 zeros = torch.zeros_like(like)
                 state[key] = zeros if self.group is None else _on_all(zeros, self.group)
         else:
-            state["variance"] = torch.zeros_like(self.parameter.grad)
+            state["variance"] = torch.zeros_like(self.parameter.detach())
 
     def move(self) -> None:
         """Change this rank's elements."""
-        norm = self._size.sqrt().item() / math.sqrt(self.parameter.numel())
-        self._local.add_(self._update, alpha=-self._rate / max(1.0, norm / self._options["d"]))
+        size = self._size.sqrt().item() / self._root
+        self._local.add_(self._update, alpha=-self._rate / max(1.0, size / self._options["d"]))
 
 
 def _square(local: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shoal.comm.transport import Transport
 from shoal.optim.local_tensors import local_of
-from shoal.optim.matrix_places import cut_of
+from shoal.optim.matrix_places import cut_of, group_of
 
 
 class LBFGS(torch.optim.LBFGS):
@@ -25,8 +26,8 @@ class LBFGS(torch.optim.LBFGS):
 
     Every rank's closure returns the loss of its own rows. The search goes by the mean over ranks,
     which `step` returns, so that all ranks search alike. Each product of two directions is a
-    collective of one number. With replicas and another layout than `Even`, pass the mesh that
-    `fully_shard` was given. States are lists of vectors, which checkpoints do not take.
+    collective of one number. With replicas of whole parameters, or of another layout than `Even`,
+    pass the mesh of all ranks. States are lists of vectors, which checkpoints do not take.
     """
 
     def __init__(
@@ -85,6 +86,8 @@ class _Ranks:
     def of(cls, parameters: Sequence[Tensor], mesh: DeviceMesh | None) -> _Ranks:
         cuts = [cut_of(f"parameter {i} of LBFGS", p, mesh) for i, p in enumerate(parameters)]
         groups: list[ProcessGroup] = [cut.group for cut in cuts if cut is not None]
+        if not groups and mesh is not None:  # replicas, whose losses differ
+            groups = [group_of(mesh)]
         group = max(groups, key=lambda group: group.size(), default=None)
         size = 1 if group is None else group.size()
         parts: list[Tensor] = []
@@ -93,7 +96,7 @@ class _Ranks:
             copies = float(size)
             if cut is not None:
                 on_group = sum(cut.numel_on(rank) for rank in range(cut.group.size()))
-                copies = on_group / parameter.numel() * size / cut.group.size()
+                copies = on_group / math.prod(cut.shape) * size / cut.group.size()
             parts.append(torch.full((local.numel(),), copies, device=local.device))
         transport = None if group is None or size == 1 else Transport(group)
         return cls(transport=transport, copies=torch.cat(parts))
@@ -114,7 +117,7 @@ class _Ranks:
 
     def _reduced(self, number: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         if self.transport is not None:
-            self.transport.all_reduce(number, op, reason="a product of LBFGS").wait()
+            self.transport.all_reduce(number.view(1), op, reason="a product of LBFGS").wait()
         return number
 
 

@@ -299,7 +299,7 @@ def dtensor_wrapping(
         spec, data_axes = _on_named_axes(name, before, None if is_number else dim, info)
     elif isinstance(parameter, DTensor):
         before = distributed_tensor.spec_of(parameter)
-        spec = _beside_other_axes(name, before, None if is_number else dim, info)
+        spec = _beside_other_axes(before, None if is_number else dim, info)
     else:
         spec = distributed_tensor.dtensor_spec(
             info.mesh,
@@ -326,14 +326,9 @@ def _data_placements(info: DataParallelMeshInfo, shard: Placement) -> tuple[Plac
 
 
 def _beside_other_axes(
-    name: str, before: distributed_tensor.DTensorSpec, dim: int | None, info: DataParallelMeshInfo
+    before: distributed_tensor.DTensorSpec, dim: int | None, info: DataParallelMeshInfo
 ) -> distributed_tensor.DTensorSpec:
     """The parameter is distributed over axes of its own, such as tensor parallelism's."""
-    if len(before.placements) > 2:
-        raise NotImplementedError(
-            f"shoal: parameter {name!r} is distributed over {len(before.placements)} axes "
-            f"({before.placements}); at most 2 beside the data-parallel ones are supported"
-        )
     shard: Placement = Replicate()
     if dim is not None:
         factor = distributed_tensor.num_shards(before, dim)
