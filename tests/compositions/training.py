@@ -137,7 +137,7 @@ class WholeForAWhile(Feature):
                     or way.has_parallel_layers
                     or type(parameter.data) is torch.Tensor
                 )
-                parameter.sub_(parameter.norm() / 8)
+                parameter.sub_(parameter.mean() / 4)
 
 
 class Clipped(Feature):

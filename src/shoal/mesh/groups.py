@@ -96,8 +96,7 @@ def _mesh_of(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
         dist.new_group(members.tolist(), use_local_synchronization=True)
         for members in (ranks[:, here[1]], ranks[here[0]])
     ]
-    names = ("replicate", "shard")
-    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
+    return DeviceMesh.from_group(groups, device_type, ranks)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
