@@ -74,6 +74,7 @@ REASONS = {
     "nothing is cut": "replicas keep whole parameters",
     "outside": "the graph has no part in it",
     "no parameters": "it concerns no parameters, so that a checkpoint has nothing of it",
+    "torch's own": "torch's tensor parallelism, or its pipelines, cannot do it without sharding",
 }
 """Why a cell may be not applicable."""
 
@@ -99,6 +100,13 @@ NOT_APPLICABLE: dict[tuple[str, str], str] = {
     ("experts", "EP"): "same",
     ("low-precision gathers", "fp8"): "same",
     ("low-precision gathers", "replicate"): "nothing is cut",
+    ("gradient penalties", "TP"): "torch's own",
+    ("gradient penalties", "PP"): "torch's own",
+    ("torch.func", "TP"): "torch's own",
+    ("torch.func", "EP"): "torch's own",
+    ("torch.func", "PP"): "torch's own",
+    ("torch.func", "compiled"): "outside",
+    ("LBFGS", "PP"): "torch's own",
     ("scheduled offload", "offload"): "same",
     ("distant replicas", "HSDP"): "same",
 }
@@ -224,6 +232,9 @@ _INTRODUCTION = """\
 
 A cell links to a test that claims it with `@pytest.mark.compose`. *Untested* says that no test
 does: it may work. The page is written by `python tests/compose.py`, and a test compares the two.
+
+Cells of `test_compositions.py` are trained beside the unsharded model. `make test` tries the columns
+fully_shard, wrapper, replicate, Flat and TP of it, and `make soak` all others.
 """
 
 

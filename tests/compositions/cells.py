@@ -57,6 +57,14 @@ def train_all(
             raise
 
 
+def refused(column: str, feature: Feature, words: str, folder: Path) -> None:
+    """On every rank: training a feature in a way raises, and says why."""
+    (way, *_) = ways_of(column, folder)
+    with pytest.raises(Exception, match=words) as caught:
+        way.train(feature)
+    assert not isinstance(caught.value, AssertionError), caught.value
+
+
 def check(way: Way, feature: Feature) -> None:
     """Train a feature in a way: whole weights must be those of the unsharded model."""
     found = way.train(feature)

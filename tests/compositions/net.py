@@ -55,8 +55,11 @@ class Net(nn.Module):
     def __init__(self, block: Callable[[], nn.Module], *, has_experts: bool = False) -> None:
         super().__init__()
         self.first = nn.Linear(DIM, DIM)
-        blocks = {str(index): block() for index in range(NUM_BLOCKS)}
-        self.blocks = nn.ModuleDict(blocks | ({"mixture": Mixture()} if has_experts else {}))
+        *names, last = map(str, range(NUM_BLOCKS))
+        self.blocks = nn.ModuleDict({name: block() for name in names})
+        if has_experts:
+            self.blocks["mixture"] = Mixture()
+        self.blocks[last] = block()
         self.head = nn.Linear(DIM, 3)
 
     def forward(self, x: Tensor) -> Tensor:

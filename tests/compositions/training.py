@@ -187,7 +187,8 @@ class Hooked(Feature):
         elif way.is_sharded:
             for module in way.net.modules():
                 if hasattr(module, "set_custom_reduce_scatter"):
-                    module.set_custom_all_gather(OwnGather())
+                    if way.column != "compiled":  # a graph gathers by nodes of its own
+                        module.set_custom_all_gather(OwnGather())
                     module.set_custom_reduce_scatter(_Counted(self.calls))
                     if way.column == "HSDP":
                         module.set_all_reduce_hook(self._look)
@@ -271,7 +272,7 @@ class Uneven(Feature):
             (rank,) = way.data_ranks()
             with shoal.join(way.net, way.optimizer):
                 for x in batches[rank]:
-                    self.loss(way, way.model, x).backward()
+                    self._backward(way, x)
                     self._update(way)
             return
         for index in range(max(map(len, batches))):
@@ -279,6 +280,12 @@ class Uneven(Feature):
                 if index < len(batch):
                     (self.loss(way, way.model, batch[index]) / num).backward()
             self._update(way)
+
+    def _backward(self, way: Way, x: Tensor) -> None:
+        if way.column == "PP":
+            way.run_schedule(x)
+        else:
+            self.loss(way, way.model, x).backward()
 
     def _update(self, way: Way) -> None:
         way.optimizer.step()

@@ -164,6 +164,10 @@ class FullyShard(Way):
         self.axes = tuple(name for name in (*self.outer, "shard") if name != "pipe")
         self.given["mesh"] = self.mesh[self.axes if len(self.axes) > 1 else self.axes[0]]
         self.num_data = self.given["mesh"].size()
+        if self.has_experts:  # all ranks make its groups, also those of a stage without experts
+            names = {"dp": self.mesh["shard"].size() // 2, "ep": 2}
+            axes = (*(one for one in self.axes if one != "shard"), *names)
+            self.expert_mesh = self.mesh_with(names)[axes]
         super().build(feature)
 
     def mesh_with(self, shards: dict[str, int]) -> DeviceMesh:
@@ -197,10 +201,8 @@ class FullyShard(Way):
         """Cut layers over the axis for that, deal experts to ranks."""
         for name, block in net.blocks.items():
             if name == "mixture":
-                names = {"dp": self.mesh["shard"].size() // 2, "ep": 2}
-                axes = (*(one for one in self.axes if one != "shard"), *names)
                 kept = {k: v for k, v in options.items() if k in _FOR_EXPERTS}
-                shard_experts(block.experts, self.mesh_with(names)[axes], **kept)
+                shard_experts(block.experts, self.expert_mesh, **kept)
             elif "tensor" in self.inner:
                 plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
                 parallelize_module(block, self.mesh["tensor"], plan)
@@ -283,7 +285,7 @@ class Wrapper(FullyShard):
     def whole(self) -> dict[str, Tensor]:
         state = self.net.state_dict()
         plain = self.feature.net(has_experts=self.has_experts)
-        return {name: state[name].clone() for name, _ in plain.named_parameters()}
+        return {name: full(state[name]).clone() for name, _ in plain.named_parameters()}
 
     def clip(self, max_norm: float) -> Tensor:
         return self.net.clip_grad_norm_(max_norm)
@@ -327,13 +329,16 @@ class Pipeline(FullyShard):
         )
 
     def backward(self, number: int) -> Tensor:
-        x = torch.cat(self.rows(number)[0])
+        self.run_schedule(torch.cat(self.rows(number)[0]))
+        return torch.full((), torch.nan)  # the last stage alone knows it
+
+    def run_schedule(self, x: Tensor) -> None:
+        """Forwards and backwards of all micro-batches of a batch."""
         with self.feature.around(self):
             if self.mesh["pipe"].get_local_rank() == 0:
                 self.schedule.step(x)
             else:
                 self.schedule.step(target=x)
-        return torch.full((), torch.nan)  # the last stage alone knows it
 
     def clip(self, max_norm: float) -> Tensor:
         parameters = list(self.net.parameters())

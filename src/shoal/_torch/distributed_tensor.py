@@ -87,6 +87,18 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def cuts_late(placement: Placement) -> bool:
+    """Whether a placement cuts what later axes of the mesh have cut before."""
+    return isinstance(placement, _StridedShard)
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts into chunks; subclasses of Shard cut differently."""
+    if type(placement) is Shard or isinstance(placement, _StridedShard):
+        return placement.dim
+    return None
+
+
 def is_shard_of(placement: Placement, dim: int) -> bool:
     """Whether a placement cuts a dim, in whatever order."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim

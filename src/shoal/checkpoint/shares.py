@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
+from shoal._torch import distributed_tensor
 from shoal.errors import CheckpointError
 from shoal.layout.chunk import chunk_region
 from shoal.layout.region import Region
@@ -104,16 +105,22 @@ def _held(
 
 
 def _sharded(name: str, tensor: DTensor) -> tuple[Region | None, bool]:
-    """Cut the whole along each mesh axis in turn, as DTensor does."""
+    """Cut the whole along each mesh axis in turn, as DTensor does.
+
+    An axis that cuts what later axes have cut before (`fully_shard` after tensor parallelism) comes
+    after them.
+    """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None, False
     region, writes = Region.whole(tensor.shape), True
-    for axis, placement in enumerate(tensor.placements):
-        # Subclasses of Shard cut differently, so the exact type counts.
-        if type(placement) is Shard:
-            region = chunk_region(region, mesh.size(axis), coordinate[axis], placement.dim)
+    axes = list(enumerate(tensor.placements))
+    late = [one for one in axes if distributed_tensor.cuts_late(one[1])]
+    for axis, placement in [one for one in axes if one not in late] + late[::-1]:
+        dim = distributed_tensor.cut_dim(placement)
+        if dim is not None:
+            region = chunk_region(region, mesh.size(axis), coordinate[axis], dim)
         elif type(placement) is Replicate:
             writes = writes and coordinate[axis] == 0
         else:

@@ -48,7 +48,7 @@ class Bucket:
         self.group = transport.group
         self.reason = f"all-reduce of bucket {self.index} ({named[0][0]} to {named[-1][0]})"
         # No backend adds complex numbers up.
-        real = torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat
+        real = torch.view_as_real(self.flat).view(-1) if self.flat.is_complex() else self.flat
         self._divisor, self._average = _averaging(transport, real, self.reason)
         is_cuda = first.device.type == "cuda"
         self._streams: set[torch.cuda.Stream] | None = set() if is_cuda else None

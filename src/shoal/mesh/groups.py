@@ -84,19 +84,22 @@ def post_forward_mesh_info(
     made: dict[int, HSDPMeshInfo] = vars(mesh_info.mesh).setdefault("_shoal_post_forward", {})
     if size not in made:
         ranks = mesh_info.mesh.mesh.movedim(mesh_info.shard_mesh_dim, -1).reshape(-1, size)
-        mesh = _mesh_of(ranks, mesh_info.mesh.device_type)
+        is_part = ranks.numel() < dist.get_world_size()
+        make = _mesh_of_part if is_part else DeviceMesh
+        mesh = make(mesh_info.mesh.device_type, ranks)
         made[size] = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return made[size]
 
 
-def _mesh_of(ranks: torch.Tensor, device_type: str) -> DeviceMesh:
-    """A mesh of two axes, of which only its own ranks hear: it may be a part of a larger one."""
+def _mesh_of_part(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+    """A mesh of two axes, of which only its own ranks hear: others make other ones meanwhile."""
     (here,) = (ranks == dist.get_rank()).nonzero().tolist()
     groups = [
         dist.new_group(members.tolist(), use_local_synchronization=True)
         for members in (ranks[:, here[1]], ranks[here[0]])
     ]
-    return DeviceMesh.from_group(groups, device_type, ranks)
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

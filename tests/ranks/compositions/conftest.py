@@ -4,11 +4,22 @@ import pytest
 
 from compose import columns_of
 
+QUICK = {"fully_shard", "wrapper", "replicate", "Flat", "TP"}
+"""What `make test` tries: every feature by each door, in the two layouts that differ most, and
+with layers that are cut over another axis. The other columns are tried by `make soak`."""
+
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Make the parameter `column` of the markers `compose`."""
-    if "column" in metafunc.fixturenames:
-        found: dict[str, None] = {}
-        for marker in metafunc.definition.iter_markers("compose"):
-            found.update(dict.fromkeys(columns_of(*marker.args[:1], marker.args[1:])))
-        metafunc.parametrize("column", list(found))
+    if "column" not in metafunc.fixturenames:
+        return
+    found: dict[str, None] = {}
+    for marker in metafunc.definition.iter_markers("compose"):
+        found.update(dict.fromkeys(columns_of(*marker.args[:1], marker.args[1:])))
+    metafunc.parametrize(
+        "column",
+        [
+            pytest.param(column, marks=() if column in QUICK else pytest.mark.soak)
+            for column in sorted(found)
+        ],
+    )

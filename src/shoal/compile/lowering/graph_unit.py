@@ -197,7 +197,7 @@ class GraphUnit:
     def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Reduce gradients to this rank's shard of them."""
         grads = tuple(
-            grad if grad is None else wrapping.packed(grad)
+            grad if grad is None else wrapping.packed(_dense(grad))
             for wrapping, grad in zip(self._wrappings, grads, strict=True)
         )
         zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self._device)
@@ -270,6 +270,10 @@ class GraphUnit:
                 "between the forward and the backward of a captured graph, so these gradients are "
                 "not theirs. Make such changes before forward, or after backward."
             )
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _parts_of(unit: Unit, packing: Packing, dtype: torch.dtype) -> MatrixParts | None:
@@ -355,6 +359,9 @@ def _check_can_lower(unit: Unit) -> None:
     refused = {
         f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})": len(dtypes) > 1,
         "parameters that are no floating-point numbers": not is_floating,
+        "DTensor parameters (tensor parallelism, experts)": any(
+            member.wrapping.is_distributed for member in unit.shards.members
+        ),
         "parameters with all-gather hooks of their own": unit.shards.extended,
         "CPU offload in compile_step": unit.offloads and dynamo.captures_without_dynamo(),
         "set_custom_all_gather": unit.options.all_gather is not None,
