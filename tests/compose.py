@@ -233,8 +233,8 @@ _INTRODUCTION = """\
 A cell links to a test that claims it with `@pytest.mark.compose`. *Untested* says that no test
 does: it may work. The page is written by `python tests/compose.py`, and a test compares the two.
 
-Cells of `test_compositions.py` are trained beside the unsharded model. `make test` tries the columns
-fully_shard, wrapper, replicate, Flat and TP of it, and `make soak` all others.
+Cells of `test_compositions.py` are trained beside the unsharded model. Of its columns `make test`
+tries fully_shard, wrapper, replicate, Flat and TP, and `make soak` all others.
 """
 
 

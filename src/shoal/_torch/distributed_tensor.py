@@ -172,15 +172,9 @@ def _step_fused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 def _put_where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, indices, value, *rest = args
     (mask,) = indices if len(indices) == 1 else (None,)
-    is_alike = (
-        isinstance(mask, DTensor)
-        and mask.dtype is torch.bool
-        and isinstance(target, DTensor)
-        and mask._spec.placements == target._spec.placements
-        and mask.shape == target.shape
-        and value.numel() == 1
-    )
-    if not is_alike:
+    if not isinstance(mask, DTensor) or mask.dtype is not torch.bool or value.numel() != 1:
+        return _by_torch(op, args, kwargs)
+    if mask._spec.placements != target._spec.placements or mask.shape != target.shape:
         return _by_torch(op, args, kwargs)
     number = value.full_tensor() if isinstance(value, DTensor) else value
     op(local_tensor(target), [local_tensor(mask)], number, *rest, **kwargs)

@@ -5,6 +5,8 @@ Each function here is collective: every rank of the world must call it, in the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -94,7 +96,7 @@ def post_forward_mesh_info(
 def _mesh_of_part(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
     """A mesh of two axes, of which only its own ranks hear: others make other ones meanwhile."""
     (here,) = (ranks == dist.get_rank()).nonzero().tolist()
-    groups = [
+    groups: Any = [
         dist.new_group(members.tolist(), use_local_synchronization=True)
         for members in (ranks[:, here[1]], ranks[here[0]])
     ]
