@@ -234,7 +234,7 @@ A cell links to a test that claims it with `@pytest.mark.compose`. *Untested* sa
 does: it may work. The page is written by `python tests/compose.py`, and a test compares the two.
 
 Cells of `test_compositions.py` are trained beside the unsharded model. Of its columns `make test`
-tries fully_shard, wrapper, replicate, Flat and TP, and `make soak` all others.
+tries fully_shard, wrapper, replicate and Flat, and `make soak` all others.
 """
 
 

@@ -90,7 +90,7 @@ def _named(name: str, message: str) -> str:
 
 def _check_training(feature: Feature, trained: dict[str, Tensor], *, has_experts: bool) -> None:
     """Weights have moved far more than errors may be; those that must stay have stayed."""
-    least = max(1e-3, 2 * feature.tolerance.get("atol", 0.0))
+    least = max(3e-4, 2 * feature.tolerance.get("atol", 0.0))
     for name, parameter in feature.net(has_experts=has_experts).named_parameters():
         distance = (trained[name] - parameter.detach()).abs().max()
         assert (distance > least) == feature.moves(name), f"{name} moved by {distance}"

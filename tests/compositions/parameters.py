@@ -131,6 +131,16 @@ class SeveralDtypes(Feature):
             return (x.double() * self.fine).to(x.dtype) + (x.bfloat16() @ self.coarse).to(x.dtype)
 
 
+class Heard(Plainly):
+    """Counts its gathers."""
+
+    num_gathers = 0
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        Heard.num_gathers += 1
+        return super().fsdp_pre_all_gather(mesh)
+
+
 class GatherHooks(Feature):
     """Weights that say themselves how they are gathered."""
 
@@ -145,13 +155,19 @@ class GatherHooks(Feature):
     def change_sharded(self, net: Net) -> None:
         for name, block in net.blocks.items():
             if name != "mixture":
-                block.mix.weight = nn.Parameter(Plainly(block.mix.weight.detach()))
+                block.mix.weight = nn.Parameter(Heard(block.mix.weight.detach()))
+
+    def step(self, way: Way, number: int) -> None:
+        before = Heard.num_gathers
+        super().step(way, number)
+        assert (Heard.num_gathers > before) == way.is_sharded
 
 
 class CutLayers(Feature):
     """Layers that tensor parallelism has cut: DTensors on an axis of their own."""
 
     cuts_layers = True
+    needs_units = True
 
     def world_of(self, column: str) -> int:
         return 2 if column == "checkpoint" else 4
@@ -161,6 +177,7 @@ class WithExperts(Feature):
     """Experts, dealt to two ranks."""
 
     has_experts = True
+    needs_units = True
 
     def world_of(self, column: str) -> int:
         return 4 if column in ("HSDP", "TP", "PP") else 2

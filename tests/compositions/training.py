@@ -30,6 +30,11 @@ class Mixed(Feature):
 
     tolerance = {"rtol": 1e-2, "atol": 1e-3}
 
+    class block(Block):
+        def before(self, x: Tensor) -> Tensor:
+            assert self.up.weight.dtype is x.dtype is HALF
+            return x
+
     def options(self, way: Way) -> dict[str, Any]:
         if way.column == "wrapper":
             return {"mixed_precision": MixedPrecision(param_dtype=HALF, reduce_dtype=torch.float32)}
@@ -63,6 +68,11 @@ class Autocast(Feature):
     """Computes in the dtypes that autocast chooses."""
 
     tolerance = {"rtol": 1e-2, "atol": 1e-3}
+
+    class block(Block):
+        def before(self, x: Tensor) -> Tensor:
+            assert torch.mm(x, x.t()).dtype is HALF
+            return x
 
     def around(self, way: Way) -> AbstractContextManager[Any]:
         return torch.autocast("cpu", HALF)

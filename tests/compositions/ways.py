@@ -46,9 +46,13 @@ class Way:
     """The first step of twice as many ranks."""
     folder: Path = Path()
 
+    is_distributed = False
+    """Whether layers and experts were cut over their own axes, where that is asked for."""
+
     def train(self, feature: Feature) -> dict[str, Tensor]:
         """Whole parameters by name after all steps."""
         self.build(feature)
+        assert self.is_distributed == self.is_sharded
         self.optimizer = feature.optimizer(self, self.parameters())
         self.begin()
         for number in self.steps:
@@ -199,6 +203,7 @@ class FullyShard(Way):
 
     def distribute(self, net: Net, options: dict[str, Any]) -> None:
         """Cut layers over the axis for that, deal experts to ranks."""
+        self.is_distributed = True
         for name, block in net.blocks.items():
             if name == "mixture":
                 kept = {k: v for k, v in options.items() if k in _FOR_EXPERTS}
@@ -257,6 +262,7 @@ class Replicated(FullyShard):
         if self.feature.needs_units:
             return super().shard(net)
         options = self.door_options()
+        self.distribute(net, options)
         return shoal.replicate(net, options.pop("mesh"), **options)
 
     def shard_one(self, module: nn.Module, **options: Any) -> Any:

@@ -4,9 +4,9 @@ import pytest
 
 from compose import columns_of
 
-QUICK = {"fully_shard", "wrapper", "replicate", "Flat", "TP"}
-"""What `make test` tries: every feature by each door, in the two layouts that differ most, and
-with layers that are cut over another axis. The other columns are tried by `make soak`."""
+QUICK = {"fully_shard", "wrapper", "replicate", "Flat"}
+"""What `make test` tries: every feature by each door, in the two layouts that differ most. The
+other columns are tried by `make soak`: meshes of four ranks and compilers take their time."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -73,13 +73,21 @@ def test_training(column: str, request: pytest.FixtureRequest, tmp_path: Path) -
     "DTensor parameters",
     "fully_shard",
     "wrapper",
+    "replicate",
     "every layout",
     "every mesh",
     "offload",
     "checkpoint",
 )
 @pytest.mark.compose(
-    "experts", "fully_shard", "wrapper", "every layout", "every mesh", "offload", "checkpoint"
+    "experts",
+    "fully_shard",
+    "wrapper",
+    "replicate",
+    "every layout",
+    "every mesh",
+    "offload",
+    "checkpoint",
 )
 def test_parameters(column: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """Parameters of odd kinds."""
@@ -109,9 +117,7 @@ REFUSALS = {
     ("several dtypes in one unit", "compiled"): "with parameters of several dtypes",
     ("tensors with gather hooks", "compiled"): "with parameters with all-gather hooks",
     ("DTensor parameters", "compiled"): "with DTensor parameters",
-    ("DTensor parameters", "replicate"): "is a DTensor, which replicate does not support",
     ("experts", "compiled"): "with DTensor parameters",
-    ("experts", "replicate"): "so it cannot be replicated",
     ("LBFGS", "checkpoint"): "checkpoints of such optimizer state are not supported",
 }
 """What the error says."""
@@ -131,8 +137,6 @@ REFUSALS = {
 )
 @pytest.mark.compose("DTensor parameters", "compiled", refused="graphs have plain parameters")
 @pytest.mark.compose("experts", "compiled", refused="graphs have plain parameters")
-@pytest.mark.compose("DTensor parameters", "replicate", refused="buckets hold plain gradients")
-@pytest.mark.compose("experts", "replicate", refused="fully_shard manages experts")
 @pytest.mark.compose("LBFGS", "checkpoint", refused="its states are lists of vectors")
 @pytest.mark.parametrize(("cell", "words"), REFUSALS.items(), ids=str)
 def test_refusals(
