@@ -15,7 +15,7 @@ from compositions.feature import NUM_STEPS, Feature
 from compositions.ways import Way, ways_of
 from harness import on_ranks
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 540.0
 
 
 def claimed(request: pytest.FixtureRequest, column: str) -> list[str]:

@@ -10,6 +10,7 @@ from compositions import optimizers, parameters, training
 from compositions.cells import claimed, refused, try_column
 from harness import on_ranks
 
+pytestmark = pytest.mark.timeout(600)
 ROWS = training.ROWS | parameters.ROWS | optimizers.ROWS
 
 
