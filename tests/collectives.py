@@ -11,7 +11,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatt
 
 # torch 2.13 renamed both and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 class OwnMemory:
@@ -45,7 +45,7 @@ class OwnReduce(OwnMemory, ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        return _reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
 
 
 class SynchronousGather(OwnGather):

@@ -10,22 +10,23 @@ test is run or imported. `python tests/compose.py` writes the page; a test compa
 from __future__ import annotations
 
 import ast
+import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "compose.md"
 
-LAYOUTS = "every layout"
-"""In a marker, for the columns of all layouts."""
-_LAYOUT_COLUMNS = ("Even", "Flat", "Rows", "Block", "Whole")
-COLUMNS = (
-    *("fully_shard", "wrapper", "replicate", "compiled"),
-    *_LAYOUT_COLUMNS,
-    *("HSDP", "TP", "EP", "PP", "fp8", "offload", "checkpoint"),
-)
+GROUPS = {
+    "every door": ("fully_shard", "wrapper", "replicate", "compiled"),
+    "every layout": ("Even", "Flat", "Rows", "Block", "Whole"),
+    "every mesh": ("HSDP", "TP", "EP", "PP"),
+}
+"""In a marker, for those of several columns that apply to the feature."""
+GROUPS["everywhere"] = (*itertools.chain(*GROUPS.values()), "offload", "checkpoint")
+COLUMNS = (*GROUPS["everywhere"][:-2], "fp8", "offload", "checkpoint")
 
 FEATURES = (
     "mixed precision",
@@ -73,6 +74,7 @@ REASONS = {
     "nothing is cut": "replicas keep whole parameters",
     "outside": "the graph has no part in it",
     "no parameters": "it concerns no parameters, so that a checkpoint has nothing of it",
+    "torch's own": "torch's tensor parallelism, or its pipelines, cannot do it without sharding",
 }
 """Why a cell may be not applicable."""
 
@@ -93,11 +95,18 @@ NOT_APPLICABLE: dict[tuple[str, str], str] = {
     ("tensors with gather hooks", "replicate"): "nothing is cut",
     ("uneven shards along any dim", "wrapper"): "own layout",
     ("uneven shards along any dim", "replicate"): "nothing is cut",
-    **{("uneven shards along any dim", c): "own layout" for c in _LAYOUT_COLUMNS[1:]},
+    **{("uneven shards along any dim", c): "own layout" for c in GROUPS["every layout"][1:]},
     ("DTensor parameters", "TP"): "same",
     ("experts", "EP"): "same",
     ("low-precision gathers", "fp8"): "same",
     ("low-precision gathers", "replicate"): "nothing is cut",
+    ("gradient penalties", "TP"): "torch's own",
+    ("gradient penalties", "PP"): "torch's own",
+    ("torch.func", "TP"): "torch's own",
+    ("torch.func", "EP"): "torch's own",
+    ("torch.func", "PP"): "torch's own",
+    ("torch.func", "compiled"): "outside",
+    ("LBFGS", "PP"): "torch's own",
     ("scheduled offload", "offload"): "same",
     ("distant replicas", "HSDP"): "same",
 }
@@ -155,16 +164,20 @@ def _claims_of(marker: ast.Call, test: str, path: str) -> Iterator[Claim]:
         raise WrongMarkerError(f"{where}: expected a feature, columns, and maybe refused='why'")
     if feature not in FEATURES:
         raise WrongMarkerError(f"{where}: there is no feature {feature!r} in tests/compose.py")
-    for column in _spread(columns):
+    for column in columns_of(feature, columns):
         if column not in COLUMNS:
             raise WrongMarkerError(f"{where}: there is no column {column!r} in tests/compose.py")
         refused = options.get("refused")
         yield Claim(feature=feature, column=column, test=test, path=path, refused=refused)
 
 
-def _spread(columns: list[str]) -> Iterator[str]:
+def columns_of(feature: str, columns: Iterable[str]) -> Iterator[str]:
+    """The columns that a marker names for a feature."""
     for column in columns:
-        yield from _LAYOUT_COLUMNS if column == LAYOUTS else (column,)
+        if column in GROUPS:
+            yield from (one for one in GROUPS[column] if (feature, one) not in NOT_APPLICABLE)
+        else:
+            yield column
 
 
 def cells(found: list[Claim]) -> dict[tuple[str, str], Claim]:
@@ -219,6 +232,9 @@ _INTRODUCTION = """\
 
 A cell links to a test that claims it with `@pytest.mark.compose`. *Untested* says that no test
 does: it may work. The page is written by `python tests/compose.py`, and a test compares the two.
+
+Cells of `test_compositions.py` are trained beside the unsharded model. Of its columns `make test`
+tries fully_shard, wrapper, replicate and Flat, and `make soak` all others.
 """
 
 

@@ -69,3 +69,16 @@ class Wrapped(torch.Tensor):
         args, kwargs = tree_map_only(Wrapped, unwrap, (args, kwargs or {}))
         output = func(*args, **kwargs)
         return tree_map_only(torch.Tensor, found[0].like, output) if func in cls.kept else output
+
+
+class Plainly(Wrapped):
+    """Travels as it is; the full parameter is the very tensor that was gathered."""
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
+        return (self.whole,), None
+
+    def fsdp_post_all_gather(
+        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
+    ) -> Any:
+        (output,) = outputs
+        return None if out is not None else (output, (output,))

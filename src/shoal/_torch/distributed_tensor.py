@@ -87,6 +87,18 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
+def cuts_late(placement: Placement) -> bool:
+    """Whether a placement cuts what later axes of the mesh have cut before."""
+    return isinstance(placement, _StridedShard)
+
+
+def cut_dim(placement: Placement) -> int | None:
+    """The dim that a placement cuts into chunks; subclasses of Shard cut differently."""
+    if type(placement) is Shard or isinstance(placement, _StridedShard):
+        return placement.dim
+    return None
+
+
 def is_shard_of(placement: Placement, dim: int) -> bool:
     """Whether a placement cuts a dim, in whatever order."""
     return isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim
@@ -128,12 +140,7 @@ def _draw_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
     mesh, placements, local = target.device_mesh, target.placements, target._local_tensor
     is_plain = all(type(placement) in (Shard, Replicate) for placement in placements)
     if mesh.device_type != "cpu" or local.is_meta or not is_plain:
-        handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-        del handlers[op]
-        try:
-            return op(*args, **kwargs)
-        finally:
-            handlers[op] = _draw_whole
+        return _by_torch(op, args, kwargs)
     whole = torch.empty(target.shape, dtype=target.dtype, device=local.device)
     op(whole, *args[1:], **kwargs)
     shape, offset = compute_local_shape_and_global_offset(target.shape, mesh, placements)
@@ -141,6 +148,47 @@ def _draw_whole(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTens
         whole = whole.narrow(dim, min(start, whole.shape[dim]), length)
     local.copy_(whole)
     return target
+
+
+@functools.cache
+def step_locally() -> None:
+    """Let optimizers use two operations on DTensors that are cut alike: each rank on its own part.
+
+    `_fused_sgd_`, and `index_put_` of a number where a mask says so, as Rprop does it. DTensor has
+    no rule for the one, and refuses the other. From here on, in this process.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers.setdefault(torch.ops.aten._fused_sgd_.default, _step_fused)
+    handlers.setdefault(torch.ops.aten.index_put_.default, _put_where)
+
+
+def _step_fused(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    specs = [[one._spec for one in tensors] for tensors in args[:2]]
+    if any(some.placements != other.placements for some, other in zip(*specs, strict=True)):
+        raise NotImplementedError("fused SGD: gradients are cut in another way than parameters")
+    op(*([*map(local_tensor, tensors)] for tensors in args), **kwargs)
+
+
+def _put_where(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, indices, value, *rest = args
+    (mask,) = indices if len(indices) == 1 else (None,)
+    if not isinstance(mask, DTensor) or mask.dtype is not torch.bool or value.numel() != 1:
+        return _by_torch(op, args, kwargs)
+    if mask._spec.placements != target._spec.placements or mask.shape != target.shape:
+        return _by_torch(op, args, kwargs)
+    number = value.full_tensor() if isinstance(value, DTensor) else value
+    op(local_tensor(target), [local_tensor(mask)], number, *rest, **kwargs)
+    return target
+
+
+def _by_torch(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an operation as if it had no handler."""
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    ours = handlers.pop(op)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        handlers[op] = ours
 
 
 @functools.cache

@@ -66,7 +66,7 @@ def save(
     checkpoint = checkpoint_at(folder)
     ranks = Ranks(group)
     settle(ranks)
-    shares, planned = ranks.together(lambda: _plan(tensors, extra, ranks.is_first))
+    shares, planned = ranks.together(lambda: _plan(tensors, extra, ranks))
     partial = _begin(ranks, checkpoint, shares)
     try:
         written = ranks.gather(ranks.together(lambda: write_regions(partial, ranks.rank, planned)))
@@ -119,7 +119,7 @@ def async_save(
     buffer = settle(ranks)
 
     def copy() -> tuple[dict[str, Share], list[PlannedRegion], torch.Tensor]:
-        shares, planned = _plan(tensors, extra, ranks.is_first)
+        shares, planned = _plan(tensors, extra, ranks)
         return shares, *_copied(planned, buffer)
 
     shares, planned, memory = ranks.together(copy)
@@ -155,11 +155,15 @@ def finish(
 
 
 def _plan(
-    tensors: Mapping[str, torch.Tensor | Share], extra: Mapping[str, JSON], is_first: bool
+    tensors: Mapping[str, torch.Tensor | Share], extra: Mapping[str, JSON], ranks: Ranks
 ) -> tuple[dict[str, Share], list[PlannedRegion]]:
     """Say what this rank holds and writes, before any byte moves."""
     check_json(extra)
-    shares = {name: share_of(name, tensors[name], is_first=is_first) for name in sorted(tensors)}
+    first = ranks.first_in_world
+    shares = {
+        name: share_of(name, tensors[name], is_first=ranks.is_first, first_rank=first)
+        for name in sorted(tensors)
+    }
     return shares, [
         item
         for name, share in shares.items()

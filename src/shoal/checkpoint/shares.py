@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
 
+from shoal._torch import distributed_tensor
 from shoal.errors import CheckpointError
 from shoal.layout.chunk import chunk_region
 from shoal.layout.region import Region
@@ -47,8 +50,11 @@ class Share:
     layout: str = ""
 
 
-def share_of(name: str, tensor: object, *, is_first: bool) -> Share:
+def share_of(name: str, tensor: object, *, is_first: bool, first_rank: int | None = None) -> Share:
     """Say what this rank holds; a plain tensor is whole on every rank and written by the first.
+
+    Several parts of a mesh may have the tensor once each, as those beside tensor parallelism have:
+    the part with `first_rank` (of the world) writes it.
 
     Who holds something that is no tensor as a whole passes a `Share` itself.
     """
@@ -67,11 +73,12 @@ def share_of(name: str, tensor: object, *, is_first: bool) -> Share:
         parts = tuple(Part(region=r, local=local) for r, local in held if r.numel > 0)
     except CheckpointError as error:
         raise CheckpointError(f"{name!r} {error}") from error
+    is_ours = first_rank is None or first_rank in _ranks_of(tensor, first_rank)
     return Share(
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         parts=parts,
-        writes=writes,
+        writes=writes and is_ours,
         layout=_layout(tensor),
     )
 
@@ -89,6 +96,15 @@ def _layout(tensor: torch.Tensor) -> str:
     return f"{', '.join(map(repr, tensor.placements))} on mesh({axes})"
 
 
+def _ranks_of(tensor: torch.Tensor, first_rank: int) -> Sequence[int]:
+    """The ranks of the world that have a tensor once together, or more often."""
+    if isinstance(tensor, DTensor):
+        return tensor.device_mesh.mesh.flatten().tolist()
+    if isinstance(tensor, ShardedTensor) and tensor.placement.replica == 0:
+        return dist.get_process_group_ranks(tensor.placement.group)
+    return (first_rank,)
+
+
 def _held(
     name: str, tensor: torch.Tensor, is_first: bool
 ) -> tuple[list[tuple[Region, torch.Tensor]], bool]:
@@ -104,16 +120,22 @@ def _held(
 
 
 def _sharded(name: str, tensor: DTensor) -> tuple[Region | None, bool]:
-    """Cut the whole along each mesh axis in turn, as DTensor does."""
+    """Cut the whole along each mesh axis in turn, as DTensor does.
+
+    An axis that cuts what later axes have cut before (`fully_shard` after tensor parallelism) comes
+    after them.
+    """
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None, False
     region, writes = Region.whole(tensor.shape), True
-    for axis, placement in enumerate(tensor.placements):
-        # Subclasses of Shard cut differently, so the exact type counts.
-        if type(placement) is Shard:
-            region = chunk_region(region, mesh.size(axis), coordinate[axis], placement.dim)
+    axes = list(enumerate(tensor.placements))
+    late = [one for one in axes if distributed_tensor.cuts_late(one[1])]
+    for axis, placement in [one for one in axes if one not in late] + late[::-1]:
+        dim = distributed_tensor.cut_dim(placement)
+        if dim is not None:
+            region = chunk_region(region, mesh.size(axis), coordinate[axis], dim)
         elif type(placement) is Replicate:
             writes = writes and coordinate[axis] == 0
         else:

@@ -47,7 +47,9 @@ class Bucket:
         self._pending: Pending | None = None
         self.group = transport.group
         self.reason = f"all-reduce of bucket {self.index} ({named[0][0]} to {named[-1][0]})"
-        self._divisor, self._average = _averaging(transport, self.flat, self.reason)
+        # No backend adds complex numbers up.
+        real = torch.view_as_real(self.flat).view(-1) if self.flat.is_complex() else self.flat
+        self._divisor, self._average = _averaging(transport, real, self.reason)
         is_cuda = first.device.type == "cuda"
         self._streams: set[torch.cuda.Stream] | None = set() if is_cuda else None
         self._index_of_device = first.device.index or 0

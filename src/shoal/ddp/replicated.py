@@ -64,8 +64,8 @@ class Replica:
 
     @dynamo.unwrapped_by_dynamo
     def _before_eager(self) -> None:
-        if autograd.inside_backward():
-            return  # a checkpoint recomputes
+        if autograd.inside_backward() or autograd.inside_function_transform():
+            return  # a checkpoint recomputes; what `torch.func` makes is each rank's own
         is_averaged = torch.is_grad_enabled() and self.averages
         if torch.is_grad_enabled():
             # Forward decides for its backward, wherever that is called.
@@ -79,7 +79,9 @@ class Replica:
 
     @dynamo.unwrapped_by_dynamo
     def _after_eager(self, output: object) -> None:
-        if self.averages and torch.is_grad_enabled() and not autograd.inside_backward():
+        if not self.averages or not torch.is_grad_enabled():
+            return
+        if not (autograd.inside_backward() or autograd.inside_function_transform()):
             self.reducer.after_forward(output)
 
     def enter_graph(self, module: nn.Module) -> dict[str, Tensor]:

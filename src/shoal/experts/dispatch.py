@@ -11,13 +11,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shoal.comm.transport import Transport
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends rows to ranks; gradients go the way back."""
+    """Sends rows to ranks; gradients go the way back, and gradients of gradients there again."""
 
     @staticmethod
     def forward(
@@ -31,11 +30,10 @@ class _Exchange(torch.autograd.Function):
         return _exchanged(rows, sent, received, transport)
 
     @staticmethod
-    @once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, grad: torch.Tensor
     ) -> tuple[torch.Tensor | None, None, None, None]:
-        return _exchanged(grad, *ctx.way_back), None, None, None
+        return _Exchange.apply(grad, *ctx.way_back), None, None, None
 
 
 def _exchanged(

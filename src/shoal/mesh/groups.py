@@ -5,6 +5,8 @@ Each function here is collective: every rank of the world must call it, in the s
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -75,11 +77,6 @@ def post_forward_mesh_info(
     shard_size = mesh_info.shard_mesh_size
     size = reshard_size(reshard_after_forward, shard_size)
     is_number = reshard_after_forward is not None and not isinstance(reshard_after_forward, bool)
-    if is_number and mesh_info.is_spmd_mesh:
-        raise NotImplementedError(
-            "reshard_after_forward as int (a number of ranks) is not supported together with "
-            f"dp_mesh_dims, got {reshard_after_forward}: pass True or False"
-        )
     if reshard_after_forward is False or (is_number and size == 1):
         return None
     if size == shard_size:
@@ -89,9 +86,22 @@ def post_forward_mesh_info(
     made: dict[int, HSDPMeshInfo] = vars(mesh_info.mesh).setdefault("_shoal_post_forward", {})
     if size not in made:
         ranks = mesh_info.mesh.mesh.movedim(mesh_info.shard_mesh_dim, -1).reshape(-1, size)
-        mesh = DeviceMesh(mesh_info.mesh.device_type, ranks)
+        is_part = ranks.numel() < dist.get_world_size()
+        make = _mesh_of_part if is_part else DeviceMesh
+        mesh = make(mesh_info.mesh.device_type, ranks)
         made[size] = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
     return made[size]
+
+
+def _mesh_of_part(device_type: str, ranks: torch.Tensor) -> DeviceMesh:
+    """A mesh of two axes, of which only its own ranks hear: others make other ones meanwhile."""
+    (here,) = (ranks == dist.get_rank()).nonzero().tolist()
+    groups: Any = [
+        dist.new_group(members.tolist(), use_local_synchronization=True)
+        for members in (ranks[:, here[1]], ranks[here[0]])
+    ]
+    names = ("replicate", "shard")
+    return DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=names)
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:

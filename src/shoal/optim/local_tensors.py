@@ -60,3 +60,9 @@ TENSOR_TYPES: dict[type, TensorType] = {
         holds=Tensor,
     ),
 }
+
+
+def local_of(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    kind = TENSOR_TYPES.get(type(tensor))
+    return tensor if kind is None or kind.local is None else kind.local(tensor)

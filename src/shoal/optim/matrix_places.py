@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shoal._torch import distributed_tensor, meshes
 from shoal.errors import UsageError
 from shoal.layout.region import Region
+from shoal.tensor.packed import Packed
 from shoal.tensor.sharded import ShardedTensor
 
 
@@ -36,6 +38,19 @@ class MatrixCut:
     def numel_on(self, rank: int) -> int:
         """How many elements a rank has."""
         return sum(region.numel for region in self.regions_of(rank))
+
+
+_ranges: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def note_range(tensor: Tensor, placement: Packed) -> None:
+    """Say of a plain tensor that it is a range of a parameter, as the wrapper's shards are."""
+    _ranges[tensor] = placement
+
+
+def is_range(tensor: Tensor) -> bool:
+    """Whether `note_range` was called of a tensor. Without elements it has no gradient."""
+    return tensor in _ranges
 
 
 def cut_of(name: str, tensor: Tensor, mesh: DeviceMesh | None) -> MatrixCut | None:
@@ -56,9 +71,10 @@ def cut_of(name: str, tensor: Tensor, mesh: DeviceMesh | None) -> MatrixCut | No
             regions_of=lambda rank: _rectangle(*distributed_tensor.chunk_at(spec, ranks.at(rank))),
             copy_of=lambda rank: tuple(ranks.at(rank)[axis] for axis in axes),
         )
-    if not isinstance(tensor, ShardedTensor):
+    placement = tensor.placement if isinstance(tensor, ShardedTensor) else _ranges.get(tensor)
+    if placement is None:
         return None
-    placement = tensor.placement
+    shape = placement.shape
     if mesh is None or mesh.size() == placement.group.size():
         regions = placement.regions_of
         return MatrixCut(
@@ -87,7 +103,7 @@ class _Ranks:
     """All ranks of a mesh as one group."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self.group = _group_of(mesh)
+        self.group = group_of(mesh)
         places = {int(rank): at for at, rank in enumerate(mesh.mesh.flatten())}
         sizes = tuple(mesh.mesh.shape)
         self._at = [
@@ -100,7 +116,8 @@ class _Ranks:
         return self._at[rank]
 
 
-def _group_of(mesh: DeviceMesh) -> ProcessGroup:
+def group_of(mesh: DeviceMesh) -> ProcessGroup:
+    """All ranks of a mesh."""
     if mesh.ndim == 1:
         return mesh.get_group()
     if dist.group.WORLD is not None and mesh.size() == dist.get_world_size():

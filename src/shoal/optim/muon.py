@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from shoal._torch import optimizers
-from shoal.optim.local_tensors import TENSOR_TYPES
+from shoal.optim.local_tensors import TENSOR_TYPES, local_of
 from shoal.optim.matrix_exchange import MatrixExchange
 from shoal.optim.matrix_places import MatrixCut, cut_of
 
@@ -74,13 +74,13 @@ class Muon(torch.optim.Muon):
         state, grad = self.state[parameter], parameter.grad
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter if grad is None else grad)
-        momentum = _local(state["momentum_buffer"])
-        local = torch.zeros_like(momentum) if grad is None else _local(grad)
+        momentum = local_of(state["momentum_buffer"])
+        local = torch.zeros_like(momentum) if grad is None else local_of(grad)
         momentum.lerp_(local, 1 - group["momentum"])
         return local.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
 
     def _move(self, parameter: Tensor, group: Mapping[str, Any], update: Tensor) -> None:
-        local, lr = _local(parameter.detach()), float(group["lr"])
+        local, lr = local_of(parameter.detach()), float(group["lr"])
         local.mul_(1 - lr * group["weight_decay"])
         adjusted = optimizers.muon_lr(lr, group["adjust_lr_fn"], parameter.shape)
         local.add_(update.reshape(local.shape), alpha=-adjusted)
@@ -117,11 +117,6 @@ class _Travels:
         """Whether these are the very parameters, and lie where they lay."""
         now = [*parameters, *places]
         return len(now) == len(self._seen) and all(map(is_, now, self._seen))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    kind = TENSOR_TYPES.get(type(tensor))
-    return tensor if kind is None or kind.local is None else kind.local(tensor)
 
 
 def _whole(matrix: Tensor, group: Mapping[str, Any]) -> Tensor:

@@ -59,8 +59,6 @@ class Setup:
             )
 
     def _check_reshard(self, size: int) -> None:
-        if not isinstance(self.layout, Even):
-            raise UsageError(f"reshard to {size} ranks needs the layout Even, got {self.layout}")
         if not 1 <= size <= self.shards or self.shards % size:
             raise UsageError(
                 f"expected reshard to be a number that divides the {self.shards} ranks that "

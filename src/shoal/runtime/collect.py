@@ -231,9 +231,18 @@ def group(
     info: DataParallelMeshInfo,
     place: Callable[[nn.Parameter], Any] | None,
 ) -> list[Group]:
-    """Parameters by the mesh they are sharded over, with the wrappings they take there."""
+    """Parameters by the mesh they are sharded over, with the wrappings they take there.
+
+    DTensors and tensors with gather hooks are cut evenly whatever the layout, as a group beside the
+    others: only a DTensor can lie on more axes than those that are data-parallel, and hooks get
+    even chunks.
+    """
     if place is None:
-        return [_group(part, [0] * len(part), cut, info) for part, cut in _by_layout(found, layout)]
+        evenly = [one for one in found if _needs_chunks(one)]
+        if evenly and not isinstance(layout, Even | None) and isinstance(info, FSDPMeshInfo):
+            others = [one for one in found if not _needs_chunks(one)]
+            return [*group(others, layout, info, None), *group(evenly, Even(), info, None)]
+        return [_group(found, [0] * len(found), layout or Even(), info)] if found else []
     if layout is not None and not isinstance(layout, Even):
         raise UsageError(
             f"shard_placement_fn chooses dims of the layout Even; it cannot be used with {layout}"
@@ -263,16 +272,10 @@ def group(
     return [_group(items, dims, None, own) for own, items, dims in by_group.values()]
 
 
-def _by_layout(
-    found: Sequence[Found], layout: Layout | None
-) -> Iterator[tuple[list[Found], Layout]]:
-    """Parameters by their layout: gather hooks are for tensors cut evenly along dim 0."""
-    if layout is None or isinstance(layout, Even):
-        parts: list[tuple[list[Found], Layout]] = [(list(found), layout or Even())]
-    else:
-        hooked = [f for f in found if has_hooks_before_sharding(f.name, bytes_of(f.parameter))]
-        parts = [([f for f in found if f not in hooked], layout), (hooked, Even())]
-    return (part for part in parts if part[0])
+def _needs_chunks(item: Found) -> bool:
+    return isinstance(item.parameter, DTensor) or has_hooks_before_sharding(
+        item.name, item.parameter
+    )
 
 
 def _answer(result: Any, info: FSDPMeshInfo) -> tuple[Any, Any]:
@@ -342,12 +345,6 @@ def _sharded_wrappings(
 ) -> list[ParameterWrapping]:
     if not isinstance(info, FSDPMeshInfo):
         raise UsageError(f"{layout} needs a mesh with an axis that shards, got one that replicates")
-    for item in found:
-        if isinstance(item.parameter, DTensor):
-            raise NotImplementedError(
-                f"shoal: parameter {item.name!r} is a DTensor (tensor parallelism), which "
-                f"{layout} does not support; use the layout Even"
-            )
     packing = layout.pack(specs, info.shard_mesh_size)
     replica = info.replicate_mesh_rank if isinstance(info, HSDPMeshInfo) else 0
     return [

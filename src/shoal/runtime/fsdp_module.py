@@ -480,8 +480,9 @@ def _steps_of(modules: object) -> tuple[UnitStep, ...]:
 def _refuse_several(module: object, what: str) -> None:
     if len(own_state(module).units) > 1:
         raise UsageError(
-            f"{what} is not supported on a module whose parameters are sharded over several "
-            "meshes: it would not be clear for which"
+            f"{what} is not supported on a module whose parameters are several units, as those of "
+            "several meshes are, and DTensors beside a layout other than Even: it would not be "
+            "clear for which"
         )
 
 

@@ -36,7 +36,6 @@ from shoal.runtime.collect import (
 )
 from shoal.runtime.fsdp_module import FSDPModule, torch_state
 from shoal.runtime.gather import PostForward
-from shoal.runtime.gather_hooks import refusal
 from shoal.runtime.mistakes import (
     check_plain_values,
     ignored_of,
@@ -48,7 +47,6 @@ from shoal.runtime.mistakes import (
 )
 from shoal.runtime.module_call import swap_class
 from shoal.runtime.module_state import ModuleState, state_of
-from shoal.runtime.parameter_wrapping import DTensorWrapping
 from shoal.runtime.policy import MixedPrecisionPolicy, OffloadPolicy
 from shoal.runtime.unit import Unit
 from shoal.tensor.sharded import ShardedTensor
@@ -179,7 +177,7 @@ def make_units(
         unit = Unit(name, part.sources, part.layout, part.mesh_info, device, policy, offload)
         after = _post_forward(reshard_after_forward, part.mesh_info)
         if after is not None:
-            unit.post = _keep_within(after, unit)
+            unit.post = PostForward(unit, after)
         units.append(unit)
     reshards = None if reshard_after_forward is None else reshard_after_forward is not False
     if not isinstance(reshard_after_forward, bool) and reshard_after_forward == 1:
@@ -258,23 +256,6 @@ def _post_forward(
     """The smaller mesh to reshard to after forward, if one was asked for."""
     smaller = post_forward_mesh_info(reshard_after_forward, info)
     return None if smaller is info else smaller
-
-
-def _keep_within(info: FSDPMeshInfo, unit: Unit) -> PostForward:
-    if not isinstance(unit.layout, Even):
-        raise NotImplementedError(
-            f"shoal: reshard_after_forward as a number needs the layout Even, got {unit.layout}"
-        )
-    for member in unit.shards.members:
-        if isinstance(member.wrapping, DTensorWrapping) and member.wrapping.before is not None:
-            raise NotImplementedError(
-                f"shoal: reshard_after_forward as a number is not supported for DTensor "
-                f"parameters, such as {member.spec.name!r}"
-            )
-    if unit.shards.extended:
-        name = unit.shards.members[min(unit.shards.extended)].spec.name
-        raise refusal(name, "reshard_after_forward as a number")
-    return PostForward(unit, info)
 
 
 COPY_REFUSAL = (

@@ -22,17 +22,19 @@ from shoal.comm.calls import Pair
 from shoal.comm.imagined_device import Lane
 from shoal.comm.pending import Pending, Prepared
 from shoal.comm.transport import Transport
-from shoal.layout import Even
+from shoal.layout import Even, Flat
 from shoal.layout.buffer import gathered_rows, shard_of, shard_views
 from shoal.layout.packing import Packing
 from shoal.low_precision import Wire
 from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.arena import Arena, Buffer
 from shoal.runtime.full import FullParameters
+from shoal.runtime.parameter_wrapping import bytes_of
 from shoal.runtime.policy import AllGather
 from shoal.runtime.streams import CudaLane, Streams, no_wait
 
 if TYPE_CHECKING:
+    from shoal.runtime.shards import Member
     from shoal.runtime.unit import Unit
 
 
@@ -433,32 +435,51 @@ class PostForward:
         return self._shard is not None
 
     def keep(self, full: FullParameters) -> None:
-        """Keep this rank's piece of the full parameters, and register it on the modules."""
-        members = self._unit.shards.members
+        """Keep this rank's piece of the full parameters.
+
+        With `Even` the modules show it, as torch's do; otherwise they show the shards. Parameters
+        with gather hooks are not kept: their own hooks gather them again.
+        """
+        unit = self._unit
+        packing = self._packing_of(unit.compute_packing)
         datas = [
-            member.wrapping.packed(parameter.detach())
-            for member, parameter in zip(members, full.parameters, strict=True)
+            torch.empty(param.shape, dtype=param.dtype, device=unit.device)
+            if index in unit.shards.extended
+            else member.wrapping.packed(bytes_of(parameter.detach()))
+            for index, (member, parameter, param) in enumerate(
+                zip(unit.shards.members, full.parameters, packing.params, strict=True)
+            )
         ]
-        if self._packing is None or self._packing.params != self._unit.compute_packing.params:
-            params = self._unit.compute_packing.params
-            self._packing = Even().pack(params, self._transport.size)
-        self._shard = shard_of(self._packing, self._transport.rank, datas)
-        views = shard_views(self._packing, self._transport.rank, self._shard)
-        for member, data, view in zip(members, datas, views, strict=True):
-            if not member.sharded.dim():
-                member.register(member.sharded)
-                continue
-            spec = distributed_tensor.dtensor_spec(
-                self._info.mesh,
-                (Replicate(), Shard(0)),
-                data.shape,
-                torch.empty(data.shape, device="meta").stride(),
-                data.dtype,
-            )
-            parameter = nn.Parameter(
-                distributed_tensor.dtensor(view, spec), requires_grad=member.sharded.requires_grad
-            )
-            member.register(parameter)
+        self._shard = shard_of(packing, self._transport.rank, datas)
+        views = shard_views(packing, self._transport.rank, self._shard)
+        for index, (member, data, view) in enumerate(
+            zip(unit.shards.members, datas, views, strict=True)
+        ):
+            is_shown = index not in unit.shards.extended and self._can_show(member)
+            member.register(self._shown(member, data, view) if is_shown else member.sharded)
+
+    def _packing_of(self, full: Packing) -> Packing:
+        """How the pieces are packed; in rows, where the modules show them."""
+        if self._packing is None or self._packing.params != full.params:
+            layout = Even() if isinstance(self._unit.layout, Even) else Flat()
+            self._packing = layout.pack(full.params, self._transport.size)
+        return self._packing
+
+    def _can_show(self, member: Member) -> bool:
+        """Whether a piece is a chunk of rows of the whole parameter."""
+        is_even = isinstance(self._unit.layout, Even)
+        return is_even and not member.wrapping.is_distributed and bool(member.sharded.dim())
+
+    def _shown(self, member: Member, data: torch.Tensor, view: torch.Tensor) -> nn.Parameter:
+        spec = distributed_tensor.dtensor_spec(
+            self._info.mesh,
+            (Replicate(), Shard(0)),
+            data.shape,
+            torch.empty(data.shape, device="meta").stride(),
+            data.dtype,
+        )
+        shown = distributed_tensor.dtensor(view, spec)
+        return nn.Parameter(shown, requires_grad=member.sharded.requires_grad)
 
     def launch(self) -> Pending:
         """Start to gather the pieces within the smaller group."""
@@ -484,6 +505,8 @@ class PostForward:
             if targets:
                 kernels.foreach_copy(targets, sources)
             full.turn()
+            if full.extension is not None:
+                full.extension.finish()
         self.drop()
 
     def drop(self) -> None:

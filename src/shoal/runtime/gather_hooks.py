@@ -138,9 +138,6 @@ class Extension:
     """The parameters of one unit that have hooks, gathered together."""
 
     def __init__(self, unit: Unit) -> None:
-        if unit.post is not None:
-            name = unit.shards.members[min(unit.shards.extended)].spec.name
-            raise refusal(name, "reshard_after_forward as a number")
         self._unit = unit
         self._members = [Extended(unit, index) for index in sorted(unit.shards.extended)]
         self._gather: Gather | None = None

@@ -76,6 +76,11 @@ class ParameterWrapping(ABC):
         """Let a tensor that was sharded like this over other ranks be sharded over these."""
         raise NotImplementedError("see within")
 
+    @property
+    def is_distributed(self) -> bool:
+        """Whether the full parameter is a DTensor, on axes that are not data-parallel."""
+        return False
+
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """The full parameter over gathered bytes, as `shaped` gives them."""
         return data
@@ -187,6 +192,11 @@ class DTensorWrapping(ParameterWrapping):
         distributed_tensor.set_local_tensor(tensor, local)
         distributed_tensor.set_spec(tensor, placed)
 
+    @property
+    def is_distributed(self) -> bool:
+        """See `ParameterWrapping.is_distributed`."""
+        return self.before is not None
+
     def full(self, data: torch.Tensor) -> torch.Tensor:
         """See `ParameterWrapping.full`."""
         return data if self.before is None else distributed_tensor.dtensor(data, self.before)
@@ -272,6 +282,7 @@ def dtensor_wrapping(
     name: str, parameter: torch.Tensor, dim: int, info: DataParallelMeshInfo
 ) -> DTensorWrapping:
     """Shard a parameter along a dim over the data-parallel axes of a mesh."""
+    distributed_tensor.step_locally()
     if info.mesh.device_type == "cpu":
         distributed_tensor.draw_as_unsharded_on_cpu()
     if parameter.is_complex():
@@ -288,7 +299,7 @@ def dtensor_wrapping(
         spec, data_axes = _on_named_axes(name, before, None if is_number else dim, info)
     elif isinstance(parameter, DTensor):
         before = distributed_tensor.spec_of(parameter)
-        spec = _beside_other_axes(name, before, None if is_number else dim, info)
+        spec = _beside_other_axes(before, None if is_number else dim, info)
     else:
         spec = distributed_tensor.dtensor_spec(
             info.mesh,
@@ -315,14 +326,9 @@ def _data_placements(info: DataParallelMeshInfo, shard: Placement) -> tuple[Plac
 
 
 def _beside_other_axes(
-    name: str, before: distributed_tensor.DTensorSpec, dim: int | None, info: DataParallelMeshInfo
+    before: distributed_tensor.DTensorSpec, dim: int | None, info: DataParallelMeshInfo
 ) -> distributed_tensor.DTensorSpec:
     """The parameter is distributed over axes of its own, such as tensor parallelism's."""
-    if len(before.placements) > 2:
-        raise NotImplementedError(
-            f"shoal: parameter {name!r} is distributed over {len(before.placements)} axes "
-            f"({before.placements}); at most 2 beside the data-parallel ones are supported"
-        )
     shard: Placement = Replicate()
     if dim is not None:
         factor = distributed_tensor.num_shards(before, dim)

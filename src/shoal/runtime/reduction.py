@@ -413,12 +413,14 @@ class UnitReducer:
         key = (dtype, options, unit.replicas)
         if self._division is None or self._division[0] != key:
             assert dtype is not None
+            # The default reduction multiplies by itself where a backend cannot, as gloo.
+            has_factor = options.divide_factor is not None and options.reduce_scatter is not None
             division = Division.of(
                 dtype.to_real() if dtype.is_complex else dtype,
                 unit.size,
                 1 if unit.replicas is None else unit.replicas.size,
                 options.divide_factor,
-                only_sums=options.only_sums,
+                only_sums=options.only_sums or (has_factor and unit.device.type == "cpu"),
                 halves=options.halves_division,
             )
             self._division = (key, division)

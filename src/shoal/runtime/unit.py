@@ -263,13 +263,22 @@ class Unit:
         """What all ranks' shards are on the way."""
         return self.full.gathered.nbytes if self.wire is None else self.wire.packing.gathered_bytes
 
-    def _gather_from(self, stored: Stored, *, exact: bool = False) -> Gather | EncodedGather:
+    def _gather_from(self, stored: Stored) -> Gather | EncodedGather:
+        if self.wire is None:
+            return self._exact_gather_from(stored)
         where = self.full.gathered, self.transport, self.streams
-        if self.wire is None or exact:
-            is_copied = self.shards.are_on_host and stored is self.shards
-            packing = self.compute_packing
-            return Gather(self.name, stored, packing, *where, reads_copies=is_copied)
         return EncodedGather(self.name, stored, self.wire, *where, self.arena)
+
+    def _exact_gather_from(self, stored: Stored) -> Gather:
+        return Gather(
+            self.name,
+            stored,
+            self.compute_packing,
+            self.full.gathered,
+            self.transport,
+            self.streams,
+            reads_copies=self.shards.are_on_host and stored is self.shards,
+        )
 
     def _name_full(self) -> None:
         """Let full parameters say what they are called."""
@@ -485,6 +494,8 @@ class Unit:
     def launch_gather(self) -> None:
         """Start the all-gather of this unit's shards."""
         if self.post is not None and self.post.is_active:
+            if self.extension is not None:
+                self.extension.launch()
             self._wait = self.post.launch().wait
             return
         if self._copied is not None and not autograd.inside_backward() and self.is_stale:
@@ -510,7 +521,7 @@ class Unit:
         """Start it from the shards, or from what is kept of them. There is memory to write to."""
         custom, before = self.options.all_gather, None
         if self._is_exact and self.wire is not None:
-            self._exact = gather = self._exact or self._gather_from(self.shards, exact=True)
+            self._exact = gather = self._exact or self._exact_gather_from(self.shards)
         elif self.keeps_shards and self._copied is None:
             kept, gather = self._kept = self._kept or self._make_kept()
             before = partial(kept.write, self.gathered_version)
@@ -609,6 +620,8 @@ class Unit:
             if self._launched is not None:
                 self._launched.let_go()
             self.full.cancel()
+        elif self.extension is not None:
+            self.extension.cancel()
         self.drop_piece()
 
     @property

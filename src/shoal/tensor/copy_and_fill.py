@@ -117,6 +117,21 @@ def _identity(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedT
     return target
 
 
+def _put_where(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Write a number where a mask says so that is cut alike, as Rprop does it."""
+    target, indices, value, *rest = args
+    (mask,) = indices if len(indices) == 1 else (None,)
+    if not isinstance(target, ShardedTensor) or not isinstance(mask, ShardedTensor):
+        raise unsupported(op, "expected a mask that is cut like the target", target)
+    if mask.dtype is not torch.bool or not mask.placement.agrees(target.placement):
+        raise differently_cut(op, target, mask)
+    if value.numel() != 1:
+        raise unsupported(op, f"expected one number, got {value.numel()}", target)
+    for into, where in zip(target.locals, mask.locals, strict=True):
+        op(into, [where], value, *rest, **kwargs)
+    return target
+
+
 def _fill_from_tensor(op: Op, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ShardedTensor:
     if isinstance(args[1], ShardedTensor):
         raise unsupported(op, "the value is itself sharded, so that one rank alone has it", args)
@@ -165,6 +180,7 @@ HANDLERS: dict[str, Handler] = {
     "_to_copy": _made_like,
     "copy_": copy_into,
     "eye.m_out": _identity,
+    "index_put_": _put_where,
     "fill_.Scalar": _in_place,
     "fill_.Tensor": _fill_from_tensor,
     "zero_": _in_place,

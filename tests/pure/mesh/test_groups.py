@@ -155,15 +155,26 @@ def test_after_forward_groups_neighbours_on_the_shard_axis(join_world) -> None:
     assert after.mesh.mesh.tolist() == [[0, 2], [4, 6], [1, 3], [5, 7]]
 
 
-def test_after_forward_without_sharding_or_with_named_axes(join_world) -> None:
+def test_after_forward_without_sharding(join_world) -> None:
     join_world(0, 16)
     mesh = cube()
     ddp = mesh_info_of(mesh, DataParallelMeshDims(replicate="dp"))
     assert post_forward_mesh_info(True, ddp) is None
     fsdp = mesh_info_of(mesh, DataParallelMeshDims(shard="tp"))
     assert post_forward_mesh_info(True, fsdp) is fsdp
-    with pytest.raises(NotImplementedError, match="dp_mesh_dims"):
-        post_forward_mesh_info(2, fsdp)
+    assert post_forward_mesh_info(fsdp.shard_mesh_size, fsdp) is fsdp
+
+
+def test_after_forward_in_a_part_of_the_world(join_world) -> None:
+    """Other ranks make groups of their own meanwhile, of which these hear nothing."""
+    join_world(6, 16)
+    fsdp = mesh_info_of(cube(), DataParallelMeshDims(shard="dp"))
+    assert isinstance(fsdp, FSDPMeshInfo)
+    ranks = dist.get_process_group_ranks(fsdp.shard_process_group)
+    pods = mesh_info_of(cube(), DataParallelMeshDims(shard=("pod", "dp")))
+    smaller = post_forward_mesh_info(2, pods)
+    assert smaller is not None
+    assert dist.get_process_group_ranks(smaller.shard_process_group) == ranks
 
 
 def test_the_default_mesh_is_the_world(join_world) -> None:

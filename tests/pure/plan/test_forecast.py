@@ -208,7 +208,6 @@ MISTAKES: list[tuple[str, Callable[[], object]]] = [
     ("has 8 ranks, not world=4", lambda: tiny(mesh=(2, 4))),
     ("expected mesh=.shards,", lambda: tiny(mesh=(2, 2, 2))),
     ("divides the 4 ranks that shard, got 3", lambda: tiny(reshard=3)),
-    ("needs the layout Even", lambda: tiny(reshard=2, layout=Flat())),
     ("checkpointing=0", lambda: tiny(checkpointing=0)),
     ("a number of ranks", lambda: tiny(world=None)),
     ("'extra' has memory", lambda: forecast(on_cpu, inputs, world=2)),

@@ -15,8 +15,10 @@ from torch.utils._pytree import tree_map_only
 from collectives import LoggedGather
 from differential import (
     DIM,
+    PLAIN,
     SHOAL,
     Engine,
+    check_close,
     check_engines_agree,
     check_same,
     error_of,
@@ -32,22 +34,9 @@ from shoal.errors import InvariantError, RankError, UsageError
 from shoal.layout import Flat
 from shoal.runtime.full_parameters import full_parameters
 from shoal.runtime.module_state import state_of
-from wrapped import KEPT, Wrapped
+from wrapped import KEPT, Plainly, Wrapped
 
 _aten = torch.ops.aten
-
-
-class Plainly(Wrapped):
-    """Travels as it is; the full parameter is the very tensor that was gathered."""
-
-    def fsdp_pre_all_gather(self, mesh: Any) -> Any:
-        return (self.whole,), None
-
-    def fsdp_post_all_gather(
-        self, outputs: Any, metadata: Any, param_dtype: Any, *, out: Any = None
-    ) -> Any:
-        (output,) = outputs
-        return None if out is not None else (output, (output,))
 
 
 class Halved(Wrapped):
@@ -361,12 +350,6 @@ class Sometimes(Wrapped):
 @ranks(2)
 def test_combinations_that_are_refused() -> None:
     engine, x = SHOAL, SHOAL.batches(1)[0]
-    late = engine.api.fully_shard(nn.Linear(DIM, 4), layout=Flat())
-    shard = late.weight.local_tensor()
-    shard.fsdp_pre_all_gather = shard.fsdp_post_all_gather = lambda mesh: None
-    error = error_of(lambda: late(x))
-    assert isinstance(error, NotImplementedError)
-    assert "'weight'" in str(error)
 
     def write_back() -> None:
         with full_parameters(_sharded(engine, Plainly), writeback=True):
@@ -383,15 +366,14 @@ def test_combinations_that_are_refused() -> None:
 
 
 @ranks(4)
-def test_a_smaller_group_after_forward_is_refused() -> None:
-    error = error_of(lambda: _sharded(SHOAL, Plainly, reshard_after_forward=2))
-    assert isinstance(error, NotImplementedError)
-    model = seeded(lambda: nn.Linear(DIM, 4))
-    SHOAL.api.fully_shard(model, reshard_after_forward=2)
-    shard = model.weight._local_tensor
-    shard.fsdp_pre_all_gather = lambda mesh: ((shard,), None)
-    shard.fsdp_post_all_gather = lambda outputs, *_, out=None: (outputs[0], outputs)
-    assert isinstance(error_of(lambda: model(SHOAL.batches(1)[0])), NotImplementedError)
+@pytest.mark.parametrize("layout", [None, Flat()], ids=repr)
+def test_a_smaller_group_after_forward(layout: Flat | None) -> None:
+    """The hooks gather again what they gathered for forward; the rest comes from fewer ranks."""
+    plain = seeded(lambda: _layers(lambda weight: weight))
+    model = _sharded(SHOAL, Plainly, reshard_after_forward=2, layout=layout)
+    train(SHOAL, model)
+    train(PLAIN, plain)
+    check_close(model, plain)
 
 
 @ranks(2)

@@ -297,9 +297,6 @@ def _misuses(engine: Engine) -> dict[str, Callable[[], Any]]:
         misuses["not found in mesh.mesh_dim_names"] = lambda: fully_shard(
             _layer(), mesh=named, dp_mesh_dims=dims(shard="nowhere")
         )
-        misuses["reshard_after_forward as int"] = lambda: fully_shard(
-            _layer(), mesh=named, dp_mesh_dims=dims(shard="dp"), reshard_after_forward=2
-        )
     return misuses
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import (
+    DTensor,
     Placement,
     Replicate,
     Shard,
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from differential import (
     DIM,
     PLAIN,
+    SHOAL,
     Engine,
     check_close,
     check_engines_agree,
@@ -147,22 +149,39 @@ def test_a_state_dict_of_tensor_parallel_parameters_goes_round() -> None:
 
 @_quietly
 @ranks(4)
-def test_what_tensor_parallel_parameters_exclude() -> None:
+def test_a_smaller_group_after_forward() -> None:
+    """torch has no number of ranks for DTensor parameters."""
     mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=_2D[1])
+    mine, joined = _batches_of_data_ranks(mesh)
+    model, plain = _tensor_parallel(SHOAL, mesh, "shard", reshard_after_forward=2), seeded(Pair)
+    train(SHOAL, model, mine)
+    train(PLAIN, plain, joined)
+    check_close(model, plain)
 
-    def run(engine: Engine) -> list[Any]:
-        model = seeded(Pair)
-        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel()})
 
-        def shard_and_run() -> None:  # one engine tells when sharding, the other when running
-            engine.api.fully_shard(model.up, mesh=mesh["shard"], reshard_after_forward=2)
-            engine.api.fully_shard(model, mesh=mesh["shard"])
-            model(engine.batches(1)[0])
+@_quietly
+@ranks(4)
+def test_three_axes_beside_the_one_that_shards() -> None:
+    mesh = init_device_mesh("cpu", (2, 1, 2, 1), mesh_dim_names=("shard", "a", "b", "c"))
+    mine, joined = _batches_of_data_ranks(mesh)
+    model, plain = seeded(Pair), seeded(Pair)
+    placements = {"up.weight": [Replicate(), Shard(0), Replicate()]}
+    for name, parameter in list(model.named_parameters()):
+        whole = [Replicate()] * 3
+        placed = distribute_tensor(
+            parameter.detach(), mesh["a", "b", "c"], placements.get(name, whole)
+        )
+        owner, _, short = name.rpartition(".")
+        setattr(model.get_submodule(owner), short, nn.Parameter(placed))
+    SHOAL.api.fully_shard(model, mesh=mesh["shard"])
 
-        return [error_of(shard_and_run)]
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        inner = distribute_tensor(x, mesh["a", "b", "c"], [Replicate()] * 3)
+        return model(inner).full_tensor().square().mean()
 
-    (error,) = check_engines_agree(run, plain=False)
-    assert isinstance(error, NotImplementedError)
+    train(SHOAL, model, mine, loss=loss)
+    train(PLAIN, plain, joined)
+    check_close(model, plain)
 
 
 _PLACEMENTS: dict[str, dict[str, Placement]] = {
@@ -183,6 +202,32 @@ def _on_whole_mesh(mesh: DeviceMesh) -> Pair:
             setattr(module, short, nn.Parameter(data))
 
     return distribute_module(seeded(Pair), mesh, distribute)
+
+
+@_quietly
+@needs_mesh_dims
+@ranks(4)
+def test_a_smaller_group_on_named_axes() -> None:
+    """torch has no number of ranks with `dp_mesh_dims`."""
+    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("shard", "tensor"))
+    model, plain = _on_whole_mesh(mesh), seeded(Pair)
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "dp_mesh_dims": SHOAL.api.DataParallelMeshDims(shard="shard"),
+        "reshard_after_forward": 2,
+    }
+    SHOAL.api.fully_shard(model.up, **options)
+    SHOAL.api.fully_shard(model, **options)
+    mine, joined = _batches_of_data_ranks(mesh)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        split = [Shard(0), Replicate()]
+        output = model(DTensor.from_local(x, mesh, split))
+        return output.redistribute(placements=split).to_local().square().mean()
+
+    train(SHOAL, model, mine, loss=loss)
+    train(PLAIN, plain, joined)
+    check_close(model, plain)
 
 
 @_quietly
@@ -258,9 +303,7 @@ def test_data_parallel_axes_that_are_refused() -> None:
             refusal(engine, cut(), dims={"replicate": "a"}),
             refusal(engine, seeded(Pair), mesh=nameless),
             refusal(engine, _on_whole_mesh(other)),
-            refusal(engine, _on_whole_mesh(mesh), reshard_after_forward=2),
         ]
 
     errors = check_engines_agree(run, plain=False)
-    kinds = [ValueError] * 8 + [NotImplementedError]
-    assert [type(error) for error in errors] == kinds
+    assert [type(error) for error in errors] == [ValueError] * 8

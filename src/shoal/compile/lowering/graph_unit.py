@@ -79,6 +79,8 @@ class GraphUnit:
         self._buffer = unit.shards.buffer
         self.leaf = self._new_leaf()
         """This rank's shard: the input of graphs."""
+        self._device = unit.device
+        """Where the graph computes; the shard is elsewhere if it is offloaded."""
         self._policy, self._num_recaptures = unit.policy, unit.shards.num_recaptures
         self.compute_dtype = unit.policy.compute_dtype(dtype)
         self.reduce_dtype = unit.policy.reduce_dtype or self.compute_dtype
@@ -114,7 +116,7 @@ class GraphUnit:
         return leaf
 
     def _new_full_leaf(self, index: int) -> Tensor:
-        blank = torch.zeros((), dtype=self.compute_dtype, device=self._buffer.device)
+        blank = torch.zeros((), dtype=self.compute_dtype, device=self._device)
         full = blank.expand(self.stored.params[index].shape)
         leaf = self._wrappings[index].shaped(full).requires_grad_()
         leaf.register_post_accumulate_grad_hook(_weakly(GraphUnit._hand_over, self, index))
@@ -181,7 +183,7 @@ class GraphUnit:
 
     def fulls_of(self, shard: Tensor) -> tuple[Tensor, ...]:
         """Gather, and find the parameters in what was gathered."""
-        shard = shard.to(self.compute_dtype)
+        shard = shard.to(self._device, self.compute_dtype, non_blocking=True)
         if self._gather_group is not None:
             shard = collectives.gather_in_graph(shard, self.size, self._gather_group)
         rows = shard.view(self.size, -1)
@@ -195,17 +197,17 @@ class GraphUnit:
     def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Reduce gradients to this rank's shard of them."""
         grads = tuple(
-            grad if grad is None else wrapping.packed(grad)
+            grad if grad is None else wrapping.packed(_dense(grad))
             for wrapping, grad in zip(self._wrappings, grads, strict=True)
         )
-        zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self.leaf.device)
+        zeros = partial(torch.zeros, dtype=self.reduce_dtype, device=self._device)
         if self._bounds:
             parts = parts_of(self.stored, grads, self.reduce_dtype, self._bounds)
             shard = torch.cat([self._reduced(part) for part in parts])
         else:
             matrix = matrix_of(self.stored, grads, self.reduce_dtype, zeros)
             shard = self._reduced(matrix.view(-1))
-        return shard.to(self.leaf.dtype)
+        return shard.to(self.leaf.device, self.leaf.dtype)
 
     def _reduced(self, shard: Tensor) -> Tensor:
         """This rank's part of a matrix, or of some of its columns, over all ranks."""
@@ -268,6 +270,10 @@ class GraphUnit:
                 "between the forward and the backward of a captured graph, so these gradients are "
                 "not theirs. Make such changes before forward, or after backward."
             )
+
+
+def _dense(grad: Tensor) -> Tensor:
+    return grad if grad.layout is torch.strided else grad.to_dense()
 
 
 def _parts_of(unit: Unit, packing: Packing, dtype: torch.dtype) -> MatrixParts | None:
@@ -353,11 +359,13 @@ def _check_can_lower(unit: Unit) -> None:
     refused = {
         f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})": len(dtypes) > 1,
         "parameters that are no floating-point numbers": not is_floating,
+        "DTensor parameters (tensor parallelism, experts)": any(
+            member.wrapping.is_distributed for member in unit.shards.members
+        ),
         "parameters with all-gather hooks of their own": unit.shards.extended,
-        "CPU offload": unit.offloads,
-        "reshard_after_forward as a number of ranks": unit.post is not None,
         f"gather_format={unit.policy.gather_format!r}": unit.policy.gather_format is not None,
         f"reduce_format={unit.policy.reduce_format!r}": unit.policy.reduce_format is not None,
+        "CPU offload in compile_step": unit.offloads and dynamo.captures_without_dynamo(),
         "set_custom_all_gather": unit.options.all_gather is not None,
         "gradients of earlier backwards that wait to be reduced": waits and by_default,
         f"reductions that setters have changed ({unit.options})": waits and not by_default,

@@ -37,6 +37,7 @@ from shoal.doors.fsdp1.unit import WrappedUnit
 from shoal.doors.fsdp1.wrapper import wrappers_below
 from shoal.errors import UsageError
 from shoal.layout import Flat, ParamSpec
+from shoal.optim.matrix_places import note_range
 from shoal.runtime.collect import Found, check_borrowed
 from shoal.runtime.module_state import ModuleState, state_of
 from shoal.runtime.parameter_wrapping import bytes_of
@@ -44,6 +45,7 @@ from shoal.runtime.policy import CPUOffloadPolicy, OffloadPolicy, UnitOptions
 from shoal.runtime.shards import ParameterSource
 from shoal.runtime.unit import Borrowed
 from shoal.sharding_wrapper import WRAPPED
+from shoal.tensor.packed import Packed
 
 
 class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
@@ -172,9 +174,24 @@ class FullyShardedDataParallel(Clipping, CommHooks, OptimStates, StateDicts):
                 backward_prefetch=() if self.backward_prefetch is None else None,
             )
             keep_low_grads(self._unit, self.mixed_precision)
+            if self._use_orig_params and placing.strategy is not ShardingStrategy.NO_SHARD:
+                self._note_ranges(self._unit)
         units = [] if self._unit is None else [self._unit]
         state = ModuleState([self], units, policy, placing.reshard_after_forward, device, borrowed)
         state.casts_as_root = self.mixed_precision.cast_root_forward_inputs
+
+    def _note_ranges(self, unit: WrappedUnit) -> None:
+        """Tell optimizers that look across elements what their parameters are ranges of."""
+        assert unit.transport is not None
+        for index, member in enumerate(unit.shards.members):
+            if type(member.sharded) is nn.Parameter:
+                place = Packed(
+                    packing=unit.shards.packing,
+                    index=index,
+                    group=unit.transport.group,
+                    rank=unit.rank,
+                )
+                note_range(member.sharded, place)
 
     def _sources(
         self, module: nn.Module, found: Sequence[Found], placing: Placing
