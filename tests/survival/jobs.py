@@ -6,7 +6,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
@@ -51,6 +51,7 @@ def warm_up() -> None:
 
 
 def run_member(folder: Path, plan: dict[str, Any], variables: dict[str, str]) -> None:
+    os.setsid()
     os.environ.update(variables)
     log = os.open(
         folder / f"{variables['SHOAL_SURVIVE_MEMBER']}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC
@@ -89,7 +90,8 @@ class Outcome:
     @property
     def recoveries(self) -> list[dict[str, Any]]:
         """As one of those has it that were there from the beginning to the end."""
-        return max((s["recoveries"] for s in self.stories.values()), key=len)
+        there = [s for s in self.stories.values() if not s["has_left"]] or self.stories.values()
+        return max((s["recoveries"] for s in there), key=len)
 
 
 def starter(folder: Path, plan: dict[str, Any]) -> Start:
@@ -105,10 +107,33 @@ def starter(folder: Path, plan: dict[str, Any]) -> Start:
     return start
 
 
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """Something that happens from outside, so many seconds after the ranks have come to a step."""
+
+    step: int
+    victim: int | None = None
+    """Who is killed; None: a process is started, which joins."""
+    delay_s: float = 0.0
+
+
+def _step_of(folder: Path) -> int:
+    """The last step that a rank has come to."""
+    texts = [path.read_text() for path in folder.glob("*.at")]
+    return max((int(text) for text in texts if text.strip()), default=-1)
+
+
 def launch(
-    folder: Path, num_ranks: int, plan: dict[str, Any], *, num_joining: int = 0, leaving: int = -1
+    folder: Path,
+    num_ranks: int,
+    plan: dict[str, Any],
+    *,
+    num_joining: int = 0,
+    leaving: int = -1,
+    orders: Sequence[Order] = (),
 ) -> Outcome:
     """Run the program on ranks that die as planned; wait for those that are left."""
+    waiting = sorted(orders, key=lambda order: order.step)
     began = time.monotonic()
     with Launcher(starter(folder, plan), num_ranks) as launcher:
         try:
@@ -118,6 +143,14 @@ def launch(
                 launcher.leave(leaving)
             while launcher.poll():
                 time.sleep(0.005)
+                while waiting and _step_of(folder) >= waiting[0].step:
+                    order = waiting.pop(0)
+                    time.sleep(order.delay_s)
+                    if order.victim is None:
+                        launcher.join()
+                    else:
+                        process = launcher.processes[order.victim]
+                        program.kill(folder, order.victim, process.pid)
                 if time.monotonic() - began > plan.get("limit_s", 60):
                     raise TimeoutError("the job hangs")
         except Exception as error:
@@ -125,6 +158,9 @@ def launch(
             error.add_note("\n".join(f"{log.name}:\n{log.read_text()}" for log in logs))
             raise
         lost = launcher.lost
+        assert all(
+            process.poll() == 0 for m, process in launcher.processes.items() if m not in lost
+        )
     return Outcome(
         lost=lost,
         stories={

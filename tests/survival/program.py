@@ -1,6 +1,8 @@
 """A training that survives, run by the launcher: dies where it is told to, writes what it saw.
 
 program.py FOLDER PLAN      PLAN: {"<member>": [[step, phase], …], "steps": …, …} as JSON
+
+A member dies when it comes to that phase for the first time in or after that step.
 """
 
 import importlib
@@ -23,8 +25,8 @@ from shoal.survive import survive
 
 LAYOUTS = {"even": None, "flat": Flat(), "rows": Rows()}
 WIDTH = 13
-DEATHS = "deaths"
-"""Where the dying write when: set to a file of the job."""
+DEATHS = "deaths.txt"
+"""Where it is written who died when."""
 
 
 class Batches:
@@ -94,10 +96,10 @@ def _whole(value: Any) -> torch.Tensor:
     return torch.as_tensor(value).clone()
 
 
-def die() -> None:
-    with open(DEATHS, "a") as file:
-        file.write(f"{time.time()}\n")
-    os.kill(os.getpid(), signal.SIGKILL)
+def kill(folder: Path, member: int, pid: int) -> None:
+    with open(folder / DEATHS, "a") as file:
+        file.write(f"{time.time()} {member}\n")
+    os.kill(pid, signal.SIGKILL)
 
 
 def resume(folder: Path, model, optimizer, scheduler) -> int:
@@ -107,6 +109,13 @@ def resume(folder: Path, model, optimizer, scheduler) -> int:
         return 0
     scheduler.load_state_dict(load_training(saved, model, optimizer)["scheduler"])
     return int(saved.name.partition("-")[2])
+
+
+def _is_saved(folder: Path, step: int) -> bool:
+    """Whether a checkpoint is there; all ranks must say the same."""
+    found = [step_folder(folder, step).exists()]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 def fork_a_child() -> None:
@@ -119,19 +128,22 @@ def fork_a_child() -> None:
 class Doom:
     """Lets this process die in one phase of one step."""
 
-    def __init__(self, member: int, plan: dict[str, Any]) -> None:
-        self.moments = {(step, phase) for step, phase in plan.get(str(member), [])}
+    def __init__(self, folder: Path, member: int, plan: dict[str, Any]) -> None:
+        self.folder, self.member = folder, member
+        self.moments = [(step, phase) for step, phase in plan.get(str(member), [])]
         self.step = -1
+        self.noticed: dict[int, float] = {}
+        """When this process heard of deaths, by member."""
         self.broken_at: list[float] = []
         """When this process left the groups of a dead one."""
 
     def at(self, phase: str) -> None:
-        if (self.step, phase) in self.moments:
-            die()
+        if any(self.step >= step and phase == planned for step, planned in self.moments):
+            kill(self.folder, self.member, os.getpid())
 
     def hook(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         from shoal.runtime import reduction
-        from shoal.survive import protection, run, versions
+        from shoal.survive import protection, roster, run, versions
 
         model[2].register_forward_pre_hook(lambda *_: self.at("forward"))
         model[2].register_full_backward_hook(lambda *_: self.at("backward"))
@@ -144,7 +156,20 @@ class Doom:
         save = importlib.import_module("shoal.checkpoint.save")
         self._around(save, "write_regions", "saving", after=True)
         self._note_breaks(run.SurvivingRun)
+        self._note_news(roster)
         self._around(run, "rebuild_images", "rebuilding", after=True)
+
+    def _note_news(self, roster: Any) -> None:
+        read = roster.EventLog.read
+
+        def around(log: Any) -> list[Any]:
+            found = read(log)
+            for event in found:
+                if event.kind is roster.EventKind.LOST:
+                    self.noticed.setdefault(event.member, time.time())
+            return found
+
+        roster.EventLog.read = around
 
     def _note_breaks(self, owner: Any) -> None:
         function = owner._break_off
@@ -170,8 +195,6 @@ class Doom:
 
 
 def main(folder: Path, plan: dict[str, Any]) -> None:
-    global DEATHS
-    DEATHS = str(folder / "deaths.txt")
     member = int(os.environ["SHOAL_SURVIVE_MEMBER"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -179,13 +202,16 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
     model = shard(build(), layout)
     optimizer = optimizer_of(model, plan.get("optimizer", "adamw"))
     scheduler = scheduler_of(optimizer)
-    doom = Doom(member, plan)
+    doom = Doom(folder, member, plan)
     doom.hook(model, optimizer)
     batches = Batches(plan["steps"], plan.get("samples", 12))
     start = resume(folder, model, optimizer, scheduler)
     if start:
         doom.moments.clear()
     losses: dict[int, list] = {}
+    ends: list[float] = []
+    progress = os.open(folder / f"{member}.at", os.O_CREAT | os.O_WRONLY)
+    saves = plan.get("saves", [plan.get("save_at")])
     waits = {int(step): number for step, number in plan.get("wait_for_events", {}).items()}
     with survive(
         model,
@@ -195,7 +221,9 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         parities=plan.get("parities", 1),
         start=start,
     ) as run:
+        began = time.time()
         for step in run:
+            os.pwrite(progress, f"{step.number:9}".encode(), 0)
             if step.number in waits:  # until it is known who came and went
                 while run._watcher.num_events < waits[step.number]:
                     time.sleep(0.005)
@@ -207,9 +235,10 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
                 doom.step = step.number
                 loss = train_step(model, optimizer, scheduler, step.batch, step.weight)
                 losses[step.number] = [run.rank, loss.hex()]
-                if step.number + 1 == plan.get("save_at") and latest(folder) is None:
+                if step.number + 1 in saves and not _is_saved(folder, step.number + 1):
                     extra = {"scheduler": scheduler.state_dict()}
                     save_training(step_folder(folder, step.number + 1), model, optimizer, extra)
+            ends.append(time.time())
             if step.number == plan.get("fork_at"):
                 fork_a_child()
         if not run.has_left:
@@ -231,6 +260,9 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
             "sent": run.num_sent_bytes,
             "kept": run.num_kept_bytes,
             "broken_at": doom.broken_at,
+            "noticed": doom.noticed,
+            "ends": ends,
+            "began": began,
         }
         (folder / f"{member}.json").write_text(json.dumps(story))
 

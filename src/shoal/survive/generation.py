@@ -28,16 +28,19 @@ class StoreAddress:
 
     host: str
     port: int
+    prefix: str
+    """Of the keys of this start of the job."""
 
-    def connect(self, timeout_s: float = 300.0) -> dist.TCPStore:
+    def connect(self, timeout_s: float = 300.0) -> dist.PrefixStore:
         """A connection of one's own."""
-        return dist.TCPStore(
+        store = dist.TCPStore(
             self.host,
             self.port,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
         )
+        return dist.PrefixStore(self.prefix, store)
 
 
 _NAMES_PER_GENERATION = 1000

@@ -12,21 +12,27 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from typing import Protocol, Self, TypeAlias
 
 import torch.distributed as dist
 
 from shoal.errors import RankError
-from shoal.survive.environment import of_member
+from shoal.survive.environment import of_child, of_member
+from shoal.survive.generation import StoreAddress
 from shoal.survive.roster import Event, EventKind, EventLog
 
 _POLL_S = 0.01
-_GRACE_S = 2.0
+_GRACE_S = 1.0
+"""How long a process may take to end after SIGTERM."""
+_KILLED_S = 10.0
+"""How long after SIGKILL a process is waited for: one in the kernel's hands may stay longer."""
+_HOST = "127.0.0.1"
 
 
 FALLEN = "fallen"
@@ -38,7 +44,7 @@ class LostStateError(RankError):
 
 
 class RankProcess(Protocol):
-    """A process of a rank, such as a `subprocess.Popen`."""
+    """A process of a rank, such as a `subprocess.Popen`, in a session of its own."""
 
     @property
     def pid(self) -> int:
@@ -59,19 +65,26 @@ def command(arguments: Sequence[str]) -> Start:
 
     def start(_: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
-            [sys.executable, *arguments], env={**os.environ, **variables}, start_new_session=True
+            [sys.executable, *arguments],
+            env={**os.environ, **variables, **of_child()},
+            start_new_session=True,
         )
 
     return start
 
 
 class Launcher:
-    """The processes of a job, ended for sure when the `with` block is left."""
+    """The processes of a job, ended for sure when the `with` block is left.
 
-    def __init__(self, start: Start, num_ranks: int) -> None:
+    Those that end with one of the statuses in `fine` have done what they were asked to.
+    """
+
+    def __init__(self, start: Start, num_ranks: int, *, fine: Sequence[int] = (0,)) -> None:
         self._start_process = start
         self._num_ranks = num_ranks
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._fine = fine
+        self._server, self._port = _serve()
+        self.store = dist.PrefixStore("survive", self._server)
         self._log = EventLog(self.store)
         self.processes: dict[int, RankProcess] = {}
         """By member; members are never used twice."""
@@ -88,12 +101,12 @@ class Launcher:
             for member in range(self._num_ranks):
                 self._start(member, joins=False)
         except BaseException:
-            self._end()
+            end_processes(self.processes.values())
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        end_processes(self.processes.values())
 
     def join(self) -> int:
         """Start one more process, which joins at the end of a step; returns its member number."""
@@ -116,36 +129,35 @@ class Launcher:
         if self.store.check([FALLEN]):
             raise LostStateError(
                 f"{len(self.lost)} ranks died, the members {self.lost}, too many at the same time "
-                "for their state to be rebuilt from parity"
+                "for their state to be rebuilt from parity. Start again from the last checkpoint"
             )
-        running = False
-        for member, process in self.processes.items():
-            status = process.poll()
-            if status is None:
-                running = True
-            elif status > 0:
+        statuses = {member: own.poll() for member, own in self.processes.items()}
+        for member, status in statuses.items():
+            if status is None or status in self._fine or member in self.lost:
+                continue
+            if status > 0:
                 if self.store.check([FALLEN]):
                     return self.poll()
                 raise RankError(f"member {member} ended with status {status}, which ends the job")
-            elif status < 0 and member not in self.lost and not self._is_over:
-                self.lost.append(member)
-                if member in self._arriving:
-                    self._arriving.discard(member)  # nobody has heard of it
-                else:
-                    self._log.post(Event(kind=EventKind.LOST, member=member))
+            self.lost.append(member)
+            if member in self._arriving:
+                self._arriving.discard(member)  # nobody has heard of it
+            else:
+                self._log.post(Event(kind=EventKind.LOST, member=member))
         for member in list(self._arriving):
             if self.store.check([f"arrivals/{member}"]):
                 self._arriving.discard(member)
                 self._joined.add(member)
                 self._log.post(Event(kind=EventKind.JOINED, member=member))
-        self._resize()
-        if running and self._only_wait():
-            self._is_over = True
-            self._end()
-            return False
-        if not running and len(self.lost) == len(self.processes):
+        running = [member for member, status in statuses.items() if status is None]
+        if any(self._has_entered(member) for member in running):
+            self._resize()
+            return True
+        # Those that still run came too late to be let in.
+        if not any(status in self._fine for status in statuses.values()):
             raise LostStateError(f"all {len(self.lost)} ranks died: nobody is left to go on")
-        return running
+        end_processes(self.processes.values())
+        return False
 
     def leave(self, member: int) -> None:
         """Let a member go at the end of a step; the others go on with what it had."""
@@ -178,23 +190,46 @@ class Launcher:
             [f"entered/{member}"]
         )
 
-    def _only_wait(self) -> bool:
-        """Whether those that still run came too late: the training is over."""
-        return not any(self._has_entered(member) for member in self.running)
-
     def _start(self, member: int, *, joins: bool) -> None:
-        variables = of_member(member, self._num_ranks, self.store.port, joins=joins)
+        address = StoreAddress(host=_HOST, port=self._port, prefix="survive")
+        variables = of_member(member, self._num_ranks, address, joins=joins)
         self.processes[member] = self._start_process(member, variables)
 
-    def _end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            running = [own for own in self.processes.values() if own.poll() is None]
-            for own in running:
-                with suppress(ProcessLookupError):
-                    os.kill(own.pid, number)
-            deadline = time.monotonic() + _GRACE_S
-            while time.monotonic() < deadline and any(own.poll() is None for own in running):
-                time.sleep(_POLL_S)
+
+def _serve() -> tuple[dist.TCPStore, int]:
+    """A store that listens on this machine alone; torch's own socket would listen everywhere."""
+    with socket.create_server((_HOST, 0)) as listening:
+        port = listening.getsockname()[1]
+        descriptor = listening.detach()
+    store = dist.TCPStore(
+        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return store, port
+
+
+def end_processes(processes: Iterable[RankProcess]) -> None:
+    """End what still runs: asked first, then killed; with what they have started."""
+    processes = list(processes)
+    for numbers, patience_s in (
+        # A stopped process takes no signal but SIGKILL before it is let go on.
+        ((signal.SIGTERM, signal.SIGCONT), _GRACE_S),
+        ((signal.SIGKILL,), _KILLED_S),
+    ):
+        running = [own for own in processes if own.poll() is None]
+        for own, number in itertools.product(running, numbers):
+            _signal(own.pid, number)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and any(own.poll() is None for own in running):
+            time.sleep(_POLL_S)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(PermissionError):
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:  # it has not come so far as to make a session
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
 
 
 def run_job(start: Start, num_ranks: int, num_restarts: int) -> list[int]:
@@ -207,8 +242,7 @@ def run_job(start: Start, num_ranks: int, num_restarts: int) -> list[int]:
             if restart > num_restarts:
                 raise
             print(
-                f"{error}; starting all ranks again, from the last checkpoint of the program, "
-                f"{restart} of at most {num_restarts} times",
+                f"{error}: starting all ranks again, {restart} of at most {num_restarts} times",
                 file=sys.stderr,
             )
     raise AssertionError("unreachable")

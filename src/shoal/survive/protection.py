@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from shoal.comm.observer import in_background
 from shoal.comm.transport import Transport
 from shoal.errors import RankError
 from shoal.survive.parity import ParityRows, RowPiece
@@ -110,7 +111,8 @@ class Protection:
 
     def _run(self, rest: Rest) -> None:
         try:
-            self._protect(rest)
+            with in_background():
+                self._protect(rest)
         except RankError as error:
             self._failure = error
         except RuntimeError as error:

@@ -27,14 +27,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shoal.errors import RankError, ShoalError, UsageError
+from shoal.errors import RankError, UsageError
 from shoal.survive.environment import membership
 from shoal.survive.generation import Generation, leave_groups, synchronise
 from shoal.survive.launcher import FALLEN, LostStateError
 from shoal.survive.protection import KeptVersion, Protection
 from shoal.survive.rebuild import Succession, rebuild_images, reshard
 from shoal.survive.roster import Decision, EventLog, Protected, Roster
-from shoal.survive.shares import Batches, share_in
+from shoal.survive.shares import Batches, check_shares, share_in
 from shoal.survive.state import Rest, Stateful, TrainingState
 from shoal.survive.watcher import Watcher
 
@@ -100,6 +100,8 @@ class SurvivingRun:
         """
         if world_size < 1:
             raise UsageError(f"expected 1 rank or more, got {world_size}")
+        if self.version < len(self._data):
+            check_shares(self._data[self.version], world_size)
         self._store.set("resize", str(world_size))
 
     @property
@@ -162,9 +164,9 @@ class SurvivingRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._watcher.watch(None)
         for protection in self._protections[-1:]:
-            protection.stop()
+            protection.stop()  # watched still: another rank may die and let this one wait
+        self._watcher.watch(None)
         self._held.close()
 
     def _check_group(self, num_ranks: int) -> None:
@@ -293,12 +295,8 @@ class SurvivingRun:
         """Go on without those who died; False if nobody did, so that it is an error like others."""
         generation = self._generation
         assert generation is not None
-        patience_s = PATIENCE_S if isinstance(error, (RuntimeError, ShoalError)) else 0.0
-        deadline = time.monotonic() + patience_s
-        while not self._watcher.has_lost(generation.members):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
+        if not self._lost_one(generation.members, error):
+            return False
         _drop(error)
         self._break_off()
         self._regroup()
@@ -354,9 +352,15 @@ class SurvivingRun:
             return
 
     def _lost_one(self, members: tuple[int, ...], error: Exception) -> bool:
-        deadline = time.monotonic() + PATIENCE_S
+        """Whether one of the members died, of which the news may be slower than the error."""
+        deadline = time.monotonic() + (PATIENCE_S if isinstance(error, RuntimeError) else 0.0)
         while not self._watcher.has_lost(members):
-            if not isinstance(error, RuntimeError) or time.monotonic() > deadline:
+            if self._watcher.is_alone:
+                raise RankError(
+                    "the launcher is gone, whose store the ranks meet in: nobody could go on "
+                    "after a death. Start again from the last checkpoint"
+                ) from error
+            if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
+from shoal.survive.environment import end_with_parent
 from shoal.survive.generation import Generation, StoreAddress
 from shoal.survive.roster import EventKind, EventLog
 
@@ -24,8 +25,11 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="shoal-survive", daemon=True)
         self.num_events = 0
         """How many events were read."""
+        self.is_alone = False
+        """Whether the store is gone, and with it the launcher: nobody can be missed any more."""
 
     def __enter__(self) -> Watcher:
+        end_with_parent()
         self._thread.start()
         return self
 
@@ -48,7 +52,9 @@ class Watcher:
         while not self._end.wait(_POLL_S):
             try:
                 new = self._log.read()
-            except RuntimeError:  # the launcher is gone, and with it the job
+            except RuntimeError:
+                self.is_alone = True
+                self._look()
                 return
             with self._lock:
                 self._lost.update(e.member for e in new if e.kind is EventKind.LOST)
@@ -58,7 +64,9 @@ class Watcher:
     def _look(self) -> None:
         with self._lock:
             generation = self._generation
-            is_hit = generation is not None and not self._lost.isdisjoint(generation.members)
-        if is_hit and generation is not None:
+            if generation is None:
+                return
+            is_hit = self.is_alone or not self._lost.isdisjoint(generation.members)
+        if is_hit:
             with suppress(OSError):
                 generation.cut()  # again and again: one that is being formed connects anew

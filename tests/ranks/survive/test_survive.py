@@ -7,70 +7,15 @@ import shutil
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from harness import on_ranks
-from shoal.checkpoint import load_training, save_training
 from shoal.survive.launcher import run_job
-from shoal.survive.shares import share_in
 from survival.jobs import launch, starter
 from survival.program import (
-    Batches,
     build,
-    optimizer_of,
-    scheduler_of,
     shard,
-    train_step,
-    whole_state,
 )
-
-
-def one_stretch(folder, first, last, plan):
-    """Steps on the ranks of the pool, from a checkpoint and to another; no survive in it."""
-    model = shard(build(), plan.get("layout", "even"))
-    optimizer = optimizer_of(model, plan.get("optimizer", "adamw"))
-    scheduler = scheduler_of(optimizer)
-    if first:
-        extra = load_training(folder / f"step-{first}", model, optimizer)
-        scheduler.load_state_dict(extra["scheduler"])
-    batches = Batches(plan["steps"], plan.get("samples", 12))
-    losses = {}
-    for step in range(first, last):
-        share, weight = share_in(batches[step], dist.get_rank(), dist.get_world_size())
-        losses[step] = train_step(model, optimizer, scheduler, share, weight).hex()
-    if last < plan["steps"]:
-        extra = {"scheduler": scheduler.state_dict()}
-        save_training(folder / f"step-{last}", model, optimizer, extra)
-        return losses, {}
-    return losses, whole_state(model, optimizer)
-
-
-def uninterrupted(folder, num_ranks, recoveries, plan):
-    """The truth: a run without survive, resized at the same steps by saving and loading."""
-    stretches = [(0, num_ranks)] + [(r["version"], len(r["members"])) for r in recoveries]
-    losses, state = {}, {}
-    ends = [start for start, _ in stretches[1:]] + [plan["steps"]]
-    for (first, size), last in zip(stretches, ends, strict=True):
-        if first == last:  # somebody died again before a step was done
-            continue
-        found = on_ranks(size, one_stretch, folder, first, last, plan)
-        for step in range(first, last):
-            losses[step] = [by_step[step] for by_step, _ in found]
-        state = found[0][1]
-    return losses, state
-
-
-def assert_bit_equal(outcome, folder, num_ranks, plan):
-    losses, state = uninterrupted(folder, num_ranks, outcome.recoveries, plan)
-    assert outcome.losses.keys() == losses.keys()
-    for step, by_rank in outcome.losses.items():
-        assert {rank: losses[step][rank] for rank in by_rank} == by_rank, step
-    assert len(outcome.losses[plan["steps"] - 1]) == len(losses[plan["steps"] - 1])
-    assert outcome.state
-    assert outcome.state.keys() == state.keys()
-    for name, value in state.items():
-        assert torch.equal(outcome.state[name], value), name
-
+from survival.truth import assert_bit_equal, deaths_in, one_stretch, uninterrupted
 
 PHASES = [
     "forward", "backward", "reduction", "optimizer", "parity", "parity sent", "parity done",
@@ -125,7 +70,7 @@ def test_it_is_noticed_at_once_though_other_processes_hold_the_sockets(tmp_path)
     """Children of the dead rank, such as workers of a DataLoader, keep its connections open."""
     plan = {"steps": 5, "fork_at": 1, "1": [[3, "reduction"]]}
     outcome = launch(tmp_path / "job", 4, plan)
-    died_at = float((tmp_path / "job" / "deaths.txt").read_text())
+    ((died_at, _),) = deaths_in(tmp_path / "job")
     assert all(story["broken_at"][0] - died_at < 1 for story in outcome.stories.values())
     assert_bit_equal(outcome, tmp_path, 4, plan)
 
