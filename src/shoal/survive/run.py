@@ -104,6 +104,13 @@ class SurvivingRun:
             check_shares(self._data[self.version], world_size)
         self._store.set("resize", str(world_size))
 
+    def protect(self) -> None:
+        """Wait until the state that a step begins with is one that no death can take back.
+
+        Call it in the step, before what must not be undone, such as saving that state.
+        """
+        self._settle()
+
     @property
     def rank(self) -> int:
         """This process's rank at present."""
