@@ -161,11 +161,16 @@ def launch(
         assert all(
             process.poll() == 0 for m, process in launcher.processes.items() if m not in lost
         )
+    return outcome_in(folder, lost=lost, seconds=time.monotonic() - began)
+
+
+def outcome_in(folder: Path, *, lost: list[int], seconds: float = 0.0) -> Outcome:
+    """Read what the members have left."""
     return Outcome(
         lost=lost,
         stories={
             int(path.stem): json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))
         },
         state=torch.load(folder / "state.pt") if (folder / "state.pt").exists() else {},
-        seconds=time.monotonic() - began,
+        seconds=seconds,
     )

@@ -20,8 +20,9 @@ from torch import nn
 
 from shoal import fully_shard
 from shoal.checkpoint import latest, load_training, save_training, step_folder
+from shoal.errors import UsageError
 from shoal.layout import Flat, Rows
-from shoal.survive import survive
+from shoal.survive import resize, survive
 
 LAYOUTS = {"even": None, "flat": Flat(), "rows": Rows()}
 WIDTH = 13
@@ -116,6 +117,18 @@ def _is_saved(folder: Path, step: int) -> bool:
     found = [step_folder(folder, step).exists()]
     dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def refusals(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[str]:
+    """What is said of resizes that cannot be."""
+    found = []
+    other = torch.optim.SGD(model.parameters())
+    for one, size in ((optimizer, 0), (optimizer, 13), (other, 2)):
+        try:
+            resize(model, one, size)
+        except UsageError as error:
+            found.append(str(error))
+    return found
 
 
 def fork_a_child() -> None:
@@ -222,13 +235,14 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         start=start,
     ) as run:
         began = time.time()
+        refused = refusals(model, optimizer) if plan.get("wrong_sizes") else []
         for step in run:
             os.pwrite(progress, f"{step.number:9}".encode(), 0)
             if step.number in waits:  # until it is known who came and went
                 while run._watcher.num_events < waits[step.number]:
                     time.sleep(0.005)
             if str(step.number) in plan.get("resize", {}):
-                run.resize(plan["resize"][str(step.number)])
+                resize(model, optimizer, plan["resize"][str(step.number)])
             if plan.get("pause_s"):
                 time.sleep(plan["pause_s"])
             with step:
@@ -263,6 +277,7 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
             "noticed": doom.noticed,
             "ends": ends,
             "began": began,
+            "refused": refused,
         }
         (folder / f"{member}.json").write_text(json.dumps(story))
 

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
@@ -104,6 +105,11 @@ class SurvivingRun:
             check_shares(self._data[self.version], world_size)
         self._store.set("resize", str(world_size))
 
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers whose state is protected."""
+        return self._state.optimizers
+
     def protect(self) -> None:
         """Wait until the state that a step begins with is one that no death can take back.
 
@@ -157,6 +163,8 @@ class SurvivingRun:
         self._store = store
         self._roster = Roster(store, EventLog(store), place.member, place.num_ranks)
         self._watcher = self._held.enter_context(Watcher(place.address))
+        _runs[self._state.model] = self
+        self._held.callback(_runs.pop, self._state.model, None)
         for optimizer in self._state.optimizers:
             handle = optimizer.register_step_pre_hook(self._before_optimizer)
             self._held.callback(handle.remove)
@@ -447,6 +455,21 @@ class SurvivingRun:
     def _protected_by(self, members: tuple[int, ...]) -> Protected:
         """As many parities as were asked for, or as few ranks can have."""
         return Protected(members=members, num_parities=min(self._num_parities, len(members) - 1))
+
+
+_runs: WeakKeyDictionary[nn.Module, SurvivingRun] = WeakKeyDictionary()
+"""Those that go on at the moment."""
+
+
+def run_of(model: nn.Module) -> SurvivingRun:
+    """The run that a model is trained in."""
+    run = _runs.get(model)
+    if run is None:
+        raise UsageError(
+            f"this {type(model).__name__} is not trained under survive: write `with survive(model, "
+            "optimizer, data) as run:` around the loop, with the same model"
+        )
+    return run
 
 
 class Step:

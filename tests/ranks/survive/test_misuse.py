@@ -10,7 +10,7 @@ from harness import ranks
 from shoal import fully_shard
 from shoal._torch import groups
 from shoal.errors import UsageError
-from shoal.survive import survive
+from shoal.survive import resize, survive
 from shoal.survive.environment import of_member
 from shoal.survive.generation import StoreAddress, leave_groups
 from shoal.survive.launcher import LostStateError
@@ -86,6 +86,23 @@ def test_groups_that_cannot_be_formed_are_refused(world_size, launched):
     for parities, message in ((2, "2 parities need 3 ranks or more, got 2"), (0, "1 or 2")):
         with pytest.raises(UsageError, match=message):
             survive(model, adamw(model), batches(), parities=parities).__enter__()
+
+
+@ranks(2)
+def test_resize_needs_a_run(world_size, launched):
+    model = shard(build(), "even")
+    with pytest.raises(UsageError, match="not trained under survive"):
+        resize(model, adamw(model), 3)
+
+
+def test_sizes_and_optimizers_that_cannot_be_are_refused(tmp_path):
+    """In a real job: what a resize cannot do is said where it is asked for."""
+    outcome = launch(tmp_path, 2, {"steps": 1, "wrong_sizes": True})
+    expected = ["expected 1 rank or more", "12 samples cannot be shared by 13", "not among"]
+    for story in outcome.stories.values():
+        assert len(story["refused"]) == len(expected)
+        for text, part in zip(story["refused"], expected, strict=True):
+            assert part in text
 
 
 @ranks(2)
