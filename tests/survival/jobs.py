@@ -1,8 +1,10 @@
 """Jobs whose ranks die: forked off a server that has torch, watched by a real launcher."""
 
+import faulthandler
 import json
 import multiprocessing
 import os
+import signal
 import sys
 import time
 import traceback
@@ -58,6 +60,7 @@ def run_member(folder: Path, plan: dict[str, Any], variables: dict[str, str]) ->
     )
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.register(signal.SIGUSR1, file=log)  # where it hangs
     status = 1
     try:
         program.main(folder, plan)
@@ -152,6 +155,9 @@ def launch(
                         process = launcher.processes[order.victim]
                         program.kill(folder, order.victim, process.pid)
                 if time.monotonic() - began > plan.get("limit_s", 60):
+                    for member in launcher.running:
+                        os.kill(launcher.processes[member].pid, signal.SIGUSR1)
+                    time.sleep(0.5)
                     raise TimeoutError("the job hangs")
         except Exception as error:
             logs = sorted(folder.glob("*.log"))

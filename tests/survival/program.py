@@ -218,7 +218,8 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
     doom = Doom(folder, member, plan)
     doom.hook(model, optimizer)
     batches = Batches(plan["steps"], plan.get("samples", 12))
-    start = resume(folder, model, optimizer, scheduler)
+    joins = os.environ["SHOAL_SURVIVE_JOINS"] == "1"
+    start = 0 if joins else resume(folder, model, optimizer, scheduler)
     if start:
         doom.moments.clear()
     losses: dict[int, list] = {}

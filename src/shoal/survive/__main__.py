@@ -25,20 +25,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--restarts", type=int, default=0, help="how often to start again from a checkpoint"
     )
+    parser.add_argument(
+        "--spares", type=int, default=0, help="processes that wait to replace ranks that die"
+    )
     parser.add_argument("program", help="a Python file that calls shoal.survive.survive")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="for the program")
     options = parser.parse_args(arguments)
     program = [options.program, *options.arguments]
     if is_under_torchrun():
-        if options.ranks is not None or options.restarts:
-            parser.error("under torchrun, --nproc-per-node and --max-restarts say it")
+        if options.ranks is not None or options.restarts or options.spares:
+            parser.error("under torchrun, --nproc-per-node and --max-restarts say it; no --spares")
         return guard(program)
     if options.ranks is None or options.ranks < 1:
         parser.error("--ranks: how many processes to start, 1 or more")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
     try:
-        lost = run_job(command(program), options.ranks, options.restarts)
+        lost = run_job(command(program), options.ranks, options.restarts, options.spares)
     except RankError as error:
         print(error, file=sys.stderr)
         return 1

@@ -76,10 +76,13 @@ def command(arguments: Sequence[str]) -> Start:
 class Launcher:
     """The processes of a job, ended for sure when the `with` block is left.
 
-    Those that end with one of the statuses in `fine` have done what they were asked to.
+    Those that end with a status in `fine` have done what they were asked to. `num_spares`
+    processes wait beside the ranks, and take the places of those that die.
     """
 
-    def __init__(self, start: Start, num_ranks: int, *, fine: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self, start: Start, num_ranks: int, *, num_spares: int = 0, fine: Sequence[int] = (0,)
+    ) -> None:
         self._start_process = start
         self._num_ranks = num_ranks
         self._fine = fine
@@ -92,6 +95,11 @@ class Launcher:
         """Members that died of signals, in order."""
         self._arriving: set[int] = set()
         self._joined: set[int] = set()
+        self._num_spares = num_spares
+        self._spares: set[int] = set()
+        """Those of the arriving, or ready, that wait until they are needed."""
+        self._num_missing = 0
+        """How many have died whose places no spare has taken."""
         self._leaving: int | None = None
         self._size: int | None = None
         self._is_over = False
@@ -140,24 +148,36 @@ class Launcher:
                     return self.poll()
                 raise RankError(f"member {member} ended with status {status}, which ends the job")
             self.lost.append(member)
-            if member in self._arriving:
-                self._arriving.discard(member)  # nobody has heard of it
+            if member in self._arriving:  # nobody has heard of it
+                self._arriving.discard(member)
+                self._spares.discard(member)
             else:
                 self._log.post(Event(kind=EventKind.LOST, member=member))
-        for member in list(self._arriving):
+                self._num_missing += 1
+        for member in sorted(self._arriving):
+            if member in self._spares and not self._num_missing:
+                continue
             if self.store.check([f"arrivals/{member}"]):
-                self._arriving.discard(member)
-                self._joined.add(member)
-                self._log.post(Event(kind=EventKind.JOINED, member=member))
+                self._let_in(member)
         running = [member for member, status in statuses.items() if status is None]
         if any(self._has_entered(member) for member in running):
             self._resize()
+            for _ in range(self._num_spares - len(self._spares)):
+                self._spares.add(self.join())
             return True
         # Those that still run came too late to be let in.
         if not any(status in self._fine for status in statuses.values()):
             raise LostStateError(f"all {len(self.lost)} ranks died: nobody is left to go on")
         end_processes(self.processes.values())
         return False
+
+    def _let_in(self, member: int) -> None:
+        self._arriving.discard(member)
+        self._joined.add(member)
+        if member in self._spares:
+            self._spares.discard(member)
+            self._num_missing -= 1
+        self._log.post(Event(kind=EventKind.JOINED, member=member))
 
     def leave(self, member: int) -> None:
         """Let a member go at the end of a step; the others go on with what it had."""
@@ -172,8 +192,8 @@ class Launcher:
         """Come closer to the size that ranks asked for: one process at a time."""
         if self.store.check(["resize"]):
             self._size = int(self.store.get("resize"))
-        running = self.running
-        if self._leaving in running or self._arriving or self._size is None:
+        running = [member for member in self.running if member not in self._spares]
+        if self._leaving in running or self._arriving - self._spares or self._size is None:
             return
         self._leaving = None
         if any(not self._has_entered(member) for member in running):
@@ -232,11 +252,11 @@ def _signal(pid: int, number: signal.Signals) -> None:
                 os.kill(pid, number)
 
 
-def run_job(start: Start, num_ranks: int, num_restarts: int) -> list[int]:
+def run_job(start: Start, num_ranks: int, num_restarts: int, num_spares: int = 0) -> list[int]:
     """Run a job to its end; returns the members that died in its last start."""
     for restart in itertools.count(1):
         try:
-            with Launcher(start, num_ranks) as launcher:
+            with Launcher(start, num_ranks, num_spares=num_spares) as launcher:
                 return launcher.wait()
         except LostStateError as error:
             if restart > num_restarts:

@@ -43,6 +43,8 @@ PATIENCE_S = 5.0
 """How long a failed collective may wait for the news that a rank died, before it is an error."""
 
 _POLL_S = 0.005
+_SPARE_POLL_S = 0.02
+"""One that joins may wait for long, beside others that need the cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,7 @@ class Recovery:
     num_undone: int
     """How many steps this rank had begun or done beyond it."""
     seconds: dict[str, float]
-    """What it took: agree, form, rebuild."""
+    """What it took: break off, agree, form, rebuild, reshard."""
 
 
 class SurvivingRun:
@@ -87,6 +89,8 @@ class SurvivingRun:
         self._notice = 0
         self._protections: list[Protection] = []
         self._generations: dict[int, Protected] = {}
+        self._seconds: dict[str, float] = {}
+        self._seconds_to_break_off = 0.0
         self._step: Step | None = None
         self._has_applied = False
         self.has_left = False
@@ -158,7 +162,8 @@ class SurvivingRun:
                 f"over {info.shard_mesh_size}"
             )
         self._check_group(place.num_ranks)
-        self._state.check_probe()
+        if not place.joins:  # alone it would make the whole state of an optimizer
+            self._state.check_probe()
         store = place.address.connect()
         self._store = store
         self._roster = Roster(store, EventLog(store), place.member, place.num_ranks)
@@ -319,11 +324,13 @@ class SurvivingRun:
 
     def _break_off(self) -> None:
         """End what is on its way in the present groups, of which a member is gone."""
+        began = time.monotonic()
         if self._generation is not None:
             self._generation.cut()
         for protection in self._protections:
             protection.stop()
         synchronise(self._state.device)
+        self._seconds_to_break_off = time.monotonic() - began
 
     def _regroup(self) -> None:
         """Agree, form new groups, rebuild; again if somebody dies meanwhile."""
@@ -352,9 +359,10 @@ class SurvivingRun:
             self._store.set(f"entered/{self._place.member}", "1")
             assert decision.footing is not None
             seconds = {
+                "break off": self._seconds_to_break_off,
                 "agree": agreed - began,
                 "form": formed - agreed,
-                "rebuild": time.monotonic() - formed,
+                **self._seconds,
             }
             self.recoveries.append(
                 Recovery(
@@ -393,7 +401,7 @@ class SurvivingRun:
                 else:
                     decision = self._roster.decided(self._number)
                 if decision is None:
-                    time.sleep(_POLL_S)
+                    time.sleep(_POLL_S if self._generations else _SPARE_POLL_S)
             if self._place.member in decision.members:
                 break
             if self._protections:
@@ -418,6 +426,7 @@ class SurvivingRun:
         footing, generation = decision.footing, self._generation
         assert footing is not None
         assert generation is not None
+        began = time.monotonic()
         source = next((p for p in self._protections if p.generation == footing.generation), None)
         kept = None if source is None else source.kept[footing.whole]
         told = _tell(source, kept, generation)
@@ -425,11 +434,13 @@ class SurvivingRun:
         images = rebuild_images(
             kept, told.kept.rows, succession, generation.parity, self._state.device
         )
+        rebuilt = time.monotonic()
         rest = told.kept.rest if kept is None else kept.rest
         layout = told.kept.layout
         new_locals = self._state.take_over(generation.info, layout, rest)
         packings = [unit.shards.whole for unit in self._state.units]
         reshard(images, layout, succession, packings, new_locals, generation.parity)
+        self._seconds = {"rebuild": rebuilt - began, "reshard": time.monotonic() - rebuilt}
         self._num_undone = 0 if kept is None else max(self.version - footing.whole, 0)
         self.version = footing.whole
         self._generations.setdefault(footing.generation, self._protected_by(told.members))
