@@ -220,7 +220,8 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
     batches = Batches(plan["steps"], plan.get("samples", 12))
     joins = os.environ["SHOAL_SURVIVE_JOINS"] == "1"
     start = 0 if joins else resume(folder, model, optimizer, scheduler)
-    if start:
+    snapshots = folder / "snapshots" if plan.get("snapshots") else None
+    if start or (snapshots is not None and latest(snapshots) is not None):
         doom.moments.clear()
     losses: dict[int, list] = {}
     ends: list[float] = []
@@ -234,6 +235,7 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         stateful=[scheduler],
         parities=plan.get("parities", 1),
         start=start,
+        snapshots=snapshots,
     ) as run:
         began = time.time()
         refused = refusals(model, optimizer) if plan.get("wrong_sizes") else []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from torch import nn
 from torch.optim import Optimizer
@@ -21,16 +22,20 @@ def survive(
     stateful: Sequence[Stateful] = (),
     parities: int = 1,
     start: int = 0,
+    snapshots: Path | str | None = None,
 ) -> SurvivingRun:
     """Train so that ranks may die: the others rebuild their state and go on in place.
 
     `data` gives global batches by number of step, the same on all ranks; each rank trains on its
     share. `stateful` is what else changes with the steps and is the same on all ranks, such as
     schedulers. With two `parities` two ranks may die at the same time. `start` says how many steps
-    the model has behind it. All ranks call it alike, in processes of a launcher that lets the
-    others go on (`python -m shoal.survive`).
+    the model has behind it. In the folder `snapshots` checkpoints are written in the background, as
+    often as the disk can take them, and a run that starts again goes on from the newest one. All
+    ranks call it alike, in processes of a launcher that lets the others go on (`python -m
+    shoal.survive`).
     """
-    return SurvivingRun(model, _optimizers(optimizer), data, stateful, parities, start)
+    folder = None if snapshots is None else Path(snapshots)
+    return SurvivingRun(model, _optimizers(optimizer), data, stateful, parities, start, folder)
 
 
 def resize(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: int) -> None:

@@ -11,6 +11,7 @@ the model. What has to be kept until when is `versions`' business.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +68,7 @@ class Protection:
         self._spare: Tensor | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._notice = 0
+        self._notices: Sequence[int] = ()
 
     @property
     def num_kept_bytes(self) -> int:
@@ -75,27 +76,27 @@ class Protection:
         kept = sum(one.image.nbytes + one.parity.nbytes for one in self.kept.values())
         return kept + (0 if self._spare is None else self._spare.nbytes)
 
-    def begin(self, rest: Rest, notice: int) -> None:
+    def begin(self, rest: Rest, notices: Sequence[int]) -> None:
         """Start to protect the state as it is; nobody may change it until `settle`.
 
-        `notice` is a number of which `settle` tells the largest of all ranks.
+        `notices` are numbers of which `settle` tells the largest of all ranks.
         """
         if self._state.device.type == "cuda":  # the thread has a stream of its own
             torch.cuda.current_stream(self._state.device).synchronize()
         self._failure = None
-        self._notice = notice
+        self._notices = notices
         self._thread = threading.Thread(
             target=self._run, args=(rest,), name="shoal-parity", daemon=True
         )
         self._thread.start()
 
-    def settle(self) -> int:
-        """Wait until all ranks have the parity of the newest version; the largest notice."""
+    def settle(self) -> Sequence[int]:
+        """Wait until all ranks have the parity of the newest version; the largest notices."""
         self.stop()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        return self._notice
+        return self._notices
 
     def stop(self) -> None:
         """Wait until nothing is on its way, whether it came to its end or not."""
@@ -137,7 +138,7 @@ class Protection:
             layout=layout, rows=rows, image=image, parity=parity, rest=rest
         )
         self.versions.protect()
-        self._notice = self._largest([self._notice], "is the parity whole")[0]
+        self._notices = self._largest(self._notices, "is the parity whole")
         self.versions.confirm()
         self.versions.begin_keep()
         older = self.kept.pop(version - 1, None)
@@ -170,7 +171,7 @@ class Protection:
                 "(model.set_reduce_scatter_unused_params(True))"
             )
 
-    def _largest(self, numbers: list[int], reason: str) -> list[int]:
+    def _largest(self, numbers: Sequence[int], reason: str) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self._state.device)
         if self._transport.size > 1:
             self._transport.all_reduce(tensor, ReduceOp.MAX, reason=f"parity: {reason}").wait()

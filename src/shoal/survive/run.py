@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 from weakref import WeakKeyDictionary
@@ -36,6 +37,7 @@ from shoal.survive.protection import KeptVersion, Protection
 from shoal.survive.rebuild import Succession, rebuild_images, reshard
 from shoal.survive.roster import Decision, EventLog, Protected, Roster
 from shoal.survive.shares import Batches, check_shares, share_in
+from shoal.survive.snapshots import Snapshots
 from shoal.survive.state import Rest, Stateful, TrainingState
 from shoal.survive.watcher import Watcher
 
@@ -71,10 +73,12 @@ class SurvivingRun:
         stateful: Sequence[Stateful],
         num_parities: int,
         start: int,
+        snapshots: Path | None = None,
     ) -> None:
         self._place = membership()
         self._state = TrainingState(model, optimizers, stateful)
         self._data = data
+        self._snapshots = None if snapshots is None else Snapshots(snapshots, self._state)
         self._num_parities = num_parities
         self.version = start
         """How many steps are applied."""
@@ -87,6 +91,8 @@ class SurvivingRun:
         self._number = 0
         self._num_events = 0
         self._notice = 0
+        self._is_writing = False
+        self._saved = start
         self._protections: list[Protection] = []
         self._generations: dict[int, Protected] = {}
         self._seconds: dict[str, float] = {}
@@ -164,6 +170,9 @@ class SurvivingRun:
         self._check_group(place.num_ranks)
         if not place.joins:  # alone it would make the whole state of an optimizer
             self._state.check_probe()
+            found = None if self._snapshots is None else self._snapshots.load()
+            self.version = self.version if found is None else found
+        self._saved = self.version
         store = place.address.connect()
         self._store = store
         self._roster = Roster(store, EventLog(store), place.member, place.num_ranks)
@@ -238,6 +247,8 @@ class SurvivingRun:
                 return
             try:  # a rank may die when others have done their last step
                 self._settle()
+                if self._snapshots is not None:
+                    self._snapshots.finish()
                 self._part()
             except Exception as error:
                 if not self._recover(error):
@@ -284,12 +295,17 @@ class SurvivingRun:
 
     def _apply(self) -> None:
         self._settle()
+        if self._snapshots is not None and not self._is_writing and self._saved < self.version:
+            self._saved = self.version
+            self._snapshots.start(self.version)
         self._protections[-1].versions.begin_apply()
         self._has_applied = True
 
     def _settle(self) -> None:
         """Wait for the parity of the state that the running step began with."""
-        self._notice = max(self._notice, self._protections[-1].settle())
+        notice, is_writing = self._protections[-1].settle()
+        self._notice = max(self._notice, notice)
+        self._is_writing = is_writing > 0
         del self._protections[:-1]  # all can be rebuilt from this one
 
     def _finish(self) -> None:
@@ -298,11 +314,17 @@ class SurvivingRun:
             self._apply()
         self._protections[-1].versions.end_apply()
         self.version += 1
-        self._protections[-1].begin(self._state.rest(), self._watcher.num_events)
+        self._protections[-1].begin(self._state.rest(), self._notices)
         if self._is_changing:  # all ranks have been told so by the same notice
             self._settle()
             synchronise(self._state.device)
             self._regroup()
+
+    @property
+    def _notices(self) -> tuple[int, int]:
+        """What this rank tells the others beside its parity: news, and whether it writes."""
+        is_writing = self._snapshots is not None and self._snapshots.is_writing
+        return self._watcher.num_events, int(is_writing)
 
     @property
     def _is_changing(self) -> bool:
@@ -357,6 +379,8 @@ class SurvivingRun:
                 self._break_off()
                 continue
             self._store.set(f"entered/{self._place.member}", "1")
+            if self._snapshots is not None:
+                self._snapshots.give_up()
             assert decision.footing is not None
             seconds = {
                 "break off": self._seconds_to_break_off,
@@ -443,6 +467,7 @@ class SurvivingRun:
         self._seconds = {"rebuild": rebuilt - began, "reshard": time.monotonic() - rebuilt}
         self._num_undone = 0 if kept is None else max(self.version - footing.whole, 0)
         self.version = footing.whole
+        self._saved = self.version  # the same on all ranks, also on one that has joined
         self._generations.setdefault(footing.generation, self._protected_by(told.members))
         self._protections = [] if source is None else [source]
         self._protect(rest)
@@ -461,7 +486,7 @@ class SurvivingRun:
         )
         self._generations[generation.number] = protected
         self._protections.append(protection)
-        protection.begin(rest, self._watcher.num_events)
+        protection.begin(rest, self._notices)
 
     def _protected_by(self, members: tuple[int, ...]) -> Protected:
         """As many parities as were asked for, or as few ranks can have."""

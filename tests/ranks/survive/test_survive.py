@@ -103,6 +103,20 @@ def test_what_cannot_be_rebuilt_starts_again_from_the_checkpoint(tmp_path, capsy
     assert all(torch.equal(found[name], value) for name, value in truth.items())
 
 
+def test_what_cannot_be_rebuilt_starts_again_from_the_newest_snapshot(tmp_path):
+    """Nobody saves: snapshots are written beside the steps, and loaded by survive itself."""
+    job = tmp_path / "job"
+    plan = {"steps": 40, "snapshots": True, "1": [[30, "reduction"]], "2": [[30, "deciding"]]}
+    assert run_job(starter(job, plan), 4, 1) == []
+    stories = [json.loads(path.read_text()) for path in job.glob("*.json")]
+    (first,) = {min(map(int, story["losses"])) for story in stories}
+    assert 0 < first <= 30
+    _, truth = uninterrupted(tmp_path / "truth", 4, [], plan)
+    found = torch.load(job / "state.pt")
+    assert all(torch.equal(found[name], value) for name, value in truth.items())
+    assert 1 <= len(list((job / "snapshots").glob("step-*"))) <= 2
+
+
 @pytest.mark.parametrize("parities", [1, 2])
 def test_memory_and_bytes_are_as_stated(parities, tmp_path):
     """As docs/survive.md has them; S is the largest rank's state, in whole stripes."""
