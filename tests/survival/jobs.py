@@ -1,5 +1,6 @@
 """Jobs whose ranks die: forked off a server that has torch, watched by a real launcher."""
 
+import ctypes
 import faulthandler
 import json
 import multiprocessing
@@ -54,6 +55,7 @@ def warm_up() -> None:
 
 def run_member(folder: Path, plan: dict[str, Any], variables: dict[str, str]) -> None:
     os.setsid()
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # ends with the server, which ends with pytest
     os.environ.update(variables)
     log = os.open(
         folder / f"{variables['SHOAL_SURVIVE_MEMBER']}.log", os.O_CREAT | os.O_WRONLY | os.O_TRUNC

@@ -242,7 +242,7 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
         for step in run:
             os.pwrite(progress, f"{step.number:9}".encode(), 0)
             if step.number in waits:  # until it is known who came and went
-                while run._watcher.num_events < waits[step.number]:
+                while run._watcher.num_events < waits[step.number] and not run._watcher.is_alone:
                     time.sleep(0.005)
             if str(step.number) in plan.get("resize", {}):
                 resize(model, optimizer, plan["resize"][str(step.number)])

@@ -5,6 +5,7 @@ import random
 
 import pytest
 
+from harness import close_pools
 from survival.deaths import AIMED, NUM_AIMED_EACH, NUM_DEATHS, all_jobs, num_by_phase
 from survival.jobs import launch
 from survival.truth import assert_bit_equal, deaths_in
@@ -49,6 +50,13 @@ def test_ranks_die_and_the_others_go_on(number, tmp_path):
     slowest_s = assert_noticed(outcome, tmp_path / "job", job)
     assert_bit_equal(outcome, tmp_path, job.num_ranks, job.plan)
     print(f"{len(job.lost)} deaths {job.phases}: went on after {slowest_s:.2f} s at most")
+
+
+@pytest.fixture(autouse=True)
+def few_processes():
+    """Pools of all sizes would take gigabytes."""
+    yield
+    close_pools()
 
 
 NUM_RESIZES = 50
