@@ -33,22 +33,23 @@ DEATHS = "deaths.txt"
 class Batches:
     """Global batches that any process makes alike."""
 
-    def __init__(self, num_steps: int, num_samples: int) -> None:
+    def __init__(self, num_steps: int, num_samples: int, device: str = "cpu") -> None:
         self.num_steps, self.num_samples = num_steps, num_samples
+        self.device = device
 
     def __len__(self) -> int:
         return self.num_steps
 
     def __getitem__(self, step: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1000 + step)
-        return torch.randn(self.num_samples, WIDTH, generator=generator)
+        return torch.randn(self.num_samples, WIDTH, generator=generator).to(self.device)
 
 
-def build() -> nn.Module:
+def build(device: str = "cpu") -> nn.Module:
     torch.manual_seed(3)
     return nn.Sequential(
         nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 5)
-    )
+    ).to(device)
 
 
 def shard(model: nn.Module, layout: str) -> nn.Module:
@@ -91,7 +92,7 @@ def _whole(value: Any) -> torch.Tensor:
     if hasattr(value, "full_tensor"):
         return value.full_tensor()
     if hasattr(value, "placement"):
-        out = torch.empty(value.shape) if dist.get_rank() == 0 else None
+        out = torch.empty(value.shape, device=value.local.device) if dist.get_rank() == 0 else None
         value.gather(0, out)
         return torch.empty(0) if out is None else out
     return torch.as_tensor(value).clone()
@@ -210,14 +211,21 @@ class Doom:
 def main(folder: Path, plan: dict[str, Any]) -> None:
     member = int(os.environ["SHOAL_SURVIVE_MEMBER"])
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    device = plan.get("device", "cpu")
+    if device == "cpu":
+        dist.init_process_group("gloo")
+    else:
+        # All on one GPU: NCCL allows that to ranks that claim hosts of their own.
+        os.environ |= {"NCCL_HOSTID": f"member-{member}", "NCCL_SOCKET_IFNAME": "lo"}
+        torch.cuda.set_device(0)
+        dist.init_process_group("cpu:gloo,cuda:nccl")
     layout = plan.get("layout", "even")
-    model = shard(build(), layout)
+    model = shard(build(device), layout)
     optimizer = optimizer_of(model, plan.get("optimizer", "adamw"))
     scheduler = scheduler_of(optimizer)
     doom = Doom(folder, member, plan)
     doom.hook(model, optimizer)
-    batches = Batches(plan["steps"], plan.get("samples", 12))
+    batches = Batches(plan["steps"], plan.get("samples", 12), device)
     joins = os.environ["SHOAL_SURVIVE_JOINS"] == "1"
     start = 0 if joins else resume(folder, model, optimizer, scheduler)
     snapshots = folder / "snapshots" if plan.get("snapshots") else None

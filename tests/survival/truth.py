@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from harness import on_ranks
+from harness import GLOO, NCCL, on_ranks
 from shoal.checkpoint import load_training, save_training
 from shoal.survive.shares import share_in
 from survival.program import (
@@ -20,13 +20,14 @@ from survival.program import (
 
 def one_stretch(folder, first, last, plan):
     """Steps on the ranks of the pool, from a checkpoint and to another; no survive in it."""
-    model = shard(build(), plan.get("layout", "even"))
+    device = plan.get("device", "cpu")
+    model = shard(build(device), plan.get("layout", "even"))
     optimizer = optimizer_of(model, plan.get("optimizer", "adamw"))
     scheduler = scheduler_of(optimizer)
     if first:
         extra = load_training(folder / f"step-{first}", model, optimizer)
         scheduler.load_state_dict(extra["scheduler"])
-    batches = Batches(plan["steps"], plan.get("samples", 12))
+    batches = Batches(plan["steps"], plan.get("samples", 12), device)
     losses = {}
     for step in range(first, last):
         share, weight = share_in(batches[step], dist.get_rank(), dist.get_world_size())
@@ -46,7 +47,8 @@ def uninterrupted(folder, num_ranks, recoveries, plan):
     for (first, size), last in zip(stretches, ends, strict=True):
         if first == last:  # somebody died again before a step was done
             continue
-        found = on_ranks(size, one_stretch, folder, first, last, plan)
+        setup = GLOO if plan.get("device", "cpu") == "cpu" else NCCL
+        found = on_ranks(size, one_stretch, folder, first, last, plan, setup=setup)
         for step in range(first, last):
             losses[step] = [by_step[step] for by_step, _ in found]
         state = found[0][1]

@@ -19,6 +19,17 @@ _HOST = "SHOAL_SURVIVE_HOST"
 _PREFIX = "SHOAL_SURVIVE_PREFIX"
 _PARENT = "SHOAL_SURVIVE_PARENT"
 _PR_SET_PDEATHSIG = 1
+_NCCL = {
+    # Whoever sees a rank's death in NCCL must not end the process, nor wait to write it down.
+    f"TORCH_NCCL_{name}": "0"
+    for name in (
+        "ASYNC_ERROR_HANDLING",
+        "ENABLE_MONITORING",
+        "RETHROW_CUDA_ERRORS",
+        "PROPAGATE_ERROR",
+        "DUMP_ON_TIMEOUT",
+    )
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +70,7 @@ def _of_survival(
     member: int, num_ranks: int, address: StoreAddress, *, joins: bool
 ) -> dict[str, str]:
     return {
+        **_NCCL,
         _MEMBER: str(member),
         _NUM_RANKS: str(num_ranks),
         _HOST: address.host,

@@ -304,6 +304,8 @@ class SurvivingRun:
     def _settle(self) -> None:
         """Wait for the parity of the state that the running step began with."""
         notice, is_writing = self._protections[-1].settle()
+        assert self._generation is not None
+        self._generation.check()
         self._notice = max(self._notice, notice)
         self._is_writing = is_writing > 0
         del self._protections[:-1]  # all can be rebuilt from this one
@@ -312,6 +314,8 @@ class SurvivingRun:
         """The block has come to its end: there is a new version."""
         if not self._has_applied:  # such as one that a gradient scaler has skipped
             self._apply()
+        assert self._generation is not None
+        self._generation.check()
         self._protections[-1].versions.end_apply()
         self.version += 1
         self._protections[-1].begin(self._state.rest(), self._notices)
@@ -477,9 +481,7 @@ class SurvivingRun:
         assert generation is not None
         protected = self._protected_by(generation.members)
         protection = Protection(
-            generation.number,
-            generation.members,
-            generation.parity,
+            generation,
             self._state,
             protected.num_parities,
             self.version,
