@@ -135,12 +135,13 @@ def launch(
     *,
     num_joining: int = 0,
     leaving: int = -1,
+    num_spares: int = 0,
     orders: Sequence[Order] = (),
 ) -> Outcome:
     """Run the program on ranks that die as planned; wait for those that are left."""
     waiting = sorted(orders, key=lambda order: order.step)
     began = time.monotonic()
-    with Launcher(starter(folder, plan), num_ranks) as launcher:
+    with Launcher(starter(folder, plan), num_ranks, num_spares=num_spares) as launcher:
         try:
             for _ in range(num_joining):
                 launcher.join()
@@ -166,9 +167,8 @@ def launch(
             error.add_note("\n".join(f"{log.name}:\n{log.read_text()}" for log in logs))
             raise
         lost = launcher.lost
-        assert all(
-            process.poll() == 0 for m, process in launcher.processes.items() if m not in lost
-        )
+        entered = [m for m in launcher.processes if m not in lost and launcher._has_entered(m)]
+        assert all(launcher.processes[member].poll() == 0 for member in entered)
     return outcome_in(folder, lost=lost, seconds=time.monotonic() - began)
 
 
@@ -179,6 +179,8 @@ def outcome_in(folder: Path, *, lost: list[int], seconds: float = 0.0) -> Outcom
         stories={
             int(path.stem): json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))
         },
-        state=torch.load(folder / "state.pt") if (folder / "state.pt").exists() else {},
+        state=torch.load(folder / "state.pt", map_location="cpu")
+        if (folder / "state.pt").exists()
+        else {},
         seconds=seconds,
     )

@@ -289,6 +289,7 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
             "ends": ends,
             "began": began,
             "refused": refused,
+            "kept_on": [str(k.image.device) for p in run._protections for k in p.kept.values()],
         }
         (folder / f"{member}.json").write_text(json.dumps(story))
 

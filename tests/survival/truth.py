@@ -64,7 +64,7 @@ def assert_bit_equal(outcome, folder, num_ranks, plan):
     assert outcome.state
     assert outcome.state.keys() == state.keys()
     for name, value in state.items():
-        assert torch.equal(outcome.state[name], value), name
+        assert torch.equal(outcome.state[name], value.cpu()), name
 
 
 def deaths_in(folder):

@@ -60,6 +60,6 @@ def test_images_and_parity_lie_on_the_host(tmp_path):
     """So that the GPU holds nothing for survival but what is on its way."""
     plan = {**CUDA, "steps": 3}
     outcome = launch(tmp_path / "job", 2, plan)
-    assert all(story["kept"] > 0 for story in outcome.stories.values())
+    assert all(set(story["kept_on"]) == {"cpu"} for story in outcome.stories.values())
     _, truth = uninterrupted(tmp_path / "truth", 2, [], plan)
-    assert all(torch.equal(outcome.state[name], value) for name, value in truth.items())
+    assert all(torch.equal(outcome.state[name], value.cpu()) for name, value in truth.items())

@@ -4,18 +4,22 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
 
 from harness import on_ranks
 from shoal.survive.launcher import run_job
+from survival import program
 from survival.jobs import launch, starter
 from survival.program import (
     build,
     shard,
 )
 from survival.truth import assert_bit_equal, deaths_in, one_stretch, uninterrupted
+from train_command import SOURCE, alive, children_of, wait_until
 
 PHASES = [
     "forward", "backward", "reduction", "optimizer", "parity", "parity sent", "parity done",
@@ -64,6 +68,40 @@ def test_a_rank_leaves_and_nothing_is_lost(tmp_path):
     assert not outcome.lost
     assert [(r["members"], r["undone"]) for r in outcome.recoveries] == [([1, 2], 0)]
     assert_bit_equal(outcome, tmp_path, 3, plan)
+
+
+def test_a_spare_takes_the_place_of_a_rank_that_died(tmp_path):
+    """In one recovery; and another one waits then, which takes the next place."""
+    plan = {
+        "steps": 30,
+        "wait_for_events": {"8": 2, "20": 4},
+        "0": [[5, "backward"]],
+        "1": [[16, "optimizer"]],
+    }
+    outcome = launch(tmp_path / "job", 3, plan, num_spares=1)
+    assert outcome.lost == [0, 1]
+    assert [len(r["members"]) for r in outcome.recoveries][-1] == 3
+    assert {2, 3, 4} <= outcome.stories.keys()
+    assert_bit_equal(outcome, tmp_path, 3, plan)
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    """However it goes: nobody trains on for nobody."""
+    plan = json.dumps({"steps": 10**6, "pause_s": 0.01})
+    words = ["-m", "shoal.survive", "--ranks", "2", program.__file__, str(tmp_path), plan]
+    launcher = subprocess.Popen(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: len(list(tmp_path.glob("*.at"))) == 2, 60)
+        ranks = children_of(launcher.pid)
+        assert len(ranks) == 2
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_until(lambda: not any(map(alive, ranks)), 10)
 
 
 def test_it_is_noticed_at_once_though_other_processes_hold_the_sockets(tmp_path):
