@@ -129,12 +129,11 @@ class Course:
 
     def state_dict(self) -> dict[str, Any]:
         """What goes back when a step is undone."""
-        return {"progress": self.progress}
+        return {"progress": self.progress, "end": self._end}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go back; whoever asked to stop asks again."""
-        self.progress = state_dict["progress"]
-        self._end = self._config.run.steps
+        """Go back."""
+        self.progress, self._end = state_dict["progress"], state_dict["end"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -57,7 +57,7 @@ class Watchdog:
     their logs: they tell which rank launched another collective, also of ranks that are gone. An
     exception that leaves the block ends the other ranks too, unless it is one of `alike`, which
     all ranks raise. Where ranks `survive` the death of others, a collective that fails is no reason
-    to end; and this watchdog ends with the groups that it was made in.
+    to end, nor is an exception; and this watchdog ends with the groups that it was made in.
     """
 
     def __init__(
@@ -106,7 +106,8 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, self._alike):
+        ends_all = not self._survives and not isinstance(error, self._alike)
+        if isinstance(error, Exception) and ends_all:
             self.announce_failure(error)
             self._add_differences(error)
         self._stopping.set()
