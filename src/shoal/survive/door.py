@@ -44,6 +44,7 @@ def resize(model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], world: 
     All ranks call it alike, between or in steps, and go on meanwhile: the launcher starts processes
     or lets them go, one after another, and each comes or goes at the end of a step, with its part
     of the state of model and optimizer. A process that goes leaves its loop with `run.has_left`.
+    The launcher keeps to that size: from then on it replaces ranks that die.
     """
     run = run_of(model)
     strangers = [one for one in _optimizers(optimizer) if one not in run.optimizers]
