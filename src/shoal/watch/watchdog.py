@@ -82,7 +82,7 @@ class Watchdog:
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = torch_groups.separate_store()
         # A rank that has joined has seen fewer watchdogs, but never two in one store.
-        self._prefix = f"shoal/watch/{0 if survive else next(_counter)}"
+        self._prefix = f"shoal/watch/{'survive' if survive else next(_counter)}"
         self._log = CollectiveLog(self._log_of(self._rank))
         world = dist.group.WORLD
         assert world is not None
