@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
-import signal
-import sys
 from dataclasses import dataclass
 
 from shoal.errors import UsageError
@@ -17,8 +14,6 @@ _NUM_RANKS = "SHOAL_SURVIVE_RANKS"
 _PORT = "SHOAL_SURVIVE_PORT"
 _HOST = "SHOAL_SURVIVE_HOST"
 _PREFIX = "SHOAL_SURVIVE_PREFIX"
-_PARENT = "SHOAL_SURVIVE_PARENT"
-_PR_SET_PDEATHSIG = 1
 _NCCL = {
     # Whoever sees a rank's death in NCCL must not end the process, nor wait to write it down.
     f"TORCH_NCCL_{name}": "0"
@@ -78,21 +73,6 @@ def _of_survival(
         _PREFIX: address.prefix,
         _JOINS: "1" if joins else "0",
     }
-
-
-def of_child() -> dict[str, str]:
-    """What a child of this process is told so that it ends with it."""
-    return {_PARENT: str(os.getpid())}
-
-
-def end_with_parent() -> None:
-    """Let the kernel end this process when the one that started it goes, however it goes."""
-    parent = os.environ.get(_PARENT)
-    if parent is None or sys.platform != "linux":
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != int(parent):  # it went before that line
-        os._exit(1)
 
 
 def membership() -> Membership:

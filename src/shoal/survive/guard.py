@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -19,9 +18,9 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from shoal.survive.environment import of_child, of_guarded
+from shoal.survive.environment import of_guarded
 from shoal.survive.generation import StoreAddress
-from shoal.survive.launcher import FALLEN, end_processes
+from shoal.survive.launcher import FALLEN, end_processes, start_rank
 from shoal.survive.roster import Event, EventKind, EventLog
 
 _POLL_S = 0.01
@@ -45,11 +44,7 @@ def guard(arguments: Sequence[str]) -> int:
         prefix=f"shoal/survive/{restart}",
     )
     store = address.connect()
-    child = subprocess.Popen(
-        [sys.executable, *arguments],
-        env={**os.environ, **of_guarded(rank, num_ranks, address), **of_child()},
-        start_new_session=True,
-    )
+    child = start_rank(arguments, of_guarded(rank, num_ranks, address))
 
     def stop(number: int, _: object) -> NoReturn:
         end_processes([child])

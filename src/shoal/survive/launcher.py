@@ -9,6 +9,7 @@ with an error ends the job, as everywhere.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
@@ -18,12 +19,13 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, Self, TypeAlias
 
 import torch.distributed as dist
 
 from shoal.errors import RankError
-from shoal.survive.environment import of_child, of_member
+from shoal.survive.environment import of_member
 from shoal.survive.generation import StoreAddress
 from shoal.survive.roster import Event, EventKind, EventLog
 
@@ -63,14 +65,29 @@ Start: TypeAlias = Callable[[int, Mapping[str, str]], RankProcess]
 def command(arguments: Sequence[str]) -> Start:
     """Start ranks as this Python with some arguments."""
 
-    def start(_: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, *arguments],
-            env={**os.environ, **variables, **of_child()},
-            start_new_session=True,
-        )
+    return lambda _, variables: start_rank(arguments, variables)
 
-    return start
+
+def start_rank(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start this Python with some arguments, as a process that ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, **variables},
+        start_new_session=True,
+        preexec_fn=partial(_end_with, os.getpid()),
+    )
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel end this process when the one that started it goes, however it goes."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it went before that line
+            os._exit(1)
 
 
 class Launcher:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from shoal.survive.environment import end_with_parent
 from shoal.survive.generation import Generation, StoreAddress
 from shoal.survive.roster import EventKind, EventLog
 
@@ -29,7 +28,6 @@ class Watcher:
         """Whether the store is gone, and with it the launcher: nobody can be missed any more."""
 
     def __enter__(self) -> Watcher:
-        end_with_parent()
         self._thread.start()
         return self
 
