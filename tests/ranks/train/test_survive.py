@@ -44,7 +44,7 @@ def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:
         for name, entry in entries.items()
         if not name.startswith("random/")
     }
-    load(checkpoint, found)
+    load(checkpoint, found, exclude=["random/*"])
     return found
 
 
