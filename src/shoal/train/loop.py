@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shoal.errors import DivergedError
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.report.recorded_run import MOST_OTHERS
-from shoal.survive.run import SurvivingRun
+from shoal.survive.run import Recovery, SurvivingRun
 from shoal.survive.shares import share_in
 from shoal.train import environment
 from shoal.train.build import BuiltRun, build_run
@@ -63,7 +63,7 @@ def train(
         with watch_crew():
             built = build_run(job, world)
         course = Course(job.config, built.corpus, built.progress)
-        crews = Crews(job, world, course, stop_requested, watch_crew)
+        crews = Crews(job, world, course, stop_requested, watch_crew, built.notes)
         with _steps(job, built, course, world) as run, crews:
             _run(run, crews, built, course)
     return course.is_finished
@@ -210,12 +210,14 @@ class Crews:
         course: Course,
         stop_requested: Callable[[], bool],
         watch: Callable[[], AbstractContextManager[object]],
+        notes: Sequence[str],
     ) -> None:
         self._job = job
         self._world = world
         self._course = course
         self._stop_requested = stop_requested
         self._watch = watch
+        self._notes = notes
         self._held = ExitStack()
         self._crew: Crew | None = None
         self._num_recoveries = 0
@@ -244,10 +246,9 @@ class Crews:
                 held.enter_context(self._watch())
                 self._crew = self._gather(world, held, was_broken=self._num_recoveries > 0)
                 self._held = held.pop_all()
-            for recovery in run.recoveries[num_before:]:
-                text = f"{len(recovery.members)} ranks go on after step {recovery.version}"
-                seconds = sum(recovery.seconds.values())
-                self._crew.journal.note(f"{text}, {seconds:.2f} s after the others were missed")
+            for note in (*self._notes, *map(_note_on, run.recoveries[num_before:])):
+                self._crew.journal.note(note)
+            self._notes = ()
         return self._crew
 
     def _gather(self, world: World, held: ExitStack, *, was_broken: bool) -> Crew:
@@ -275,6 +276,14 @@ class Crews:
             stragglers=Stragglers(),
             journal=journal,
         )
+
+
+def _note_on(recovery: Recovery) -> str:
+    seconds = sum(recovery.seconds.values())
+    return (
+        f"{len(recovery.members)} ranks go on after step {recovery.version}, {seconds:.2f} s after "
+        "the others were missed"
+    )
 
 
 def _world_of(run: _PlainRun | SurvivingRun, first: World) -> World:
