@@ -1,5 +1,5 @@
 """SLURM without torchrun: `announce()` in a task of `srun`, before `init_process_group`."""
 
-from shoal.train.slurm import announce
+from shoal.mesh.slurm import announce
 
 __all__ = ["announce"]

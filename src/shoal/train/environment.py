@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.train import slurm
+from shoal.mesh import slurm
 
 _STORE = "SHOAL_STORE"
 _TERMINAL = "SHOAL_TERMINAL"

@@ -18,8 +18,24 @@ ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs" / "tasks").glob("*.md"))
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
+SCRIPT = re.compile(r"\]\(\.\./\.\./examples/(\w+)\.py\)")
 NO_SCRIPT = {"survive_faults"}
 """Pages about a command alone."""
+NEEDS = {"hugging_face": "transformers", "accelerate": "trl", "lightning": "lightning"}
+"""What must be installed for the commands of a page."""
+RUNS = {
+    "python": [],
+    "torchrun": ["-m", "torch.distributed.run"],
+    "shoal": ["-m", "shoal"],
+    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
+}
+
+
+def script_of(page: Path) -> str:
+    """The script that a page is about: the first one that it links to."""
+    found = SCRIPT.search(page.read_text("utf-8"))
+    assert found is not None, f"{page.name} links to no script of examples/"
+    return found[1]
 
 
 def blocks() -> list[tuple[str, str]]:
@@ -45,8 +61,8 @@ def dedented_parts(source: str, num_lines: int) -> set[str]:
 
 @pytest.mark.parametrize(("page", "code"), blocks())
 def test_python_of_a_page_is_an_excerpt_of_its_script(page: str, code: str) -> None:
-    code = code.strip()
-    assert code in dedented_parts(example_scripts.text(page), len(code.splitlines()))
+    code, script = code.strip(), script_of(ROOT / "docs" / "tasks" / f"{page}.md")
+    assert code in dedented_parts(example_scripts.text(script), len(code.splitlines()))
 
 
 def test_a_block_that_is_in_no_script_is_found() -> None:
@@ -59,8 +75,7 @@ def test_a_block_that_is_in_no_script_is_found() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in NO_SCRIPT])
 def test_a_page_links_to_its_script_and_runs_it(page: Path) -> None:
-    assert f"](../../examples/{page.stem}.py)" in page.read_text("utf-8")
-    assert any(f"examples/{page.stem}.py" in command for command in commands(page))
+    assert any(f"examples/{script_of(page)}.py" in command for command in commands(page))
 
 
 def test_every_script_has_its_page() -> None:
@@ -90,19 +105,18 @@ FAILS = {"stays-away": "rank 1 did not come to the gather", "order": "ranks diff
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("page", "command"), typed())
 def test_commands_can_be_typed(page: str, command: str, tmp_path: Path) -> None:
-    if page == "hugging_face":
-        pytest.importorskip("transformers", reason="hugging_face.py needs transformers")
+    if page in NEEDS:
+        pytest.importorskip(NEEDS[page], reason=f"the commands need {NEEDS[page]}")
     variables, words = {}, shlex.split(command.replace("/tmp/", f"{tmp_path}/"))
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
-    module = {"torchrun": "torch.distributed.run", "shoal": "shoal"}[words[0]]
     if "resume" in command and "20" in words:  # goes on from the command before it
-        first = [*words[:-1], "10"]
-        subprocess.run([sys.executable, "-m", module, *first[1:]], check=True, cwd=ROOT)
+        first = [*RUNS[words[0]], *words[1:-1], "10"]
+        subprocess.run([sys.executable, *first], check=True, cwd=ROOT)
     path = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        [sys.executable, "-m", module, *words[1:]],
+        [sys.executable, *RUNS[words[0]], *words[1:]],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, **variables},
         capture_output=True,

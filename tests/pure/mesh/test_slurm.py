@@ -4,7 +4,7 @@ import pytest
 
 from shoal.errors import UsageError
 from shoal.integrations.slurm import announce
-from shoal.train.slurm import hosts, tasks_per_node
+from shoal.mesh.slurm import hosts, tasks_per_node
 
 TASK = {
     "SLURM_JOB_ID": "4711",

@@ -40,7 +40,7 @@ def torchrun_variables(environ: Mapping[str, str]) -> dict[str, str]:
         raise UsageError(
             f"SLURM_NODEID is {node}, but SLURM_STEP_TASKS_PER_NODE names {len(tasks)} nodes"
         )
-    job, step = (int(environ.get(f"SLURM_{name}_ID", "0")) for name in ("JOB", "STEP"))
+    job, step = (int(environ.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
     return {
         "RANK": environ["SLURM_PROCID"],
         "WORLD_SIZE": environ["SLURM_STEP_NUM_TASKS"],
