@@ -89,7 +89,7 @@ def has_content(path):
     return path.stat().st_size > 0
 
 
-@pytest.mark.parametrize("trains", [True, False])
+@pytest.mark.parametrize("trains", [pytest.param(True, marks=pytest.mark.soak), False])
 def test_ranks_end_with_their_launcher(trains, tmp_path):
     """However it goes, and whenever: nobody trains on for nobody."""
     plan = json.dumps({"steps": 10**6, "pause_s": 0.01})

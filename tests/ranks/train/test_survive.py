@@ -113,6 +113,7 @@ def test_without_rank_0_the_others_go_on_as_if_the_run_was_resized(start, tmp_pa
     assert (run / "sample.txt").exists()
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(180)
 def test_a_rank_that_stands_still_is_ended_and_the_others_go_on(start, tmp_path):
     run = tmp_path / "runs" / "mine"
