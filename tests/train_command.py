@@ -40,15 +40,20 @@ class Command:
 
     def ranks(self) -> list[int]:
         """Return the pids of the launched ranks, in order."""
-        found = []
-        for stat in Path("/proc").glob("[0-9]*/stat"):
-            try:
-                parent = int(stat.read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-            if parent == self.process.pid:
-                found.append(int(stat.parent.name))
-        return sorted(found)
+        return children_of(self.process.pid)
+
+
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started, and that are there still."""
+    found = []
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == pid:
+            found.append(int(stat.parent.name))
+    return sorted(found)
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 60) -> None:

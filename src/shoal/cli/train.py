@@ -103,6 +103,11 @@ def main(argv: Sequence[str]) -> int:
     job = _make_job(arguments, is_rank=place is not None)
     num_ranks = place.world_size if place else job.num_ranks
     num_local_ranks = place.local_world_size if place else num_ranks
+    if place is not None and job.config.faults.survive:
+        raise UsageError(
+            "--survive needs shoal's own launcher: without torchrun, `shoal train --ranks N "
+            "--survive` starts the ranks of this machine"
+        )
     job.check_machine(num_ranks=num_ranks, num_local_ranks=num_local_ranks)
     if arguments.dry_run:
         if place is None or place.rank == 0:

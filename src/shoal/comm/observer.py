@@ -5,6 +5,7 @@ A watchdog keeps a log of them. With `SHOAL_DEBUG=collectives` ranks compare the
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
@@ -53,11 +54,35 @@ comparison: LaunchComparison | None = LaunchComparison() if is_wanted() else Non
 """What compares collectives between ranks, if they are compared."""
 
 
+_in_background: set[int] = set()
+"""Threads of whose collectives nobody hears."""
+
+
+def of_this_thread() -> Observer | None:
+    """The observer, unless this thread communicates in the background."""
+    if _in_background and threading.get_ident() in _in_background:
+        return None
+    return current
+
+
+@contextmanager
+def in_background() -> Iterator[None]:
+    """Let nobody hear of this thread's collectives: their place among others' means nothing."""
+    own = threading.get_ident()
+    _in_background.add(own)
+    try:
+        yield
+    finally:
+        _in_background.discard(own)
+
+
 def launching(reason: str, group: ProcessGroup, tensor: Tensor | None) -> Any:
     """Tell the observer of a collective that is about to start; every launch calls this.
 
     Returns what the observer knows it by; None if nobody observes.
     """
+    if _in_background and threading.get_ident() in _in_background:
+        return None
     if comparison is not None:
         with timed(f"the other ranks at {reason}"):
             comparison.check(reason, group, tensor)

@@ -91,7 +91,7 @@ class Pending:
 
     def wait(self) -> Tensor:
         """Make the output readable here, and return it."""
-        work, finish, watcher = self._work, self._finish, observer.current
+        work, finish, watcher = self._work, self._finish, observer.of_this_thread()
         if work is not None:
             if watcher is not None:
                 watcher.waiting(self.reason)

@@ -4,6 +4,6 @@ In: a sharded model, its optimizer, data in global batches. Out: steps that are 
 or on none. `galois`, `parity`, `versions` and `roster` are pure; see docs/survive.md.
 """
 
-from shoal.survive.door import survive
+from shoal.survive.door import resize, survive
 
-__all__ = ["survive"]
+__all__ = ["resize", "survive"]

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shoal._torch import distributed_tensor
 from shoal._torch import groups as torch_groups
 from shoal.comm.transport import Transport
+from shoal.errors import RankError
 from shoal.mesh import FSDPMeshInfo
 from shoal.survive.sockets import Connections
 
@@ -28,16 +29,19 @@ class StoreAddress:
 
     host: str
     port: int
+    prefix: str
+    """Of the keys of this start of the job."""
 
-    def connect(self, timeout_s: float = 300.0) -> dist.TCPStore:
+    def connect(self, timeout_s: float = 300.0) -> dist.PrefixStore:
         """A connection of one's own."""
-        return dist.TCPStore(
+        store = dist.TCPStore(
             self.host,
             self.port,
             is_master=False,
             wait_for_workers=False,
             timeout=timedelta(seconds=timeout_s),
         )
+        return dist.PrefixStore(self.prefix, store)
 
 
 _NAMES_PER_GENERATION = 1000
@@ -82,8 +86,20 @@ class Generation:
         )
         self.info = FSDPMeshInfo(self.mesh, 0)
         dist.barrier()  # connections are made when they are first used, on some backends
+        on_device = torch.zeros(1, device=device_type)
+        for group in (world, own):
+            dist.all_reduce(on_device, group=group)
+        synchronise(on_device.device)
         with self._lock:
             self._connections.seal()
+
+    def check(self) -> None:
+        """Raise if this generation was cut: what its collectives have left since is garbage.
+
+        Ask after the host has waited for them: NCCL raises nothing where an abort ended one.
+        """
+        if self.is_cut:
+            raise RankError(f"a rank of generation {self.number} is gone")
 
     def cut(self) -> None:
         """End everything that waits in these groups, from any thread; nothing once it is left."""
@@ -92,9 +108,9 @@ class Generation:
                 return
             self.is_cut = True
             self._connections.cut()
-            for group in self._groups:
+            while self._groups:
                 with suppress(RuntimeError):
-                    torch_groups.abort(group)
+                    torch_groups.abort(self._groups.pop())
 
     def leave(self) -> None:
         """Destroy the groups."""

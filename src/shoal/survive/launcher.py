@@ -9,24 +9,32 @@ with an error ends the job, as everywhere.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, Self, TypeAlias
 
 import torch.distributed as dist
 
 from shoal.errors import RankError
 from shoal.survive.environment import of_member
+from shoal.survive.generation import StoreAddress
 from shoal.survive.roster import Event, EventKind, EventLog
 
 _POLL_S = 0.01
-_GRACE_S = 2.0
+_GRACE_S = 1.0
+"""How long a process may take to end after SIGTERM."""
+_KILLED_S = 10.0
+"""How long after SIGKILL a process is waited for: one in the kernel's hands may stay longer."""
+_HOST = "127.0.0.1"
 
 
 FALLEN = "fallen"
@@ -38,7 +46,7 @@ class LostStateError(RankError):
 
 
 class RankProcess(Protocol):
-    """A process of a rank, such as a `subprocess.Popen`."""
+    """A process of a rank, such as a `subprocess.Popen`, in a session of its own."""
 
     @property
     def pid(self) -> int:
@@ -57,21 +65,46 @@ Start: TypeAlias = Callable[[int, Mapping[str, str]], RankProcess]
 def command(arguments: Sequence[str]) -> Start:
     """Start ranks as this Python with some arguments."""
 
-    def start(_: int, variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        return subprocess.Popen(
-            [sys.executable, *arguments], env={**os.environ, **variables}, start_new_session=True
-        )
+    return lambda _, variables: start_rank(arguments, variables)
 
-    return start
+
+def start_rank(arguments: Sequence[str], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start this Python with some arguments, as a process that ends with this one."""
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        env={**os.environ, **variables},
+        start_new_session=True,
+        preexec_fn=partial(_end_with, os.getpid()),
+    )
+
+
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with(parent: int) -> None:
+    """Let the kernel end this process when the one that started it goes, however it goes."""
+    if sys.platform == "linux":
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it went before that line
+            os._exit(1)
 
 
 class Launcher:
-    """The processes of a job, ended for sure when the `with` block is left."""
+    """The processes of a job, ended for sure when the `with` block is left.
 
-    def __init__(self, start: Start, num_ranks: int) -> None:
+    Those that end with a status in `fine` have done what they were asked to. `num_spares`
+    processes wait beside the ranks, and take the places of those that die.
+    """
+
+    def __init__(
+        self, start: Start, num_ranks: int, *, num_spares: int = 0, fine: Sequence[int] = (0,)
+    ) -> None:
         self._start_process = start
         self._num_ranks = num_ranks
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._fine = fine
+        self._server, self._port = _serve()
+        self.store = dist.PrefixStore("survive", self._server)
         self._log = EventLog(self.store)
         self.processes: dict[int, RankProcess] = {}
         """By member; members are never used twice."""
@@ -79,6 +112,11 @@ class Launcher:
         """Members that died of signals, in order."""
         self._arriving: set[int] = set()
         self._joined: set[int] = set()
+        self._num_spares = num_spares
+        self._spares: set[int] = set()
+        """Those of the arriving, or ready, that wait until they are needed."""
+        self._num_missing = 0
+        """How many have died whose places no spare has taken."""
         self._leaving: int | None = None
         self._size: int | None = None
         self._is_over = False
@@ -88,12 +126,12 @@ class Launcher:
             for member in range(self._num_ranks):
                 self._start(member, joins=False)
         except BaseException:
-            self._end()
+            end_processes(self.processes.values())
             raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        end_processes(self.processes.values())
 
     def join(self) -> int:
         """Start one more process, which joins at the end of a step; returns its member number."""
@@ -116,36 +154,47 @@ class Launcher:
         if self.store.check([FALLEN]):
             raise LostStateError(
                 f"{len(self.lost)} ranks died, the members {self.lost}, too many at the same time "
-                "for their state to be rebuilt from parity"
+                "for their state to be rebuilt from parity. Start again from the last checkpoint"
             )
-        running = False
-        for member, process in self.processes.items():
-            status = process.poll()
-            if status is None:
-                running = True
-            elif status > 0:
+        statuses = {member: own.poll() for member, own in self.processes.items()}
+        for member, status in statuses.items():
+            if status is None or status in self._fine or member in self.lost:
+                continue
+            if status > 0:
                 if self.store.check([FALLEN]):
                     return self.poll()
                 raise RankError(f"member {member} ended with status {status}, which ends the job")
-            elif status < 0 and member not in self.lost and not self._is_over:
-                self.lost.append(member)
-                if member in self._arriving:
-                    self._arriving.discard(member)  # nobody has heard of it
-                else:
-                    self._log.post(Event(kind=EventKind.LOST, member=member))
-        for member in list(self._arriving):
-            if self.store.check([f"arrivals/{member}"]):
+            self.lost.append(member)
+            if member in self._arriving:  # nobody has heard of it
                 self._arriving.discard(member)
-                self._joined.add(member)
-                self._log.post(Event(kind=EventKind.JOINED, member=member))
-        self._resize()
-        if running and self._only_wait():
-            self._is_over = True
-            self._end()
-            return False
-        if not running and len(self.lost) == len(self.processes):
+                self._spares.discard(member)
+            else:
+                self._log.post(Event(kind=EventKind.LOST, member=member))
+                self._num_missing += 1
+        for member in sorted(self._arriving):
+            if member in self._spares and not self._num_missing:
+                continue
+            if self.store.check([f"arrivals/{member}"]):
+                self._let_in(member)
+        running = [member for member, status in statuses.items() if status is None]
+        if any(self._has_entered(member) for member in running):
+            self._resize()
+            for _ in range(self._num_spares - len(self._spares)):
+                self._spares.add(self.join())
+            return True
+        # Those that still run came too late to be let in.
+        if not any(status in self._fine for status in statuses.values()):
             raise LostStateError(f"all {len(self.lost)} ranks died: nobody is left to go on")
-        return running
+        end_processes(self.processes.values())
+        return False
+
+    def _let_in(self, member: int) -> None:
+        self._arriving.discard(member)
+        self._joined.add(member)
+        if member in self._spares:
+            self._spares.discard(member)
+            self._num_missing -= 1
+        self._log.post(Event(kind=EventKind.JOINED, member=member))
 
     def leave(self, member: int) -> None:
         """Let a member go at the end of a step; the others go on with what it had."""
@@ -160,8 +209,8 @@ class Launcher:
         """Come closer to the size that ranks asked for: one process at a time."""
         if self.store.check(["resize"]):
             self._size = int(self.store.get("resize"))
-        running = self.running
-        if self._leaving in running or self._arriving or self._size is None:
+        running = [member for member in self.running if member not in self._spares]
+        if self._leaving in running or self._arriving - self._spares or self._size is None:
             return
         self._leaving = None
         if any(not self._has_entered(member) for member in running):
@@ -178,37 +227,59 @@ class Launcher:
             [f"entered/{member}"]
         )
 
-    def _only_wait(self) -> bool:
-        """Whether those that still run came too late: the training is over."""
-        return not any(self._has_entered(member) for member in self.running)
-
     def _start(self, member: int, *, joins: bool) -> None:
-        variables = of_member(member, self._num_ranks, self.store.port, joins=joins)
+        address = StoreAddress(host=_HOST, port=self._port, prefix="survive")
+        variables = of_member(member, self._num_ranks, address, joins=joins)
         self.processes[member] = self._start_process(member, variables)
 
-    def _end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            running = [own for own in self.processes.values() if own.poll() is None]
-            for own in running:
-                with suppress(ProcessLookupError):
-                    os.kill(own.pid, number)
-            deadline = time.monotonic() + _GRACE_S
-            while time.monotonic() < deadline and any(own.poll() is None for own in running):
-                time.sleep(_POLL_S)
+
+def _serve() -> tuple[dist.TCPStore, int]:
+    """A store that listens on this machine alone; torch's own socket would listen everywhere."""
+    with socket.create_server((_HOST, 0)) as listening:
+        port = listening.getsockname()[1]
+        descriptor = listening.detach()
+    store = dist.TCPStore(
+        _HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=descriptor
+    )
+    return store, port
 
 
-def run_job(start: Start, num_ranks: int, num_restarts: int) -> list[int]:
+def end_processes(processes: Iterable[RankProcess]) -> None:
+    """End what still runs: asked first, then killed; with what they have started."""
+    processes = list(processes)
+    for numbers, patience_s in (
+        # A stopped process takes no signal but SIGKILL before it is let go on.
+        ((signal.SIGTERM, signal.SIGCONT), _GRACE_S),
+        ((signal.SIGKILL,), _KILLED_S),
+    ):
+        running = [own for own in processes if own.poll() is None]
+        for own, number in itertools.product(running, numbers):
+            _signal(own.pid, number)
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and any(own.poll() is None for own in running):
+            time.sleep(_POLL_S)
+
+
+def _signal(pid: int, number: signal.Signals) -> None:
+    with suppress(PermissionError):
+        try:
+            os.killpg(pid, number)
+        except ProcessLookupError:  # it has not come so far as to make a session
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+
+def run_job(start: Start, num_ranks: int, num_restarts: int, num_spares: int = 0) -> list[int]:
     """Run a job to its end; returns the members that died in its last start."""
     for restart in itertools.count(1):
         try:
-            with Launcher(start, num_ranks) as launcher:
+            with Launcher(start, num_ranks, num_spares=num_spares) as launcher:
                 return launcher.wait()
         except LostStateError as error:
             if restart > num_restarts:
                 raise
             print(
-                f"{error}; starting all ranks again, from the last checkpoint of the program, "
-                f"{restart} of at most {num_restarts} times",
+                f"{error}: starting all ranks again, {restart} of at most {num_restarts} times",
                 file=sys.stderr,
             )
     raise AssertionError("unreachable")

@@ -11,14 +11,18 @@ the model. What has to be kept until when is `versions`' business.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
 
+from shoal.comm.observer import in_background
 from shoal.comm.transport import Transport
 from shoal.errors import RankError
+from shoal.survive.generation import Generation
 from shoal.survive.parity import ParityRows, RowPiece
 from shoal.survive.roster import Footing
 from shoal.survive.state import ImageLayout, Rest, TrainingState
@@ -45,15 +49,13 @@ class Protection:
 
     def __init__(
         self,
-        generation: int,
-        members: tuple[int, ...],
-        transport: Transport,
+        generation: Generation,
         state: TrainingState,
         num_parities: int,
         version: int,
     ) -> None:
-        self.generation = generation
-        self.members = members
+        self.generation = generation.number
+        self.members = generation.members
         self.num_parities = num_parities
         """How many of the members may die at the same time."""
         self.versions = Versions(version)
@@ -61,12 +63,16 @@ class Protection:
         """The last two versions, each with its parity once that is whole."""
         self.num_sent_bytes = 0
         """What this rank has sent for its last parity."""
-        self._transport = transport
+        self._check = generation.check
+        self._transport = generation.parity
         self._state = state
+        # A stream of the thread's own: in the training's it would wait for all that is queued.
+        is_cuda = state.device.type == "cuda"
+        self._stream = torch.cuda.Stream(state.device) if is_cuda else None
         self._spare: Tensor | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._notice = 0
+        self._notices: Sequence[int] = ()
 
     @property
     def num_kept_bytes(self) -> int:
@@ -74,27 +80,27 @@ class Protection:
         kept = sum(one.image.nbytes + one.parity.nbytes for one in self.kept.values())
         return kept + (0 if self._spare is None else self._spare.nbytes)
 
-    def begin(self, rest: Rest, notice: int) -> None:
+    def begin(self, rest: Rest, notices: Sequence[int]) -> None:
         """Start to protect the state as it is; nobody may change it until `settle`.
 
-        `notice` is a number of which `settle` tells the largest of all ranks.
+        `notices` are numbers of which `settle` tells the largest of all ranks.
         """
-        if self._state.device.type == "cuda":  # the thread has a stream of its own
+        if self._stream is not None:
             torch.cuda.current_stream(self._state.device).synchronize()
         self._failure = None
-        self._notice = notice
+        self._notices = notices
         self._thread = threading.Thread(
             target=self._run, args=(rest,), name="shoal-parity", daemon=True
         )
         self._thread.start()
 
-    def settle(self) -> int:
-        """Wait until all ranks have the parity of the newest version; the largest notice."""
+    def settle(self) -> Sequence[int]:
+        """Wait until all ranks have the parity of the newest version; the largest notices."""
         self.stop()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-        return self._notice
+        return self._notices
 
     def stop(self) -> None:
         """Wait until nothing is on its way, whether it came to its end or not."""
@@ -110,7 +116,8 @@ class Protection:
 
     def _run(self, rest: Rest) -> None:
         try:
-            self._protect(rest)
+            with in_background(), self._in_stream():
+                self._protect(rest)
         except RankError as error:
             self._failure = error
         except RuntimeError as error:
@@ -118,6 +125,18 @@ class Protection:
             self._failure.__cause__ = error
         except BaseException as error:  # told by `settle`, in the thread of the training
             self._failure = error
+
+    @contextmanager
+    def _in_stream(self) -> Iterator[None]:
+        if self._stream is None:
+            yield
+            return
+        with torch.cuda.device(self._state.device), torch.cuda.stream(self._stream):
+            yield
+
+    def _wait_for_stream(self) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
 
     @torch.no_grad()
     def _protect(self, rest: Rest) -> None:
@@ -127,15 +146,18 @@ class Protection:
         rows = self._rows_for(layout)
         image = self._room(layout.max_bytes if rows is None else rows.padded_bytes)
         self._state.write_image(image, layout, transport.rank)
-        num_bytes = 0 if rows is None else rows.parity_bytes
-        parity = torch.zeros(num_bytes, dtype=torch.uint8, device=image.device)
+        self._wait_for_stream()
+        parity = self._zeros(0 if rows is None else rows.parity_bytes)
         if rows is not None:
-            self.num_sent_bytes = exchange(rows, image, parity, transport)
+            device = self._state.device
+            self.num_sent_bytes = exchange(rows, image, parity, transport, device)
+        self._wait_for_stream()
+        self._check()
         self.kept[version] = KeptVersion(
             layout=layout, rows=rows, image=image, parity=parity, rest=rest
         )
         self.versions.protect()
-        self._notice = self._largest([self._notice], "is the parity whole")[0]
+        self._notices = self._largest(self._notices, "is the parity whole")
         self.versions.confirm()
         self.versions.begin_keep()
         older = self.kept.pop(version - 1, None)
@@ -155,8 +177,13 @@ class Protection:
         """Memory for an image: that of two versions ago, if it is as large."""
         spare, self._spare = self._spare, None
         if spare is None or spare.numel() != num_bytes:
-            return torch.zeros(num_bytes, dtype=torch.uint8, device=self._state.device)
+            return self._zeros(num_bytes)
         return spare
+
+    def _zeros(self, num_bytes: int) -> Tensor:
+        """Memory of the host, also for what lies on a GPU: that is for training."""
+        pins = self._state.device.type == "cuda"
+        return torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=pins)
 
     def _check_alike(self, layout: ImageLayout) -> None:
         digest = layout.digest
@@ -168,15 +195,22 @@ class Protection:
                 "(model.set_reduce_scatter_unused_params(True))"
             )
 
-    def _largest(self, numbers: list[int], reason: str) -> list[int]:
+    def _largest(self, numbers: Sequence[int], reason: str) -> list[int]:
         tensor = torch.tensor(numbers, dtype=torch.int64, device=self._state.device)
         if self._transport.size > 1:
             self._transport.all_reduce(tensor, ReduceOp.MAX, reason=f"parity: {reason}").wait()
-        return [int(number) for number in tensor.tolist()]
+        found = [int(number) for number in tensor.tolist()]
+        self._check()
+        return found
 
 
-def exchange(rows: ParityRows, image: Tensor, parity: Tensor, transport: Transport) -> int:
-    """Make this rank's parities of all ranks' images; returns how many bytes it sent."""
+def exchange(
+    rows: ParityRows, image: Tensor, parity: Tensor, transport: Transport, device: torch.device
+) -> int:
+    """Make this rank's parities of all ranks' images; returns how many bytes it sent.
+
+    Image and parity lie on the host; pieces travel, and are added up, on the device.
+    """
     rank, peers = transport.rank, range(rows.num_members)
     sent = [rows.sent(rank, peer) for peer in peers]
     received = [rows.sent(peer, rank) for peer in peers]
@@ -185,11 +219,9 @@ def exchange(rows: ParityRows, image: Tensor, parity: Tensor, transport: Transpo
         stop = min(start + CHUNK_BYTES, rows.stripe_bytes)
         width = stop - start
         pieces = [image[rows.span(piece)][start:stop] for to in sent for piece in to]
-        leaving = torch.cat(pieces) if pieces else image[:0]
+        leaving = (torch.cat(pieces) if pieces else image[:0]).to(device)
         num_sent += leaving.numel()
-        arriving = torch.empty(
-            width * sum(map(len, received)), dtype=torch.uint8, device=image.device
-        )
+        arriving = torch.empty(width * sum(map(len, received)), dtype=torch.uint8, device=device)
         transport.all_to_all(
             arriving,
             leaving,

@@ -115,7 +115,7 @@ def rebuild_images(
     own = next((old for old, new in succession.left.items() if new == transport.rank), None)
     if kept is not None:
         assert own is not None
-        images[own] = kept.image
+        images[own] = kept.image.to(device)
     lost, left = succession.lost, succession.left
     if not lost:
         return images
@@ -166,7 +166,7 @@ def _send(
     sent = [[p for s, r, p in moves if s == rank and r == peer] for peer in peers]
     received = [[p for s, r, p in moves if r == rank and s == peer] for peer in peers]
     pieces = [read(piece) for to in sent for piece in to]
-    leaving = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *pieces])
+    leaving = torch.cat([torch.empty(0, dtype=torch.uint8), *[p.cpu() for p in pieces]]).to(device)
     arriving = torch.empty(num_bytes * sum(map(len, received)), dtype=torch.uint8, device=device)
     transport.all_to_all(
         arriving,

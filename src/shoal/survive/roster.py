@@ -2,7 +2,7 @@
 
 Everything is in a store that lives outside of every rank, in the launcher, so any rank may die:
 
-    events/0, events/1, …     what happened to whom; written by the launcher alone, in order
+    events/0, events/1, …     what happened to whom, in order; ranks only read it
     offers/<g>/<member>       what a member could go on from, if generation g were formed now
     decisions/<g>             who forms generation g, and from which version; the first one counts
     arrivals/<member>         a process that started late says that it is ready to join
@@ -73,9 +73,11 @@ class EventLog:
         return self.events[start:]
 
     def post(self, event: Event) -> None:
-        """Add an event; for the one writer that there is."""
-        self.read()
-        self._store.set(f"events/{len(self.events)}", json.dumps(asdict(event)))
+        """Add an event; of several writers each has a place of its own."""
+        text = json.dumps(asdict(event))
+        place = len(self.events)
+        while self._store.compare_set(f"events/{place}", "", text).decode() != text:
+            place += 1
 
 
 def members_after(initial: int, events: Iterable[Event]) -> tuple[int, ...]:

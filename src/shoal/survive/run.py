@@ -19,22 +19,25 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from shoal.errors import RankError, ShoalError, UsageError
+from shoal.errors import RankError, UsageError
 from shoal.survive.environment import membership
 from shoal.survive.generation import Generation, leave_groups, synchronise
 from shoal.survive.launcher import FALLEN, LostStateError
 from shoal.survive.protection import KeptVersion, Protection
 from shoal.survive.rebuild import Succession, rebuild_images, reshard
 from shoal.survive.roster import Decision, EventLog, Protected, Roster
-from shoal.survive.shares import Batches, share_in
+from shoal.survive.shares import Batches, check_shares, share_in
+from shoal.survive.snapshots import Snapshots
 from shoal.survive.state import Rest, Stateful, TrainingState
 from shoal.survive.watcher import Watcher
 
@@ -42,6 +45,8 @@ PATIENCE_S = 5.0
 """How long a failed collective may wait for the news that a rank died, before it is an error."""
 
 _POLL_S = 0.005
+_SPARE_POLL_S = 0.02
+"""One that joins may wait for long, beside others that need the cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +59,7 @@ class Recovery:
     num_undone: int
     """How many steps this rank had begun or done beyond it."""
     seconds: dict[str, float]
-    """What it took: agree, form, rebuild."""
+    """What it took: break off, agree, form, rebuild, reshard."""
 
 
 class SurvivingRun:
@@ -68,10 +73,12 @@ class SurvivingRun:
         stateful: Sequence[Stateful],
         num_parities: int,
         start: int,
+        snapshots: Path | None = None,
     ) -> None:
         self._place = membership()
         self._state = TrainingState(model, optimizers, stateful)
         self._data = data
+        self._snapshots = None if snapshots is None else Snapshots(snapshots, self._state)
         self._num_parities = num_parities
         self.version = start
         """How many steps are applied."""
@@ -84,8 +91,12 @@ class SurvivingRun:
         self._number = 0
         self._num_events = 0
         self._notice = 0
+        self._is_writing = False
+        self._saved = start
         self._protections: list[Protection] = []
         self._generations: dict[int, Protected] = {}
+        self._seconds: dict[str, float] = {}
+        self._seconds_to_break_off = 0.0
         self._step: Step | None = None
         self._has_applied = False
         self.has_left = False
@@ -100,7 +111,21 @@ class SurvivingRun:
         """
         if world_size < 1:
             raise UsageError(f"expected 1 rank or more, got {world_size}")
+        if self.version < len(self._data):
+            check_shares(self._data[self.version], world_size)
         self._store.set("resize", str(world_size))
+
+    @property
+    def optimizers(self) -> tuple[Optimizer, ...]:
+        """The optimizers whose state is protected."""
+        return self._state.optimizers
+
+    def protect(self) -> None:
+        """Wait until the state that a step begins with is one that no death can take back.
+
+        Call it in the step, before what must not be undone, such as saving that state.
+        """
+        self._settle()
 
     @property
     def rank(self) -> int:
@@ -143,11 +168,17 @@ class SurvivingRun:
                 f"over {info.shard_mesh_size}"
             )
         self._check_group(place.num_ranks)
-        self._state.check_probe()
+        if not place.joins:  # alone it would make the whole state of an optimizer
+            self._state.check_probe()
+            found = None if self._snapshots is None else self._snapshots.load()
+            self.version = self.version if found is None else found
+        self._saved = self.version
         store = place.address.connect()
         self._store = store
         self._roster = Roster(store, EventLog(store), place.member, place.num_ranks)
         self._watcher = self._held.enter_context(Watcher(place.address))
+        _runs[self._state.model] = self
+        self._held.callback(_runs.pop, self._state.model, None)
         for optimizer in self._state.optimizers:
             handle = optimizer.register_step_pre_hook(self._before_optimizer)
             self._held.callback(handle.remove)
@@ -162,9 +193,9 @@ class SurvivingRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._watcher.watch(None)
         for protection in self._protections[-1:]:
-            protection.stop()
+            protection.stop()  # watched still: another rank may die and let this one wait
+        self._watcher.watch(None)
         self._held.close()
 
     def _check_group(self, num_ranks: int) -> None:
@@ -216,6 +247,8 @@ class SurvivingRun:
                 return
             try:  # a rank may die when others have done their last step
                 self._settle()
+                if self._snapshots is not None:
+                    self._snapshots.finish()
                 self._part()
             except Exception as error:
                 if not self._recover(error):
@@ -262,25 +295,40 @@ class SurvivingRun:
 
     def _apply(self) -> None:
         self._settle()
+        if self._snapshots is not None and not self._is_writing and self._saved < self.version:
+            self._saved = self.version
+            self._snapshots.start(self.version)
         self._protections[-1].versions.begin_apply()
         self._has_applied = True
 
     def _settle(self) -> None:
         """Wait for the parity of the state that the running step began with."""
-        self._notice = max(self._notice, self._protections[-1].settle())
+        notice, is_writing = self._protections[-1].settle()
+        assert self._generation is not None
+        self._generation.check()
+        self._notice = max(self._notice, notice)
+        self._is_writing = is_writing > 0
         del self._protections[:-1]  # all can be rebuilt from this one
 
     def _finish(self) -> None:
         """The block has come to its end: there is a new version."""
         if not self._has_applied:  # such as one that a gradient scaler has skipped
             self._apply()
+        assert self._generation is not None
+        self._generation.check()
         self._protections[-1].versions.end_apply()
         self.version += 1
-        self._protections[-1].begin(self._state.rest(), self._watcher.num_events)
+        self._protections[-1].begin(self._state.rest(), self._notices)
         if self._is_changing:  # all ranks have been told so by the same notice
             self._settle()
             synchronise(self._state.device)
             self._regroup()
+
+    @property
+    def _notices(self) -> tuple[int, int]:
+        """What this rank tells the others beside its parity: news, and whether it writes."""
+        is_writing = self._snapshots is not None and self._snapshots.is_writing
+        return self._watcher.num_events, int(is_writing)
 
     @property
     def _is_changing(self) -> bool:
@@ -293,12 +341,8 @@ class SurvivingRun:
         """Go on without those who died; False if nobody did, so that it is an error like others."""
         generation = self._generation
         assert generation is not None
-        patience_s = PATIENCE_S if isinstance(error, (RuntimeError, ShoalError)) else 0.0
-        deadline = time.monotonic() + patience_s
-        while not self._watcher.has_lost(generation.members):
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
+        if not self._lost_one(generation.members, error):
+            return False
         _drop(error)
         self._break_off()
         self._regroup()
@@ -306,11 +350,13 @@ class SurvivingRun:
 
     def _break_off(self) -> None:
         """End what is on its way in the present groups, of which a member is gone."""
+        began = time.monotonic()
         if self._generation is not None:
             self._generation.cut()
         for protection in self._protections:
             protection.stop()
         synchronise(self._state.device)
+        self._seconds_to_break_off = time.monotonic() - began
 
     def _regroup(self) -> None:
         """Agree, form new groups, rebuild; again if somebody dies meanwhile."""
@@ -337,11 +383,14 @@ class SurvivingRun:
                 self._break_off()
                 continue
             self._store.set(f"entered/{self._place.member}", "1")
+            if self._snapshots is not None:
+                self._snapshots.give_up()
             assert decision.footing is not None
             seconds = {
+                "break off": self._seconds_to_break_off,
                 "agree": agreed - began,
                 "form": formed - agreed,
-                "rebuild": time.monotonic() - formed,
+                **self._seconds,
             }
             self.recoveries.append(
                 Recovery(
@@ -354,9 +403,15 @@ class SurvivingRun:
             return
 
     def _lost_one(self, members: tuple[int, ...], error: Exception) -> bool:
-        deadline = time.monotonic() + PATIENCE_S
+        """Whether one of the members died, of which the news may be slower than the error."""
+        deadline = time.monotonic() + (PATIENCE_S if isinstance(error, RuntimeError) else 0.0)
         while not self._watcher.has_lost(members):
-            if not isinstance(error, RuntimeError) or time.monotonic() > deadline:
+            if self._watcher.is_alone:
+                raise RankError(
+                    "the launcher is gone, whose store the ranks meet in: nobody could go on "
+                    "after a death. Start again from the last checkpoint"
+                ) from error
+            if time.monotonic() > deadline:
                 return False
             time.sleep(_POLL_S)
         return True
@@ -374,7 +429,7 @@ class SurvivingRun:
                 else:
                     decision = self._roster.decided(self._number)
                 if decision is None:
-                    time.sleep(_POLL_S)
+                    time.sleep(_POLL_S if self._generations else _SPARE_POLL_S)
             if self._place.member in decision.members:
                 break
             if self._protections:
@@ -399,6 +454,7 @@ class SurvivingRun:
         footing, generation = decision.footing, self._generation
         assert footing is not None
         assert generation is not None
+        began = time.monotonic()
         source = next((p for p in self._protections if p.generation == footing.generation), None)
         kept = None if source is None else source.kept[footing.whole]
         told = _tell(source, kept, generation)
@@ -406,13 +462,16 @@ class SurvivingRun:
         images = rebuild_images(
             kept, told.kept.rows, succession, generation.parity, self._state.device
         )
+        rebuilt = time.monotonic()
         rest = told.kept.rest if kept is None else kept.rest
         layout = told.kept.layout
         new_locals = self._state.take_over(generation.info, layout, rest)
         packings = [unit.shards.whole for unit in self._state.units]
         reshard(images, layout, succession, packings, new_locals, generation.parity)
+        self._seconds = {"rebuild": rebuilt - began, "reshard": time.monotonic() - rebuilt}
         self._num_undone = 0 if kept is None else max(self.version - footing.whole, 0)
         self.version = footing.whole
+        self._saved = self.version  # the same on all ranks, also on one that has joined
         self._generations.setdefault(footing.generation, self._protected_by(told.members))
         self._protections = [] if source is None else [source]
         self._protect(rest)
@@ -422,20 +481,33 @@ class SurvivingRun:
         assert generation is not None
         protected = self._protected_by(generation.members)
         protection = Protection(
-            generation.number,
-            generation.members,
-            generation.parity,
+            generation,
             self._state,
             protected.num_parities,
             self.version,
         )
         self._generations[generation.number] = protected
         self._protections.append(protection)
-        protection.begin(rest, self._watcher.num_events)
+        protection.begin(rest, self._notices)
 
     def _protected_by(self, members: tuple[int, ...]) -> Protected:
         """As many parities as were asked for, or as few ranks can have."""
         return Protected(members=members, num_parities=min(self._num_parities, len(members) - 1))
+
+
+_runs: WeakKeyDictionary[nn.Module, SurvivingRun] = WeakKeyDictionary()
+"""Those that go on at the moment."""
+
+
+def run_of(model: nn.Module) -> SurvivingRun:
+    """The run that a model is trained in."""
+    run = _runs.get(model)
+    if run is None:
+        raise UsageError(
+            f"this {type(model).__name__} is not trained under survive: write `with survive(model, "
+            "optimizer, data) as run:` around the loop, with the same model"
+        )
+    return run
 
 
 class Step:

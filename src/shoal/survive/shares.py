@@ -53,14 +53,20 @@ def num_samples_in(batch: Any) -> int:
     return found.pop()
 
 
-def share_in(batch: Any, rank: int, world_size: int) -> tuple[Any, float]:
-    """A rank's part of a batch, and its weight."""
+def check_shares(batch: Any, world_size: int) -> int:
+    """Raise unless each rank could have a sample of a batch; returns how many it has."""
     num = num_samples_in(batch)
     if num < world_size:
         raise UsageError(
             f"a global batch of {num} samples cannot be shared by {world_size} ranks: each needs "
             "one at least"
         )
+    return num
+
+
+def share_in(batch: Any, rank: int, world_size: int) -> tuple[Any, float]:
+    """A rank's part of a batch, and its weight."""
+    num = check_shares(batch, world_size)
     start, stop = span_of(num, rank, world_size)
     cut: Callable[[Tensor], Tensor] = lambda tensor: tensor[start:stop]  # noqa: E731
     return map_tensors(cut, batch), weight_of(num, rank, world_size)

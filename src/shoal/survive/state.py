@@ -9,10 +9,12 @@ survivor has its own.
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -112,7 +114,8 @@ class Rest:
     optimizer_groups: list[list[dict[str, Any]]]
     buffers: dict[str, Tensor]
     stateful: list[dict[str, Any]]
-    generators: dict[str, Tensor] = field(default_factory=dict)
+    generators: dict[str, Any]
+    """Of this rank: torch's, Python's and numpy's."""
 
 
 SHARDED = "sharded"
@@ -355,15 +358,20 @@ def _step_on_nothing(optimizer: Optimizer) -> None:
                 value.copy_(was)
 
 
-def _generators(device: torch.device) -> dict[str, Tensor]:
-    states = {"cpu": torch.get_rng_state()}
+def _generators(device: torch.device) -> dict[str, Any]:
+    states = {
+        "cpu": torch.get_rng_state(),
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+    }
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
     return states
 
 
-def _set_generators(states: Mapping[str, Tensor], device: torch.device) -> None:
-    if "cpu" in states:
-        torch.set_rng_state(states["cpu"])
+def _set_generators(states: Mapping[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["cpu"])
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
     if "cuda" in states and device.type == "cuda":
         torch.cuda.set_rng_state(states["cuda"], device)

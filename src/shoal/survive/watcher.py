@@ -24,6 +24,8 @@ class Watcher:
         self._thread = threading.Thread(target=self._run, name="shoal-survive", daemon=True)
         self.num_events = 0
         """How many events were read."""
+        self.is_alone = False
+        """Whether the store is gone, and with it the launcher: nobody can be missed any more."""
 
     def __enter__(self) -> Watcher:
         self._thread.start()
@@ -48,7 +50,9 @@ class Watcher:
         while not self._end.wait(_POLL_S):
             try:
                 new = self._log.read()
-            except RuntimeError:  # the launcher is gone, and with it the job
+            except RuntimeError:
+                self.is_alone = True
+                self._look()
                 return
             with self._lock:
                 self._lost.update(e.member for e in new if e.kind is EventKind.LOST)
@@ -58,7 +62,9 @@ class Watcher:
     def _look(self) -> None:
         with self._lock:
             generation = self._generation
-            is_hit = generation is not None and not self._lost.isdisjoint(generation.members)
-        if is_hit and generation is not None:
+            if generation is None:
+                return
+            is_hit = self.is_alone or not self._lost.isdisjoint(generation.members)
+        if is_hit:
             with suppress(OSError):
                 generation.cut()  # again and again: one that is being formed connects anew

@@ -23,6 +23,8 @@ from shoal.checkpoint import (
     PendingSave,
     Retention,
     async_save,
+    drop_unfinished,
+    latest,
     load_training,
     point_latest,
     read_manifest,
@@ -188,6 +190,7 @@ class CheckpointSaver:
         self.saved = saved
         self._folder = folder
         self._config = config
+        self._world = world
         self._leads = world.leads
         # Of rank 0: hosts may see the folder each under a number of its own.
         self._home = folder.path.stat() if world.leads else None
@@ -229,15 +232,29 @@ class CheckpointSaver:
     def start(self, model: nn.Module, optimizer: Optimizer, progress: RunProgress) -> None:
         """Copy the state of a step, and write it while training goes on; collective.
 
-        Waits for the save before it.
+        Waits for the save before it. What is saved already is not saved again.
         """
         self.finish()
+        if self.saved is not None and step_of(self.saved) == progress.step:
+            return
         folder = step_folder(self._folder.checkpoints, progress.step)
         with self._noticing_loss(), waiting("all ranks to begin a save"):
             extra = {**asdict(progress), "config": to_json(self._config)}
             tensors, values = training_state(model, optimizer, extra)
             # A run folder that was removed meanwhile is not made anew.
             self._pending = async_save(folder, tensors, values, parents=False)
+
+    def take_over(self) -> None:
+        """Go on after a rank died, which may have been saving: that save is given up; collective.
+
+        Whether it was published in spite of that, the first rank says for all.
+        """
+
+        def look() -> Path | None:
+            drop_unfinished(self._folder.checkpoints)
+            return latest(self._folder.checkpoints)
+
+        self.saved = self._world.share(look) or self.saved
 
     def finish(self) -> Path | None:
         """Wait for the save in flight, if there is one, and return `saved`; collective."""

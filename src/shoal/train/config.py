@@ -249,6 +249,11 @@ class FaultConfig:
         at_least=0,
         at_most=10**6,
     )
+    survive: bool = option(
+        False,
+        "when a rank dies let the others rebuild its part of the state from parity, and go on "
+        "without it; if too many die at the same time, --max-restarts counts",
+    )
     on_nonfinite: Literal["stop", "skip", "ignore"] = option(
         "stop",
         "a loss or gradient that is not finite on any rank: stop the run before the step changes "
@@ -296,15 +301,29 @@ class TrainConfig:
             raise UsageError(
                 f"--model needs --engine fully_shard; got --engine {self.parallel.engine}"
             )
+        if self.faults.survive:
+            self._check_can_survive()
         if self.run.validate_every and not self.data.held_out:
             raise UsageError(
                 "--validate-every needs held-out text, but --held-out is 0; "
                 "add --validate-every 0 or hold some out"
             )
 
+    def _check_can_survive(self) -> None:
+        parallel = self.parallel
+        for flag, given, needed in (
+            ("--engine", parallel.engine, "fully_shard"),
+            ("--compile", parallel.compile, "off"),
+            ("--replicas", parallel.replicas, 1),
+        ):
+            if given != needed:
+                raise UsageError(f"--survive needs {flag} {needed}; got {flag} {given}")
+
     def check_ranks(self, num_ranks: int) -> None:
         """Raise a `UsageError` if a batch, or the replicas, do not fit `num_ranks`."""
         replicas = self.parallel.replicas
+        if self.faults.survive and num_ranks == 1:
+            raise UsageError("--survive needs 2 ranks or more (--nproc): one has nobody to go on")
         if num_ranks % replicas:
             raise UsageError(
                 f"--replicas must divide the number of ranks (--nproc), which is {num_ranks}; "

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import UsageError
 from shoal.mesh import slurm
+
+_STORE = "SHOAL_STORE"
+_TERMINAL = "SHOAL_TERMINAL"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +53,11 @@ def place() -> Place | None:
 
 
 def of_rank(
-    rank: int, num_ranks: int, *, store: Path, reply: Path, restarts: Restarts
+    rank: int, num_ranks: int, *, meeting: Mapping[str, str], reply: Path, restarts: Restarts
 ) -> dict[str, str]:
     """Return the environment of a rank that shoal launches on this machine.
 
-    It finds its place, its reply file and its restarts as it would under torchrun; `store` is
+    It finds its place, its reply file and its restarts as it would under torchrun; `meeting` says
     where the ranks meet.
     """
     return {
@@ -62,16 +66,32 @@ def of_rank(
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
+        **meeting,
         "TORCHELASTIC_ERROR_FILE": str(reply),
         "TORCHELASTIC_RESTART_COUNT": str(restarts.count),
         "TORCHELASTIC_MAX_RESTARTS": str(restarts.limit),
-        "SHOAL_STORE": str(store),
     }
+
+
+def meeting_in(store: Path) -> dict[str, str]:
+    """Let ranks meet through a file."""
+    return {_STORE: str(store)}
+
+
+def terminal() -> int | None:
+    """Return the descriptor of the launcher's stdout, which whoever leads writes to."""
+    number = os.environ.get(_TERMINAL, "")
+    return int(number) if number.isdecimal() else None
+
+
+def showing_on(descriptor: int) -> dict[str, str]:
+    """Tell a rank the descriptor that it has inherited for when it leads."""
+    return {_TERMINAL: str(descriptor)}
 
 
 def store_file() -> Path | None:
     """Return the file through which the ranks of shoal's launcher meet; None under torchrun."""
-    name = os.environ.get("SHOAL_STORE")
+    name = os.environ.get(_STORE)
     return Path(name) if name else None
 
 

@@ -100,9 +100,14 @@ def read_reply(path: Path) -> Mapping[str, Any]:
         return {}
 
 
-def as_error(ends: Sequence[RankEnd], folder: RunFolder, *, restart: int = 0) -> ShoalError:
-    """Turn how the ranks ended into the one error to show; after so many restarts."""
-    stopped = "".join(
+def as_error(
+    ends: Sequence[RankEnd], folder: RunFolder, *, restart: int = 0, why: str = ""
+) -> ShoalError:
+    """Turn how the ranks ended into the one error to show; after so many restarts.
+
+    `why` says before what their loss means.
+    """
+    stopped = why + "".join(
         f"{ended} was stopped by a signal (SIGSTOP or SIGTSTP), so the others waited in vain\n"
         for ended in ends
         if ended.was_stopped
@@ -124,13 +129,18 @@ def as_error(ends: Sequence[RankEnd], folder: RunFolder, *, restart: int = 0) ->
 def _how_it_was_lost(first: RankEnd, ends: Sequence[RankEnd], folder: RunFolder) -> str:
     """In which way a rank was lost."""
     if first.status < 0:
-        what = f"died with {_signal_name(-first.status)}. {_HINTS.get(-first.status, '')}".rstrip()
+        what = f"{how_it_died(first)}. {_HINTS.get(-first.status, '')}".rstrip()
         if first.status == -signal.SIGABRT:  # which gloo does when sizes do not match
             what = f"{what}\n{post_mortem(folder.logs, [own.rank for own in ends])}".rstrip()
         return what
     if first.reply:
         return f"failed with {first.reply['message']}"
     return f"exited with status {first.status}"
+
+
+def how_it_died(ended: RankEnd) -> str:
+    """Name the signal that a rank died of."""
+    return f"died with {_signal_name(-ended.status)}"
 
 
 def _signal_name(number: int) -> str:

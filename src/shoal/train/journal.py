@@ -39,6 +39,9 @@ class Listener:
     def on_note(self, text: str) -> None:
         """Something that a person wants to know."""
 
+    def on_undone(self) -> None:
+        """Steps may come again, with other ranks, and another journal hears of them."""
+
     def close(self) -> None:
         """Nothing more will happen."""
 
@@ -64,6 +67,11 @@ class Journal:
         for listener in self._listeners:
             listener.on_note(text)
 
+    def undone(self) -> None:
+        """Tell that the last steps may come again, before this journal is closed."""
+        for listener in self._listeners:
+            listener.on_undone()
+
     def __enter__(self) -> Self:
         return self
 
@@ -74,12 +82,17 @@ class Journal:
         trace: TracebackType | None,
     ) -> None:
         try:
-            with ExitStack() as closing:
-                for listener in self._listeners:
-                    closing.callback(listener.close)
+            self.close()
         except (OSError, ShoalError):
             if error is None:  # else the first error tells more than its echo
                 raise
+
+    def close(self) -> None:
+        """Tell that nothing more will happen; once."""
+        listeners, self._listeners = self._listeners, ()
+        with ExitStack() as closing:
+            for listener in listeners:
+                closing.callback(listener.close)
 
 
 class MetricsFile(Listener):
@@ -151,6 +164,10 @@ class TimelineFile(Listener):
     def on_step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
         """Remember a step."""
         self._recent.append((record, actions))
+
+    def on_undone(self) -> None:
+        """Forget the steps."""
+        self._recent.clear()
 
     def close(self) -> None:
         """Write the typical one of the last steps, if there were any, and its folder is there."""

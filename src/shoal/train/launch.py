@@ -8,7 +8,8 @@
 
 Ranks meet through a file in a folder that only this user can open, and talk over loopback: nothing
 listens where another machine could connect, and the launcher reads nothing but exit statuses and
-JSON.
+JSON. With `--survive` they meet in a store of the launcher's, which listens on loopback too: a lost
+rank is told to the others, which go on.
 
 The first Ctrl-C asks: the step in progress ends, a checkpoint is written. Shells, `make`,
 `timeout` and launchers all pass signals on, so the same Ctrl-C can arrive several times; only
@@ -34,10 +35,19 @@ from types import FrameType
 from typing import Self
 
 from shoal.checkpoint.disk import disk_errors
-from shoal.errors import EXIT_INTERRUPTED
+from shoal.errors import EXIT_INTERRUPTED, RankError
 from shoal.files import create
+from shoal.survive.launcher import Launcher, LostStateError, end_processes
 from shoal.train import environment
-from shoal.train.failure import SHARED_ERRORS, RankEnd, as_error, log_of, read_reply, resume_advice
+from shoal.train.failure import (
+    SHARED_ERRORS,
+    RankEnd,
+    as_error,
+    how_it_died,
+    log_of,
+    read_reply,
+    resume_advice,
+)
 from shoal.train.job import TrainJob
 from shoal.train.run_folder import RunFolder
 from shoal.train.safe_stream import say
@@ -50,12 +60,10 @@ ECHO_S = 2.0
 
 _POLL_S = 0.05
 _FOLDER_CHECK_S = 0.5
-_GRACE_S = 1.0
-"""How long a rank may take to end after SIGTERM; it only writes its stacks into its log."""
+_FINE = (0, EXIT_INTERRUPTED)
+"""Statuses of ranks that have finished, or stopped as they were asked to."""
 _STOPPED_S = 1.5
 """How long past the stall limit a rank may stand still; the ranks' own verdict comes before."""
-_KILLED_S = 10.0
-"""How long after SIGKILL a process is waited for: one in the kernel's hands may stay longer."""
 
 # Ranks import from where the launcher does: `python -m` would look into the working folder first.
 _RANK_PROGRAM = (
@@ -97,7 +105,7 @@ def launch(job: TrainJob) -> int:
             if folder.is_lost(home):  # which a rank may have been lost of
                 folder.drop_remains(home)
                 raise folder.lost_error()
-            error = as_error(ranks.ends, folder, restart=restart)
+            error = as_error(ranks.ends, folder, restart=restart, why=ranks.why)
             if restart == limit or isinstance(error, SHARED_ERRORS):
                 raise error
             what = str(error).partition("\n")[0]
@@ -111,13 +119,13 @@ def _wait(
 ) -> _Outcome:
     """Wait until something happens that ends this start of the ranks.
 
-    Here it is decided what the death of a rank means: today it ends the start for all.
+    Here it is decided what the death of a rank means: the end for all, unless they survive it.
     """
     look_at = 0.0
     while True:
         if insisted.is_set():
             return _Outcome.INSISTED
-        if ranks.poll() or ranks.stand_still:
+        if ranks.poll() or (ranks.stand_still and not ranks.end_those_that_stand()):
             return _Outcome.LOST
         if not ranks.running:
             return _Outcome.FINISHED
@@ -140,6 +148,12 @@ class RankProcesses:
         self._restart = restart
         self._meeting = private / str(restart)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
+        self._survivors: Launcher | None = None
+        if job.config.faults.survive:
+            self._survivors = Launcher(self._start, job.num_ranks, fine=_FINE)
+        self.why = ""
+        """What the loss of ranks means, if it is more than that."""
+        self._num_told = 0
         self._lost: set[int] = set()
         self._stopped: set[int] = set()
         self._stopped_at: dict[int, float] = {}
@@ -149,8 +163,11 @@ class RankProcesses:
             with disk_errors("make", self._meeting):
                 self._meeting.mkdir(mode=0o700)
                 os.close(os.open(self._store, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+            if self._survivors is not None:
+                self._survivors.__enter__()
+                return self
             for rank in range(self._job.num_ranks):
-                self._processes[rank] = self._start(rank)
+                self._start(rank, environment.meeting_in(self._store))
         except BaseException:
             self._end()
             raise
@@ -185,11 +202,38 @@ class RankProcesses:
         ]
 
     def poll(self) -> bool:
-        """Tell whether a rank was lost: it ended without having finished, or having been asked."""
+        """Tell whether a rank was lost: it ended without having finished, or having been asked.
+
+        One that died of a signal is not, where the others survive it.
+        """
+        if self._survivors is not None:
+            return self._poll_survivors(self._survivors)
         if self._find_lost():
             # Another may have died before it, and just after it was looked at.
             self._lost = self._find_lost()
         return bool(self._lost)
+
+    def _poll_survivors(self, survivors: Launcher) -> bool:
+        try:
+            survivors.poll()
+        except RankError as error:
+            self._lost = self._find_lost()
+            self.why = f"{error}\n" if isinstance(error, LostStateError) else ""
+        for member in survivors.lost[self._num_told :]:
+            ended = next(ended for ended in self.ends if ended.rank == member)
+            others = f"; the other {len(self.running)} go on" if not self._lost else ""
+            say(f"{ended} {how_it_died(ended)}{others}", stream=sys.stdout)
+        self._num_told = len(survivors.lost)
+        return bool(self._lost)
+
+    def end_those_that_stand(self) -> bool:
+        """Let ranks that stand still die, where the others can go on without; tells whether so."""
+        if self._survivors is None:
+            return False
+        for rank in self._stopped_at:
+            with suppress(ProcessLookupError):
+                os.killpg(self._processes[rank].pid, signal.SIGKILL)
+        return True
 
     @property
     def stand_still(self) -> bool:
@@ -206,39 +250,31 @@ class RankProcesses:
     def _end(self) -> None:
         """End the processes that still run; none of them counts as lost, whatever it dies of."""
         self._stopped = {rank for rank, own in self.running.items() if _is_stopped(own.pid)}
-        for numbers, patience_s in (
-            # A stopped process takes no signal but SIGKILL before it is let go on.
-            ((signal.SIGTERM, signal.SIGCONT), _GRACE_S),
-            ((signal.SIGKILL,), _KILLED_S),
-        ):
-            running = self.running
-            for own in running.values():
-                for number in numbers:
-                    with suppress(ProcessLookupError, PermissionError):
-                        os.killpg(own.pid, number)
-            deadline = time.monotonic() + patience_s
-            for own in running.values():
-                with suppress(subprocess.TimeoutExpired):
-                    own.wait(max(0.0, deadline - time.monotonic()))
+        end_processes(self._processes.values())
 
     def _find_lost(self) -> set[int]:
-        fine = (None, 0, EXIT_INTERRUPTED)
+        fine = (None, *_FINE)
         return {rank for rank, own in self._processes.items() if own.poll() not in fine}
 
-    def _start(self, rank: int) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, meeting: Mapping[str, str]) -> subprocess.Popen[bytes]:
         job, logs = self._job, self._job.folder.logs
+        survives = self._survivors is not None
         program = [sys.executable, "-u", "-c", _RANK_PROGRAM.format(path=sys.path)]
         checkpoint = [] if job.checkpoint is None else [str(job.checkpoint)]
         limit = job.config.faults.max_restarts
         with disk_errors(f"start rank {rank} with its log in", logs), ExitStack() as files:
             out = files.enter_context(create(logs / f"rank-{rank}.out")) if rank else None
             log = log_of(rank, logs, restart=self._restart)
-            return subprocess.Popen(
+            terminal = os.dup(1) if survives else None  # for whoever leads
+            if terminal is not None:
+                files.callback(os.close, terminal)
+                meeting = {**meeting, **environment.showing_on(terminal)}
+            self._processes[rank] = subprocess.Popen(
                 [*program, str(job.folder.path), str(os.getpid()), *checkpoint],
                 env=environment.of_rank(
                     rank,
                     job.num_ranks,
-                    store=self._store,
+                    meeting=meeting,
                     reply=self._reply(rank),
                     restarts=environment.Restarts(count=self._restart, limit=limit),
                 ),
@@ -247,7 +283,9 @@ class RankProcesses:
                 # A session of its own: the terminal's Ctrl-C is for the launcher, and what the
                 # rank starts (compilers) can be ended with it.
                 start_new_session=True,
+                pass_fds=() if terminal is None else (terminal,),
             )
+        return self._processes[rank]
 
     @property
     def _store(self) -> Path:

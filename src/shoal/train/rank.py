@@ -42,6 +42,7 @@ from shoal.watch import Watchdog
 
 _PR_SET_PDEATHSIG = 1
 _PARENT_CHECK_S = 0.5
+_HEAD_START_S = 5.0
 
 
 def run_rank(
@@ -73,8 +74,12 @@ def run_rank(
             with disk_errors("write", job.folder.forecast):
                 replace(job.folder.forecast, json.dumps(foreseen).encode()).close()
         stop_request = job.folder.stop_request
-        with _watchdog(job):
-            finished = train(job, world, lambda: asked.is_set() or stop_request.exists())
+        finished = train(
+            job,
+            world,
+            lambda: asked.is_set() or stop_request.exists(),
+            watch=partial(_watchdog, job),
+        )
     return 0 if finished else EXIT_INTERRUPTED
 
 
@@ -178,7 +183,15 @@ def _watchdog(job: TrainJob) -> AbstractContextManager[object]:
     limit_s = job.config.faults.stall_limit
     if not limit_s:
         return nullcontext()
-    return Watchdog(limit_s=limit_s, folder=job.folder.logs, end=_end_stalled, alike=SHARED_ERRORS)
+    survive = job.config.faults.survive
+    return Watchdog(
+        # The launcher ends a rank that stands still before, and the others go on without it.
+        limit_s=limit_s + _HEAD_START_S * survive,
+        folder=job.folder.logs,
+        end=_end_stalled,
+        alike=SHARED_ERRORS,
+        survive=survive,
+    )
 
 
 def _end_stalled(verdict: str) -> None:

@@ -27,8 +27,6 @@ class StepResult:
 
     grad_norm: float
     """Global norm of the gradient before clipping; the same on every rank."""
-    num_tokens: int
-    """Tokens predicted in this rank's share of the batch."""
     step_ms: float
     actions: tuple[RecordedAction, ...]
 
@@ -53,7 +51,7 @@ class StepAttempt:
     """The loss, norm and time of one rank before the optimizer has changed anything."""
 
     loss: float
-    """Mean over this rank's share of the batch."""
+    """Mean over this rank's share of the batch; in proportion, where shares differ."""
     grad_norm: float
     own_ms: float
     """Time so far that was not spent waiting for others."""
@@ -67,19 +65,22 @@ def training_step(
     clip: float,
     accept: Callable[[StepAttempt], bool],
     scale: float = 1.0,
+    weight: float = 1.0,
 ) -> StepResult:
     """Take one optimizer step on this rank's micro-batches, each (sequence, context + 1).
 
     `accept` decides, the same on all ranks, whether the optimizer may change the weights. The loss
-    is multiplied by `scale` on its way backward.
+    is multiplied by `scale` on its way backward. `weight` is what this rank's samples count in the
+    mean of all ranks' means: 1 if all have as many.
     """
     began_at = time.perf_counter()
     with watch(model) as recorder:
         loss = torch.zeros((), device=micro_batches[0].device)
+        num_samples = sum(map(len, micro_batches))
         for sequences in micro_batches:
             part = next_token_loss(scores(model, sequences[:, :-1]), sequences[:, 1:])
             # Divided here, so that the gradients of all micro-batches add up to their mean.
-            part = part / len(micro_batches)
+            part = part / (num_samples / len(sequences) / weight)
             (part * scale if scale != 1 else part).backward()
             loss += part.detach()
         start = recorder.mark()
@@ -104,7 +105,6 @@ def training_step(
     actions = tuple(recorder.actions())  # waits for the device, so that the time below is whole
     return StepResult(
         grad_norm=attempt.grad_norm,
-        num_tokens=sum(sequences[:, 1:].numel() for sequences in micro_batches),
         step_ms=(time.perf_counter() - began_at) * 1e3,
         actions=actions,
     )

@@ -56,7 +56,8 @@ class Watchdog:
     that SIGTERM ends prints what the logs tell before. `folder`, best shared by all ranks, holds
     their logs: they tell which rank launched another collective, also of ranks that are gone. An
     exception that leaves the block ends the other ranks too, unless it is one of `alike`, which
-    all ranks raise.
+    all ranks raise. Where ranks `survive` the death of others, a collective that fails is no reason
+    to end, nor is an exception; and this watchdog ends with the groups that it was made in.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Watchdog:
         folder: Path | str | None = None,
         end: Callable[[str], None] | None = None,
         alike: tuple[type[Exception], ...] = (),
+        survive: bool = False,
     ) -> None:
         if limit_s <= 0:
             raise UsageError(f"expected a limit of more than 0 seconds, got {limit_s}")
@@ -76,9 +78,11 @@ class Watchdog:
             self._folder.mkdir(parents=True, exist_ok=True)
         self._end = end or _end_process
         self._alike = alike
+        self._survives = survive
         self._rank, self._size = dist.get_rank(), dist.get_world_size()
         self._store = torch_groups.separate_store()
-        self._prefix = f"shoal/watch/{next(_counter)}"
+        # A rank that has joined has seen fewer watchdogs, but never two in one store.
+        self._prefix = f"shoal/watch/{'survive' if survive else next(_counter)}"
         self._log = CollectiveLog(self._log_of(self._rank))
         world = dist.group.WORLD
         assert world is not None
@@ -102,7 +106,8 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, self._alike):
+        ends_all = not self._survives and not isinstance(error, self._alike)
+        if isinstance(error, Exception) and ends_all:
             self.announce_failure(error)
             self._add_differences(error)
         self._stopping.set()
@@ -132,6 +137,8 @@ class Watchdog:
 
     def explained(self, failure: str) -> str:
         """Add what the ranks did to the failure of a collective; takes two seconds at most."""
+        if self._survives:
+            return failure
         self._is_heard = True
         self._asked = failure
         self._concluded.wait(_VERDICT_S)

@@ -54,6 +54,7 @@ def test_the_flags_are_these():
         "--seed",
         "--stall-limit",
         "--steps",
+        "--survive",
         "--tensorboard",
         "--text-key",
         "--threads",

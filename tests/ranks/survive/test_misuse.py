@@ -9,10 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from harness import ranks
 from shoal import fully_shard
 from shoal._torch import groups
-from shoal.errors import RankError, UsageError
-from shoal.survive import survive
+from shoal.errors import UsageError
+from shoal.survive import resize, survive
 from shoal.survive.environment import of_member
-from shoal.survive.generation import leave_groups
+from shoal.survive.generation import StoreAddress, leave_groups
+from shoal.survive.launcher import LostStateError
 from survival.jobs import launch
 from survival.program import build, shard
 
@@ -40,7 +41,8 @@ def batches(num_steps: int = 2) -> list[torch.Tensor]:
 @pytest.fixture
 def launched(monkeypatch):
     """As in a job of two ranks, whose store nobody comes to ask."""
-    for name, value in of_member(0, 2, 1, joins=False).items():
+    address = StoreAddress(host="127.0.0.1", port=1, prefix="survive")
+    for name, value in of_member(0, 2, address, joins=False).items():
         monkeypatch.setenv(name, value)
 
 
@@ -87,6 +89,23 @@ def test_groups_that_cannot_be_formed_are_refused(world_size, launched):
 
 
 @ranks(2)
+def test_resize_needs_a_run(world_size, launched):
+    model = shard(build(), "even")
+    with pytest.raises(UsageError, match="not trained under survive"):
+        resize(model, adamw(model), 3)
+
+
+def test_sizes_and_optimizers_that_cannot_be_are_refused(tmp_path):
+    """In a real job: what a resize cannot do is said where it is asked for."""
+    outcome = launch(tmp_path, 2, {"steps": 1, "wrong_sizes": True})
+    expected = ["expected 1 rank or more", "12 samples cannot be shared by 13", "not among"]
+    for story in outcome.stories.values():
+        assert len(story["refused"]) == len(expected)
+        for text, part in zip(story["refused"], expected, strict=True):
+            assert part in text
+
+
+@ranks(2)
 def test_without_a_launcher_that_lets_others_go_on_it_says_so(world_size):
     model = shard(build(), "even")
     with pytest.raises(UsageError, match=r"python -m shoal\.survive"):
@@ -112,7 +131,5 @@ def test_meshes_of_groups_that_are_gone_do_not_resolve_to_new_ones(world_size, t
 
 def test_more_deaths_than_parities_are_an_error_that_says_so(tmp_path):
     plan = {"steps": 4, "1": [[2, "reduction"]], "2": [[2, "deciding"]]}
-    with pytest.raises(RankError, match="ended with status 1") as raised:
+    with pytest.raises(LostStateError, match=r"\[1, 2\], too many at the same time .* checkpoint"):
         launch(tmp_path, 4, plan)
-    assert "too many ranks are lost" in "".join(raised.value.__notes__)
-    assert "checkpoint" in "".join(raised.value.__notes__)

@@ -4,73 +4,22 @@ import json
 import os
 import random
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from harness import on_ranks
-from shoal.checkpoint import load_training, save_training
 from shoal.survive.launcher import run_job
-from shoal.survive.shares import share_in
+from survival import program
 from survival.jobs import launch, starter
 from survival.program import (
-    Batches,
     build,
-    optimizer_of,
-    scheduler_of,
     shard,
-    train_step,
-    whole_state,
 )
-
-
-def one_stretch(folder, first, last, plan):
-    """Steps on the ranks of the pool, from a checkpoint and to another; no survive in it."""
-    model = shard(build(), plan.get("layout", "even"))
-    optimizer = optimizer_of(model, plan.get("optimizer", "adamw"))
-    scheduler = scheduler_of(optimizer)
-    if first:
-        extra = load_training(folder / f"step-{first}", model, optimizer)
-        scheduler.load_state_dict(extra["scheduler"])
-    batches = Batches(plan["steps"], plan.get("samples", 12))
-    losses = {}
-    for step in range(first, last):
-        share, weight = share_in(batches[step], dist.get_rank(), dist.get_world_size())
-        losses[step] = train_step(model, optimizer, scheduler, share, weight).hex()
-    if last < plan["steps"]:
-        extra = {"scheduler": scheduler.state_dict()}
-        save_training(folder / f"step-{last}", model, optimizer, extra)
-        return losses, {}
-    return losses, whole_state(model, optimizer)
-
-
-def uninterrupted(folder, num_ranks, recoveries, plan):
-    """The truth: a run without survive, resized at the same steps by saving and loading."""
-    stretches = [(0, num_ranks)] + [(r["version"], len(r["members"])) for r in recoveries]
-    losses, state = {}, {}
-    ends = [start for start, _ in stretches[1:]] + [plan["steps"]]
-    for (first, size), last in zip(stretches, ends, strict=True):
-        if first == last:  # somebody died again before a step was done
-            continue
-        found = on_ranks(size, one_stretch, folder, first, last, plan)
-        for step in range(first, last):
-            losses[step] = [by_step[step] for by_step, _ in found]
-        state = found[0][1]
-    return losses, state
-
-
-def assert_bit_equal(outcome, folder, num_ranks, plan):
-    losses, state = uninterrupted(folder, num_ranks, outcome.recoveries, plan)
-    assert outcome.losses.keys() == losses.keys()
-    for step, by_rank in outcome.losses.items():
-        assert {rank: losses[step][rank] for rank in by_rank} == by_rank, step
-    assert len(outcome.losses[plan["steps"] - 1]) == len(losses[plan["steps"] - 1])
-    assert outcome.state
-    assert outcome.state.keys() == state.keys()
-    for name, value in state.items():
-        assert torch.equal(outcome.state[name], value), name
-
+from survival.truth import assert_bit_equal, deaths_in, one_stretch, uninterrupted
+from train_command import SOURCE, alive, children_of, wait_until
 
 PHASES = [
     "forward", "backward", "reduction", "optimizer", "parity", "parity sent", "parity done",
@@ -121,11 +70,52 @@ def test_a_rank_leaves_and_nothing_is_lost(tmp_path):
     assert_bit_equal(outcome, tmp_path, 3, plan)
 
 
+def test_a_spare_takes_the_place_of_a_rank_that_died(tmp_path):
+    """In one recovery; and another one waits then, which takes the next place."""
+    plan = {
+        "steps": 30,
+        "wait_for_events": {"8": 2, "20": 4},
+        "0": [[5, "backward"]],
+        "1": [[16, "optimizer"]],
+    }
+    outcome = launch(tmp_path / "job", 3, plan, num_spares=1)
+    assert outcome.lost == [0, 1]
+    assert [len(r["members"]) for r in outcome.recoveries][-1] == 3
+    assert {2, 3, 4} <= outcome.stories.keys()
+    assert_bit_equal(outcome, tmp_path, 3, plan)
+
+
+def has_content(path):
+    return path.stat().st_size > 0
+
+
+@pytest.mark.parametrize("trains", [pytest.param(True, marks=pytest.mark.soak), False])
+def test_ranks_end_with_their_launcher(trains, tmp_path):
+    """However it goes, and whenever: nobody trains on for nobody."""
+    plan = json.dumps({"steps": 10**6, "pause_s": 0.01})
+    words = ["-m", "shoal.survive", "--ranks", "2", program.__file__, str(tmp_path), plan]
+    launcher = subprocess.Popen(
+        [sys.executable, *words],
+        env={**os.environ, "PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1"},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: len(children_of(launcher.pid)) == 2, 60)
+        if trains:
+            wait_until(lambda: sum(map(has_content, tmp_path.glob("*.at"))) == 2, 60)
+        ranks = children_of(launcher.pid)
+        assert len(ranks) == 2
+    finally:
+        launcher.kill()
+        launcher.wait()
+    wait_until(lambda: not any(map(alive, ranks)), 10)
+
+
 def test_it_is_noticed_at_once_though_other_processes_hold_the_sockets(tmp_path):
     """Children of the dead rank, such as workers of a DataLoader, keep its connections open."""
     plan = {"steps": 5, "fork_at": 1, "1": [[3, "reduction"]]}
     outcome = launch(tmp_path / "job", 4, plan)
-    died_at = float((tmp_path / "job" / "deaths.txt").read_text())
+    ((died_at, _),) = deaths_in(tmp_path / "job")
     assert all(story["broken_at"][0] - died_at < 1 for story in outcome.stories.values())
     assert_bit_equal(outcome, tmp_path, 4, plan)
 
@@ -156,6 +146,20 @@ def test_what_cannot_be_rebuilt_starts_again_from_the_checkpoint(tmp_path, capsy
     _, truth = uninterrupted(tmp_path / "truth", 4, [], plan)
     found = torch.load(job / "state.pt")
     assert all(torch.equal(found[name], value) for name, value in truth.items())
+
+
+def test_what_cannot_be_rebuilt_starts_again_from_the_newest_snapshot(tmp_path):
+    """Nobody saves: snapshots are written beside the steps, and loaded by survive itself."""
+    job = tmp_path / "job"
+    plan = {"steps": 40, "snapshots": True, "1": [[30, "reduction"]], "2": [[30, "deciding"]]}
+    assert run_job(starter(job, plan), 4, 1) == []
+    stories = [json.loads(path.read_text()) for path in job.glob("*.json")]
+    (first,) = {min(map(int, story["losses"])) for story in stories}
+    assert 0 < first <= 30
+    _, truth = uninterrupted(tmp_path / "truth", 4, [], plan)
+    found = torch.load(job / "state.pt")
+    assert all(torch.equal(found[name], value) for name, value in truth.items())
+    assert 1 <= len(list((job / "snapshots").glob("step-*"))) <= 2
 
 
 @pytest.mark.parametrize("parities", [1, 2])

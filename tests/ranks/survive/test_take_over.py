@@ -1,7 +1,9 @@
 """A sharded model goes on over other ranks, in place, as one that was sharded there at once."""
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from shoal.errors import UsageError
 from shoal.layout import Flat, Rows
 from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.module_state import units_of
+from shoal.survive.state import TrainingState
 from shoal.survive.take_over import check_can_move, take_over
 
 
@@ -80,6 +83,17 @@ def test_a_model_that_moved_trains_like_one_that_was_built_there(world_size, lay
     for ours, theirs in zip(units_of(model), units_of(fresh), strict=True):
         assert torch.equal(ours.shards.buffer, theirs.shards.buffer)
         assert ours.size == 2
+
+
+@ranks(2)
+def test_generators_go_back_with_the_state(world_size):
+    model = shard(build(), None, init_device_mesh("cpu", (2,)))
+    state = TrainingState(model, [torch.optim.SGD(model.parameters())], [])
+    rest = state.rest()
+    drawn = [(torch.rand(3).tolist(), random.random(), np.random.random()) for _ in range(2)]
+    assert drawn[0] != drawn[1]
+    state.set_rest(rest)
+    assert (torch.rand(3).tolist(), random.random(), np.random.random()) == drawn[0]
 
 
 @ranks(2)
