@@ -56,7 +56,24 @@ def small(folder: Path, *, steps: int = 4, **changes: Any) -> Any:
 def make_text(folder: Path) -> Path:
     """The text that torchtitan's `c4_test` reads, as rows of JSON."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = "the fish in the sea and the ship on the sea went far from the shore".split()
+    words = [
+        "the",
+        "fish",
+        "in",
+        "the",
+        "sea",
+        "and",
+        "the",
+        "ship",
+        "on",
+        "the",
+        "sea",
+        "went",
+        "far",
+        "from",
+        "the",
+        "shore",
+    ]
     lines = (" ".join(words[(n * i) % len(words)] for i in range(60)) for n in range(1, 200))
     if int(os.environ.get("RANK", "0")) == 0:
         part = folder / "part"

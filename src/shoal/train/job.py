@@ -143,6 +143,13 @@ class TrainJob:
             return demo_facts(self.config.model)
         return facts_of_config(self.model_config)
 
+    def operations_per_token(self) -> float:
+        """How many floating-point operations a token of training costs."""
+        model = self.config.model
+        return self.model_facts().operations_per_token(
+            model.context, is_frozen=model.lora is not None
+        )
+
     def after_restart(self) -> TrainJob:
         """Go on from the newest whole checkpoint, since ranks were lost; one rank calls this.
 
@@ -185,6 +192,7 @@ class TrainJob:
         return {
             "num_parameters": self.model_facts().num_parameters,
             "num_ranks": num_ranks,
+            "operations_per_token": self.operations_per_token(),
             "job": environment.job_id(),
             "shoal": __version__,
             "torch": torch.__version__,
@@ -347,7 +355,9 @@ def check_memory(
     model = facts.num_parameters * _BYTES_PER_NUMBER
     sequences = config.run.batch_size // (num_ranks * config.run.accumulate)
     activations = sequences * config.model.context * facts.width * _BYTES_PER_NUMBER
-    per_rank = model * _STATE_COPIES // num_ranks + activations
+    # Frozen weights have neither gradients nor moments; adapters hardly count.
+    copies = _STATE_COPIES if config.model.lora is None else 1
+    per_rank = model * copies // num_ranks + activations
     made_at_once = facts.largest_unit * _BYTES_PER_NUMBER * num_local_ranks
     is_whole = facts.largest_unit == facts.num_parameters
     part = "the whole model" if is_whole else "the largest unit of the model"
@@ -392,10 +402,12 @@ def _resolve(config: TrainConfig) -> TrainConfig:
         ("parallel", "precision"): precision,
         ("parallel", "nproc"): parallel.nproc or _default_nproc(config, device),
     }
-    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard: TensorBoard is not installed; try: pip install tensorboard"
-        )
+    for flag, is_wanted, package in (
+        ("--tensorboard", config.run.tensorboard, "tensorboard"),
+        ("--wandb", config.run.wandb, "wandb"),
+    ):
+        if is_wanted and importlib.util.find_spec(package) is None:
+            raise UsageError(f"{flag}: {package} is not installed; try: pip install {package}")
     if _needs_tokens(config):
         _check_first_document(config)
     else:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext
 from functools import partial
 
 import torch
@@ -11,15 +13,20 @@ from torch import Tensor, nn
 from shoal.errors import DivergedError
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.report.recorded_run import MOST_OTHERS
+from shoal.report.throughput import of_rank
 from shoal.train.build import build_run
 from shoal.train.checkpoints import CheckpointSaver, RunProgress
 from shoal.train.config import TrainConfig
 from shoal.train.data import Corpus, sample_offsets, share_of, spread_offsets, windows
 from shoal.train.display import make_display
 from shoal.train.job import TrainJob
-from shoal.train.journal import Journal, Listener, MetricsFile, TensorBoard, TimelineFile
+from shoal.train.journal import Journal, Listener, MetricsFile, TimelineFile
 from shoal.train.model import next_token_loss, scores
+from shoal.train.observe.compiling import telling_compilation
+from shoal.train.observe.loggers import TensorBoard, WeightsAndBiases
+from shoal.train.observe.profile_window import ProfileWindow
 from shoal.train.optimizer import learning_rate, set_learning_rate
+from shoal.train.options import to_json
 from shoal.train.results import draw_report, export_trained, print_summary, write_sample
 from shoal.train.step import StepResult, naming_step, training_step
 from shoal.train.step_gate import RankReport, StepGate, Stragglers, divergence_advice
@@ -36,7 +43,9 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
     saver = CheckpointSaver(job.folder, config, world, saved=job.checkpoint)
     gate = StepGate(world, faults.on_nonfinite, stop_requested, saver, progress.scale)
     stragglers = Stragglers()
-    with _open_journal(job, world, progress) as journal:
+    profiled = ProfileWindow(run.profiled_steps, job.folder.profile, world.rank, world.device)
+    compiles = config.parallel.compile != "off"
+    with _open_journal(job, world, progress) as journal, closing(profiled):
         for note in built.notes:
             journal.note(note)
         stopping = False
@@ -45,7 +54,10 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
             lr = learning_rate(step, run.steps, config.optim)
             set_learning_rate(optimizer, lr)
             batch = _micro_batches(corpus, config, world, progress)
-            with naming_step(step, model):
+            profiled.before(step)
+            news = telling_compilation(journal.note) if compiles else nullcontext()
+            compiles = False
+            with naming_step(step, model), news:
                 result = training_step(
                     model,
                     optimizer,
@@ -53,14 +65,17 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
                     clip=config.optim.clip,
                     accept=partial(gate.admits, step),
                     scale=gate.scale.factor,
+                    named=profiled.is_open,
                 )
+            if (trace := profiled.after(step)) is not None:
+                journal.note(f"the trace of steps {_first_last(run.profiled_steps)} is {trace}")
             progress = progress.after(config, corpus.digest, gate.scale)
             # All ranks read the same reports, so they stop, skip and raise together.
             reports = gate.reports
             stopping = any(report.stop for report in reports)
             if any(report.folder_lost for report in reports):
                 saver.give_up()
-            journal.step(_record(progress, lr, result, reports), result.actions)
+            journal.step(_record(job, world, progress, lr, result, reports), result.actions)
             for note in (*gate.notes, *stragglers.notes(step, reports)):
                 journal.note(note)
             if gate.diverged:
@@ -97,6 +112,10 @@ def train(job: TrainJob, world: World, stop_requested: Callable[[], bool]) -> bo
     return finished
 
 
+def _first_last(steps: range) -> str:
+    return f"{steps[0]} to {steps[-1]}"
+
+
 def _open_journal(job: TrainJob, world: World, progress: RunProgress) -> Journal:
     """Rank 0 keeps one; of the next ranks only what they did in a step is written down."""
     folder = job.folder
@@ -111,6 +130,8 @@ def _open_journal(job: TrainJob, world: World, progress: RunProgress) -> Journal
     ]
     if job.config.run.tensorboard:
         listeners.append(TensorBoard(folder.tensorboard))
+    if job.config.run.wandb:
+        listeners.append(WeightsAndBiases(folder.wandb, to_json(job.config)))
     return Journal(listeners)
 
 
@@ -132,17 +153,30 @@ def _micro_batches(
 
 
 def _record(
-    progress: RunProgress, lr: float, result: StepResult, reports: Sequence[RankReport]
+    job: TrainJob,
+    world: World,
+    progress: RunProgress,
+    lr: float,
+    result: StepResult,
+    reports: Sequence[RankReport],
 ) -> StepRecord:
     """Put together what all ranks reported with what this one measured."""
     losses = torch.tensor([report.loss for report in reports], dtype=torch.float64)
+    tokens_per_s = result.num_tokens / result.step_ms * 1e3
+    speed = of_rank(
+        job.operations_per_token() * tokens_per_s / 1e12,
+        torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "",
+        job.config.parallel.precision,
+    )
     return StepRecord(
         step=progress.step,
         loss=losses.mean().item(),  # their shares of the batch are equal
         lr=lr,
         grad_norm=result.grad_norm,
         tokens=progress.tokens,
-        tokens_per_s=result.num_tokens * len(reports) / result.step_ms * 1e3,
+        tokens_per_s=tokens_per_s * len(reports),
+        tflops_per_s=speed.tflops_per_s,
+        mfu=math.nan if speed.mfu is None else speed.mfu,
         step_ms=result.step_ms,
         compute_ms=result.compute_ms,
         exposed_ms=result.exposed_ms,

@@ -67,14 +67,15 @@ def training_step(
     clip: float,
     accept: Callable[[StepAttempt], bool],
     scale: float = 1.0,
+    named: bool = False,
 ) -> StepResult:
     """Take one optimizer step on this rank's micro-batches, each (sequence, context + 1).
 
     `accept` decides, the same on all ranks, whether the optimizer may change the weights. The loss
-    is multiplied by `scale` on its way backward.
+    is multiplied by `scale` on its way backward. `named` names actions in the profiler's trace.
     """
     began_at = time.perf_counter()
-    with watch(model) as recorder:
+    with watch(model, named=named) as recorder:
         loss = torch.zeros((), device=micro_batches[0].device)
         for sequences in micro_batches:
             part = next_token_loss(scores(model, sequences[:, :-1]), sequences[:, 1:])

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
@@ -25,7 +26,6 @@ from shoal.integrations.torchtitan import use_shoal
 
 example.prepare_torchtitan()
 
-from torch.distributed.fsdp import FSDPModule
 
 EQUAL = {"debug__seed": 1, "debug__deterministic": True}
 

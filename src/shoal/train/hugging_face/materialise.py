@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shoal.errors import UsageError
+from shoal.train.hugging_face.adapters import Adapter, draw_adapters
 from shoal.train.hugging_face.stored_weights import StoredWeights
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def materialise(
     modules = [module for module in unit.modules() if module not in others]
     for module in modules:
         module.to_empty(device="cpu", recurse=False)
+    modules = [module for module in modules if not isinstance(module, Adapter)]
     if unit is model:
         model.tie_weights()
     if weights is not None:
@@ -52,6 +54,7 @@ def materialise(
     sequence = np.random.SeedSequence([seed or 0, number])
     torch.manual_seed(int(sequence.generate_state(1, dtype=np.uint64)[0]))
     _draw(model, modules)
+    draw_adapters(modules)
     torch.set_rng_state(state)
 
 
