@@ -54,10 +54,10 @@ def train_loop(config: dict[str, Any]) -> None:
 def fail_once(config: dict[str, Any], step: int) -> None:
     """Raise in one step, the first time, so that Ray starts the workers again."""
     mark = Path(config["storage"]) / "failed"
-    if step == config["fail_at"] and ray.train.get_context().get_world_rank() == 0:
-        if not mark.exists():
-            mark.write_text("once")
-            raise RuntimeError("a worker fails, once")
+    leads = ray.train.get_context().get_world_rank() == 0
+    if leads and step == config["fail_at"] and not mark.exists():
+        mark.write_text("once")
+        raise RuntimeError("a worker fails, once")
 
 
 def trainer_of(options: argparse.Namespace) -> TorchTrainer:

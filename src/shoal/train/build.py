@@ -32,6 +32,7 @@ from shoal.train.hugging_face.models import (
     decoder_blocks,
     read_model_config,
     recompute,
+    units_of,
     weights_folder,
 )
 from shoal.train.hugging_face.stored_weights import opened_weights
@@ -99,8 +100,9 @@ def _sharded_model(job: TrainJob, world: World) -> tuple[nn.Module, list[nn.Modu
     folder = weights_folder(config.model.source) if starts else None
     with opened_weights(folder, skeleton) as weights:
         seed = config.run.seed if starts else None
-        fill = partial(materialise, skeleton, blocks, weights=weights, seed=seed)
-        return _shard(skeleton, blocks, fill, config, world), blocks
+        units = units_of(skeleton)
+        fill = partial(materialise, skeleton, units, weights=weights, seed=seed)
+        return _shard(skeleton, units, fill, config, world), blocks
 
 
 def build_model(config: TrainConfig) -> Transformer:

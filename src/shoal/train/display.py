@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from shoal.report.metrics import StepRecord, ValidationRecord
-from shoal.report.number_format import digits, duration, percent, size
+from shoal.report.number_format import count, digits, duration, percent, size
 from shoal.runtime.recorder import RecordedAction
 from shoal.train.journal import Listener
 from shoal.train.safe_stream import printable, safe_stdout
@@ -116,7 +116,7 @@ def _numbers(record: StepRecord, room: int | None = None) -> str:
                 (record.step_ms, lambda ms: f"{digits(ms)} ms"),
                 (record.grad_norm, lambda norm: f"norm {digits(norm)}"),
                 (record.lr, lambda lr: f"lr {lr:.2g}"),
-                (record.tflops_per_s, lambda tflops: f"{digits(tflops)} TFLOP/s"),
+                (record.tflops_per_s, lambda tflops: f"{count(tflops * 1e12)}FLOP/s a rank"),
                 (record.mfu, lambda mfu: f"MFU {percent(mfu)}"),
             )
             if not math.isnan(value)

@@ -30,9 +30,18 @@ from shoal.train.checkpoints import (
     remove_newer,
     step_of,
 )
-from shoal.train.config import TrainConfig
+from shoal.train.config import ModelConfig, TrainConfig
 from shoal.train.data import Corpus, load_corpus, split_corpus
-from shoal.train.hugging_face.models import CONFIG, config_file, weights_folder
+from shoal.train.hugging_face.adapters import add_adapters
+from shoal.train.hugging_face.models import (
+    CONFIG,
+    build_skeleton,
+    config_file,
+    decoder_blocks,
+    read_model_config,
+    weights_folder,
+)
+from shoal.train.hugging_face.stored_weights import opened_weights
 from shoal.train.model_facts import ModelFacts, demo_facts, facts_of_config
 from shoal.train.options import options_of, replace_options
 from shoal.train.run_folder import RunFolder
@@ -105,10 +114,17 @@ class TrainJob:
         Raises a `UsageError` if the text cannot be read, or is too short.
         """
         file = self._token_file()
-        if file is not None and not file.exists:
+        if file is None:
+            return
+        is_new = not file.exists
+        if is_new:
             yield from file.make(self.tokenizer())
-        if file is not None:
+        try:
             self.load_corpus()
+        except UsageError:
+            if is_new:  # too short for this run: nothing of it stays
+                file.remove()
+            raise
 
     def _token_file(self) -> TokenFile | None:
         """Name the run's token file; None if its text is read into memory, byte by byte."""
@@ -136,6 +152,8 @@ class TrainJob:
         facts = self.model_facts()
         check_text_fits(self.config, facts, self.tokenizer().size)
         check_memory(self.config, facts, num_ranks=num_ranks, num_local_ranks=num_local_ranks)
+        if self.config.model.source is not None and self.checkpoint is None:
+            check_parts(self.config.model, self.model_config)
 
     def model_facts(self) -> ModelFacts:
         """What there is to know of the model before it is made."""
@@ -328,6 +346,17 @@ def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
             f"{num_local_ranks} ranks on this machine need as many CUDA devices, but it has "
             f"{num_devices}. Start at most {num_devices} with --nproc, or use --device cpu."
         )
+
+
+def check_parts(config: ModelConfig, file: Path) -> None:
+    """Raise a `UsageError` if stored weights are not the model's, or there is nothing to adapt."""
+    assert config.source is not None
+    skeleton = build_skeleton(read_model_config(file))
+    if config.lora is not None:
+        add_adapters(skeleton, decoder_blocks(skeleton), config)
+    with opened_weights(weights_folder(config.source), skeleton) as weights:
+        if weights is not None:
+            weights.check()
 
 
 def check_text_fits(config: TrainConfig, facts: ModelFacts, num_tokens: int) -> None:

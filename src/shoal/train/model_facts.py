@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.train.config import ModelConfig
 from shoal.train.data import VOCABULARY
-from shoal.train.hugging_face.models import build_skeleton, decoder_blocks, read_model_config
+from shoal.train.hugging_face.models import build_skeleton, read_model_config, units_of
 from shoal.train.model import Transformer
 
 
@@ -63,11 +63,11 @@ def facts_of_config(path: Path) -> ModelFacts:
     """Look at a model of `transformers`, which is made one unit at a time."""
     model = build_skeleton(read_model_config(path))
     text = model.config.get_text_config()
-    in_blocks = [_num_parameters(block) for block in decoder_blocks(model)]
+    in_units = [_num_parameters(unit) for unit in units_of(model)]
     num = _num_parameters(model)
     return ModelFacts(
         num_parameters=num,
-        largest_unit=max(num - sum(in_blocks), *in_blocks, 0),
+        largest_unit=max(num - sum(in_units), *in_units, 0),
         vocabulary=model.get_input_embeddings().weight.shape[0],
         width=text.hidden_size,
         layers=text.num_hidden_layers,
