@@ -33,7 +33,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float
 
 def main(argv: Sequence[str]) -> int:
     """Do what the words after `shoal checkpoint` say."""
-    options = _parser().parse(argv)
+    options = make_parser().parse(argv)
     action: Callable[[Namespace], None] = options.action
     try:
         action(options)
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Build the parser of `shoal checkpoint`."""
     parser = Parser(
         prog="shoal checkpoint",
         description="Work on a checkpoint in one process; nothing is ever overwritten.",

@@ -41,7 +41,7 @@ LAYOUTS: Mapping[str, type[Layout]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Forecast what a file defines; 1 if a budget was given and it does not fit."""
-    given = _parser().parse(argv)
+    given = make_parser().parse(argv)
     sizes = {name: getattr(given, name) for name in ("batch", "sequence")}
     source = Planned.of(given, {name: size for name, size in sizes.items() if size is not None})
     if given.fit is not None:
@@ -200,7 +200,8 @@ def _setup(given: argparse.Namespace, policy: MixedPrecisionPolicy | None) -> Se
     )
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Build the parser of `shoal plan`."""
     parser = Parser(
         prog="shoal plan",
         description="Forecast the memory and time of a training step on N ranks, without a GPU.\n"

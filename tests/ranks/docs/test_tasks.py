@@ -25,6 +25,7 @@ FRAMEWORKS = {
     "accelerate": ("accelerate", "peft", "trl"),
     "hugging_face": ("transformers",),
     "lightning": ("lightning",),
+    "ray": ("ray",),
     "titan": ("torchtitan",),
 }
 """What a page's commands need beside shoal."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,7 +50,7 @@ class TensorBoard(Listener):
 class WeightsAndBiases(Listener):
     """Logs a run to Weights & Biases, under its own name; a resumed run goes on there.
 
-    Project, entity and mode are those of the environment: WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE.
+    Project, entity and mode are what wandb finds in its own settings and variables.
     """
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
@@ -59,7 +58,6 @@ class WeightsAndBiases(Listener):
 
         folder.mkdir(exist_ok=True)
         self._run: Any = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", "shoal"),
             name=folder.parent.name,
             dir=str(folder),
             config=dict(config),

@@ -23,13 +23,12 @@ def test_weights_and_biases_hear_of_every_step(tmp_path, monkeypatch):
     module = ModuleType("wandb")
     module.init = init  # pyright: ignore[reportAttributeAccessIssue]
     monkeypatch.setitem(sys.modules, "wandb", module)
-    monkeypatch.setenv("WANDB_PROJECT", "fish")
     (tmp_path / "run").mkdir()
     logger = WeightsAndBiases(tmp_path / "run" / "wandb", {"run": {"steps": 9}})
     logger.on_step(StepRecord(step=3, loss=2.0, lr=0.1, memory_bytes=(5, 6)), ())
     logger.on_validation(ValidationRecord(step=3, loss=2.5))
     logger.close()
-    assert (given["project"], given["name"]) == ("fish", "run")
+    assert given["name"] == "run"
     assert given["config"] == {"run": {"steps": 9}}
     assert (tmp_path / "run" / "wandb").is_dir()
     numbers = {"train/loss": 2.0, "train/lr": 0.1, "memory/rank_0": 5, "memory/rank_1": 6}
