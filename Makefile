@@ -37,9 +37,12 @@ test-ranks:
 	@$(BIN)/python -m pytest $(filter-out tests/pure/,$(wildcard tests/*/))
 
 # The frameworks have an environment of their own, so that none of them decides which torch is tested.
+# torchtitan comes without its dependencies, of which the others do: it asks for an older `datasets` than Transformers' friends.
 .venv-integrations/.installed: pyproject.toml constraints.txt
 	@test -x .venv-integrations/bin/python || $(PYTHON) -m venv .venv-integrations
-	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,hf,lightning]'
+	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --constraint constraints.txt \
+	  --editable '.[dev,hf,lightning,ray,tensorboard]' einops pillow torchdata torch_checkpointing tyro triton
+	.venv-integrations/bin/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0 spmd_types==0.2.3
 	@touch $@
 
 test-integrations: export OMP_NUM_THREADS := 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -124,3 +125,13 @@ record_event: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = getattr(
 wait_event: Callable[[torch.cuda.Event, torch.cuda.Stream], None] = getattr(
     _event_in_c, "wait", torch.cuda.Event.wait
 )
+
+
+def record_memory(is_on: bool) -> None:
+    """Keep the history of the allocator's blocks, with stacks, or stop to."""
+    torch.cuda.memory._record_memory_history("all" if is_on else None)
+
+
+def save_memory_snapshot(path: Path) -> None:
+    """Write the history that was kept, as pytorch.org/memory_viz reads it."""
+    torch.cuda.memory._dump_snapshot(str(path))

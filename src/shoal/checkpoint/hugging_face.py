@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,9 @@ _MAX_INDEX_BYTES = 1 << 28
 _DATA_FILES = FileNames(
     pattern=re.compile(r"[\w.-]+\.safetensors"), example="model-00001-of-00002.safetensors"
 )
+Adjust = Callable[[str, Region, torch.Tensor], torch.Tensor]
+"""Given a tensor's name, and the values of a region of it, what to write in their place."""
+
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 
 
@@ -53,11 +56,12 @@ def export_weights(
     progress: Progress | None = None,
     omit: Set[str] = frozenset(),
     files: Mapping[str, bytes] | None = None,
+    adjust: Adjust | None = None,
 ) -> None:
     """Write the model of a checkpoint for Hugging Face; needs memory for one whole tensor.
 
     The optimizer stays behind. `dtype` converts floating-point weights, `omit` names tensors that
-    are not written, and `files` go beside the weights.
+    are not written, `files` go beside the weights, and `adjust` changes what is written.
     """
     source, checkpoint = checkpoint_at(source), checkpoint_at(folder)
     manifest = read_manifest(source)
@@ -65,7 +69,7 @@ def export_weights(
         with RegionReader(source, manifest) as reader:
             planned = [
                 item
-                for item in _whole_tensors(source, reader, manifest, dtype)
+                for item in _whole_tensors(source, reader, manifest, dtype, adjust)
                 if item.name not in omit
             ]
             for name, data in (files or {}).items():
@@ -108,7 +112,11 @@ def import_weights(
 
 
 def _whole_tensors(
-    source: Checkpoint, reader: RegionReader, manifest: Manifest, dtype: torch.dtype | None
+    source: Checkpoint,
+    reader: RegionReader,
+    manifest: Manifest,
+    dtype: torch.dtype | None,
+    adjust: Adjust | None,
 ) -> Iterator[PlannedRegion]:
     names = [name for name in manifest.tensors if name.startswith(MODEL)]
     if not names:
@@ -120,14 +128,22 @@ def _whole_tensors(
             name=name.removeprefix(MODEL),
             region=Region.whole(entry.shape),
             dtype=becomes,
-            source=partial(_converted, reader, name, entry, becomes),
+            source=partial(_converted, reader, name, entry, becomes, adjust),
         )
 
 
 def _converted(
-    reader: RegionReader, name: str, entry: TensorEntry, dtype: torch.dtype, region: Region
+    reader: RegionReader,
+    name: str,
+    entry: TensorEntry,
+    dtype: torch.dtype,
+    adjust: Adjust | None,
+    region: Region,
 ) -> torch.Tensor:
-    return read_region(reader, name, entry, region).to(dtype)
+    values = read_region(reader, name, entry, region)
+    if adjust is not None:
+        values = adjust(name.removeprefix(MODEL), region, values)
+    return values.to(dtype)
 
 
 def _write_files(

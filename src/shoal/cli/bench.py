@@ -39,7 +39,7 @@ _WIDTH = 132
 
 def main(argv: Sequence[str]) -> int:
     """Measure or merge; 1 if a run failed."""
-    options = _make_parser().parse(argv)
+    options = make_parser().parse(argv)
     command = shlex.join(["shoal", "bench", *_without_out(argv)])
     # Names in files are no markup.
     console = Console(markup=False, emoji=False)
@@ -61,7 +61,8 @@ def _without_out(argv: Sequence[str]) -> list[str]:
     return kept
 
 
-def _make_parser() -> Parser:
+def make_parser() -> Parser:
+    """Build the parser of `shoal bench`."""
     parser = Parser(prog="shoal bench", usage="shoal bench [flags]", description=_DESCRIPTION)
     families = ",".join(dict.fromkeys(case.family for case in CASES))
     modes = f"of {','.join(Mode)} (default: eager,compiled; with --quick: eager)"

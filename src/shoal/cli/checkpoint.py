@@ -24,8 +24,8 @@ from shoal.checkpoint import (
 from shoal.checkpoint.dcp_import import METADATA
 from shoal.checkpoint.manifest import Manifest
 from shoal.cli.flags import Parser
-from shoal.errors import CheckpointError
-from shoal.train.hugging_face.export import export_model, model_folder_of
+from shoal.errors import CheckpointError, UsageError
+from shoal.train.hugging_face.export import export_adapters, export_model, model_folder_of
 from shoal.train.safe_stream import printable
 
 _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16")}
@@ -33,7 +33,7 @@ _DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float
 
 def main(argv: Sequence[str]) -> int:
     """Do what the words after `shoal checkpoint` say."""
-    options = _parser().parse(argv)
+    options = make_parser().parse(argv)
     action: Callable[[Namespace], None] = options.action
     try:
         action(options)
@@ -42,7 +42,8 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Build the parser of `shoal checkpoint`."""
     parser = Parser(
         prog="shoal checkpoint",
         description="Work on a checkpoint in one process; nothing is ever overwritten.",
@@ -60,6 +61,9 @@ def _parser() -> Parser:
     add("verify", _verify, "Compare every byte with its checksum.")
     exporting = add("export", _export, "Write the weights as Hugging Face keeps them.")
     exporting.add_argument("--dtype", choices=sorted(_DTYPES), help="convert the weights")
+    exporting.add_argument(
+        "--adapters", action="store_true", help="of a run with --lora: the adapters alone, for PEFT"
+    )
     importing = add("import", _import, "Make a checkpoint of Hugging Face's or DCP's files.")
     cutting = add("reshard", _reshard, "Write a checkpoint anew, cut for a number of ranks.")
     cutting.add_argument("--ranks", type=int, required=True, metavar="N")
@@ -117,6 +121,12 @@ def _verify(options: Namespace) -> None:
 
 
 def _export(options: Namespace) -> None:
+    if options.adapters:
+        if options.dtype is not None:
+            raise UsageError("--dtype does not go with --adapters, which are written as they are")
+        export_adapters(options.checkpoint, options.folder)
+        print(printable(str(options.folder)))
+        return
     tensors = read_manifest(options.checkpoint).tensors
     total = sum(e.num_bytes for name, e in tensors.items() if name.startswith("model/"))
     dtype = None if options.dtype is None else _DTYPES[options.dtype]

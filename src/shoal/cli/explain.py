@@ -28,8 +28,8 @@ WIDTH = 140
 """Of the table where no terminal has one."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the script named in `argv`, print the summary, and return the script's exit code."""
+def make_parser() -> Parser:
+    """Build the parser of `shoal explain`."""
     parser = Parser(
         prog="shoal explain",
         description="Run a script whose torch.compile uses shoal unless it names another backend,\n"
@@ -39,7 +39,12 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "args", nargs=argparse.REMAINDER, metavar="...", help="what the script is given"
     )
-    given = parser.parse(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the script named in `argv`, print the summary, and return the script's exit code."""
+    given = make_parser().parse(argv)
     if not given.script.is_file():
         raise UsageError(f"there is no script {given.script}")
     try:

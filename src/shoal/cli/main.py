@@ -28,6 +28,7 @@ COMMANDS = {
     "report": "draw the report of a run folder again",
     "checkpoint": "inspect, verify, export, import or reshard a checkpoint",
     "explain": "run a script, then tell what the compiler made of it",
+    "completion": "print what makes a shell complete commands and flags",
 }
 
 RUNS_ANOTHER = "explain"

@@ -47,7 +47,7 @@ LAYOUTS: Mapping[str, type[Layout]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Forecast what a file defines; 1 if a budget was given and it does not fit."""
-    given = _parser().parse(argv)
+    given = make_parser().parse(argv)
     source = Planned.of(given)
     if given.fit is not None:
         return _choose(source, given)
@@ -247,7 +247,8 @@ def _setup(given: argparse.Namespace, policy: MixedPrecisionPolicy | None) -> Se
     )
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
+    """Build the parser of `shoal plan`."""
     parser = Parser(
         prog="shoal plan",
         description="Forecast the memory and time of a training step on N ranks, without a GPU.\n"

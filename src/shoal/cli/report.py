@@ -10,12 +10,17 @@ from shoal.report import write_report
 from shoal.train.safe_stream import printable
 
 
-def main(argv: Sequence[str]) -> int:
-    """Write the report of the run folder named in `argv`, and print where it is."""
+def make_parser() -> Parser:
+    """Build the parser of `shoal report`."""
     parser = Parser(
         prog="shoal report",
         description="Write report.html into a run folder; it opens in a browser, offline.",
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="such as runs/demo")
-    print(printable(str(write_report(parser.parse(argv).run_dir))))
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report of the run folder named in `argv`, and print where it is."""
+    print(printable(str(write_report(make_parser().parse(argv).run_dir))))
     return 0

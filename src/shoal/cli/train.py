@@ -91,9 +91,11 @@ def main(argv: Sequence[str]) -> int:
     if arguments.print_config:
         print(write_config(_new_config(arguments)))
         return 0
-    source = given_options(arguments, TrainConfig).get(("model", "source"))
-    if source is not None and environment.place() is None and not arguments.dry_run:
-        say(f"looking at {printable(str(source))}…", stream=sys.stdout)
+    if environment.place() is None and not arguments.dry_run:
+        # Importing torch takes seconds: a word before it.
+        source = given_options(arguments, TrainConfig).get(("model", "source"))
+        what = arguments.resume or source or "the text and this machine"
+        say(f"looking at {printable(str(what))}…", stream=sys.stdout)
     # Imported late, so that --help and a mistyped flag need no torch.
     from shoal.train.launch import STOP_SIGNALS, launch
     from shoal.train.rank import exit_now, run_rank

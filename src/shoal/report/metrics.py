@@ -26,6 +26,7 @@ _LARGEST = 1e100
 class StepRecord:
     """One training step; a number that was not recorded is NaN.
 
+    `tflops_per_s` are those of one rank, and `mfu` their part of what its device can do.
     `tokens` counts all tokens of the run so far; `memory_bytes`, and `own_ms`, the time that a rank
     did not wait for others, have one entry per rank.
     """
@@ -36,6 +37,8 @@ class StepRecord:
     grad_norm: float = NAN
     tokens: float = NAN
     tokens_per_s: float = NAN
+    tflops_per_s: float = NAN
+    mfu: float = NAN
     step_ms: float = NAN
     compute_ms: float = NAN
     exposed_ms: float = NAN

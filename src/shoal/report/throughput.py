@@ -1,7 +1,7 @@
 """How fast a run computes: floating-point operations per second, and as a part of the peak.
 
-A token costs 6 operations per parameter (2 forward, 4 backward), and its attention
-12 · layers · dim · context more. What is recomputed does not count: it is no progress.
+What a token costs, the run says itself (`operations_per_token`). Of older runs it is computed: 6
+operations per parameter, and for its attention 12 · layers · dim · context more.
 """
 
 from __future__ import annotations
@@ -28,19 +28,27 @@ class Throughput:
 
 def throughput(run: RecordedRun, tokens_per_s: float) -> Throughput | None:
     """The speed of one rank; None if the run does not say how large its model is."""
-    num_parameters, ranks = run.setting("num_parameters"), run.setting("num_ranks")
-    shape = [run.setting(name) for name in ("layers", "dim", "context")]
-    numbers = [num_parameters, ranks, *shape, tokens_per_s]
-    if not all(isinstance(n, int | float) and 0 < n < 1e18 for n in numbers):
+    per_token, ranks = run.setting("operations_per_token"), run.setting("num_ranks")
+    if per_token is None:
+        names = ("num_parameters", "layers", "dim", "context")
+        num_parameters, *shape = [run.setting(name) for name in names]
+        if not _are_counts(num_parameters, *shape):
+            return None
+        per_token = 6 * num_parameters + 12 * math.prod(shape)  # pyright: ignore
+    if not _are_counts(per_token, ranks, tokens_per_s):
         return None
-    per_token = 6 * num_parameters + 12 * math.prod(shape)  # pyright: ignore
+    device = "" if run.timeline is None else run.timeline.device
     tflops = per_token * tokens_per_s / ranks / 1e12  # pyright: ignore
-    peak = _peak(run)
-    return Throughput(tflops_per_s=tflops, mfu=None if peak is None else tflops / peak)
+    return of_rank(tflops, device, str(run.setting("precision")))
 
 
-def _peak(run: RecordedRun) -> float | None:
-    if run.timeline is None or run.setting("precision") not in HALF:
-        return None
-    device = run.timeline.device
-    return next((peak for key, peak in PEAK_TFLOPS.items() if key in device), None)
+def of_rank(tflops_per_s: float, device: str, precision: str) -> Throughput:
+    """The speed of a rank on a device of this name."""
+    peak = None
+    if precision in HALF:
+        peak = next((peak for key, peak in PEAK_TFLOPS.items() if key in device), None)
+    return Throughput(tflops_per_s=tflops_per_s, mfu=None if peak is None else tflops_per_s / peak)
+
+
+def _are_counts(*numbers: object) -> bool:
+    return all(isinstance(n, int | float) and 0 < n < 1e30 for n in numbers)

@@ -24,19 +24,21 @@ from shoal.step.unit_step import UnitStep
 
 
 @contextmanager
-def watch(module: nn.Module) -> Iterator[Recorder]:
+def watch(module: nn.Module, *, named: bool = False) -> Iterator[Recorder]:
     """Record what the model does inside the `with` block, by the names of the machine's actions.
 
     with watch(model) as recorder:
         model(batch).sum().backward()
     print(recorder)  # and recorder.actions() for their times
+
+    `named=True` names each action in the trace of torch's profiler, too.
     """
     context = context_of(module, own_state(module))
     if not context.units:
         raise UsageError(f"this {type(module).__name__} has no parameters, so nothing to watch")
     if context.recorder is not None:
         raise InvariantError("this model is being watched already; leave the other watch first")
-    context.recorder = recorder = Recorder(context.units[0].device)
+    context.recorder = recorder = Recorder(context.units[0].device, named=named)
     try:
         yield recorder
     finally:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import torch
+from torch.profiler import record_function
 
 from shoal.step.action import Action, ActionKind, described
 from shoal.step.unit_step import UnitStep
@@ -77,7 +78,7 @@ TimeMark = float | torch.cuda.Event
 class Running:
     """An action that is being performed, or is over and has no times yet."""
 
-    __slots__ = ("end", "kind", "num_bytes", "start", "unit")
+    __slots__ = ("end", "kind", "num_bytes", "span", "start", "unit")
 
     def __init__(self, kind: Kind, unit: str, start: TimeMark) -> None:
         self.kind: Kind = kind
@@ -85,13 +86,26 @@ class Running:
         self.start = start
         self.end: TimeMark | None = None
         self.num_bytes = 0
+        self.span: record_function | None = None
+
+    def close_span(self) -> None:
+        """End its line in the profiler's trace."""
+        span, self.span = self.span, None
+        if span is not None:
+            span.__exit__(None, None, None)
 
 
 class Recorder:
-    """Collects the actions of a step; `print(recorder)` shows them as `print(plan)` does."""
+    """Collects the actions of a step; `print(recorder)` shows them as `print(plan)` does.
 
-    def __init__(self, device: torch.device) -> None:
+    `named` gives each a line of its own in the trace of torch's profiler: `shoal gather blocks.1`.
+    Those of forward and backward are as long as the unit computes, others as long as the host
+    takes to perform them.
+    """
+
+    def __init__(self, device: torch.device, *, named: bool = False) -> None:
         self._device = device
+        self._named = named
         self._performed: list[Running] = []
         self._open: dict[tuple[ActionKind, UnitStep], deque[Running]] = {}
         """Those that another action ends, oldest first."""
@@ -119,6 +133,9 @@ class Recorder:
             for computed in _COMPUTED:
                 self._end_open(computed, step, now)
         running = Running(kind, step.name, now)
+        if self._named:
+            running.span = record_function(f"shoal {kind} {step.name}")
+            running.span.__enter__()
         self._performed.append(running)
         if kind in _LASTING:
             waiting = self._open.setdefault((kind, step), deque())
@@ -130,6 +147,8 @@ class Recorder:
     def end(self, action: Action, running: Running) -> None:
         """It was performed; says nothing of those that another action ends, or ended before."""
         kind, step = action
+        if kind not in _COMPUTED:
+            running.close_span()
         if kind in _LASTING or running.end is not None:
             return
         running.end = now = self.mark()
@@ -140,10 +159,15 @@ class Recorder:
     def _end_open(self, kind: ActionKind, step: UnitStep, now: TimeMark) -> None:
         waiting = self._open.get((kind, step))
         if waiting:
-            waiting.popleft().end = now
+            ended = waiting.popleft()
+            ended.end = now
+            ended.close_span()
 
     def forget_open(self) -> None:
         """What has begun will not end: the step was given up."""
+        for waiting in self._open.values():
+            for running in waiting:
+                running.close_span()
         self._open.clear()
 
     def actions(self, kinds: Container[Kind] | None = None) -> list[RecordedAction]:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-from torch.optim import AdamW
+from torch.optim import Optimizer
 
 from shoal.doors.fsdp1.fully_sharded import FullyShardedDataParallel
 from shoal.report.number_format import count
@@ -25,12 +25,14 @@ from shoal.runtime.policy import MixedPrecisionPolicy
 from shoal.train.checkpoints import RunProgress, is_complete, newer_than, restore_state
 from shoal.train.config import TrainConfig
 from shoal.train.data import Corpus
+from shoal.train.hugging_face.adapters import add_adapters
 from shoal.train.hugging_face.materialise import materialise
 from shoal.train.hugging_face.models import (
     build_skeleton,
     decoder_blocks,
     read_model_config,
     recompute,
+    units_of,
     weights_folder,
 )
 from shoal.train.hugging_face.stored_weights import opened_weights
@@ -50,7 +52,7 @@ class BuiltRun:
 
     corpus: Corpus
     model: nn.Module
-    optimizer: AdamW
+    optimizer: Optimizer
     progress: RunProgress
     notes: tuple[str, ...]
 
@@ -60,10 +62,12 @@ def build_run(job: TrainJob, world: World) -> BuiltRun:
     config = job.config
     corpus = job.load_corpus()
     world.check_same("the text that they read", corpus.digest)
-    model = _sharded_model(job, world)
+    model, blocks = _sharded_model(job, world)
     seed_generators(config.run.seed, world.rank)  # a checkpoint brings back those of the run
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(model, config.optim, blocks=blocks, mesh=world.mesh)
     notes = [_size_note(job, world, corpus), *notes_on_data(config, corpus)]
+    if config.model.lora is not None:
+        notes.append(_adapters_note(model))
     progress = RunProgress(scale=LossScale.for_precision(config.parallel.precision))
     if job.checkpoint is not None:
         scale = progress.scale
@@ -79,12 +83,16 @@ def build_run(job: TrainJob, world: World) -> BuiltRun:
     )
 
 
-def _sharded_model(job: TrainJob, world: World) -> nn.Module:
+def _sharded_model(job: TrainJob, world: World) -> tuple[nn.Module, list[nn.Module]]:
+    """The model of the run, and its blocks."""
     config = job.config
     if config.model.source is None:
-        return shard_model(build_model(config), config, world)
+        plain = build_model(config)
+        return shard_model(plain, config, world), list(plain.blocks)
     skeleton = build_skeleton(read_model_config(job.model_config))
     blocks = decoder_blocks(skeleton)
+    if config.model.lora is not None:
+        add_adapters(skeleton, blocks, config.model)
     if config.parallel.activation_checkpointing:
         recompute(blocks)
     # What a checkpoint brings need not be drawn before.
@@ -92,8 +100,9 @@ def _sharded_model(job: TrainJob, world: World) -> nn.Module:
     folder = weights_folder(config.model.source) if starts else None
     with opened_weights(folder, skeleton) as weights:
         seed = config.run.seed if starts else None
-        fill = partial(materialise, skeleton, blocks, weights=weights, seed=seed)
-        return _shard(skeleton, blocks, fill, config, world)
+        units = units_of(skeleton)
+        fill = partial(materialise, skeleton, units, weights=weights, seed=seed)
+        return _shard(skeleton, units, fill, config, world), blocks
 
 
 def build_model(config: TrainConfig) -> Transformer:
@@ -171,6 +180,13 @@ def _size_note(job: TrainJob, world: World, corpus: Corpus) -> str:
         f"{world.size} rank{plural} on {parallel.device} in {parallel.precision}, "
         f"{corpus.content}"
     )
+
+
+def _adapters_note(model: nn.Module) -> str:
+    """Tell how many parameters train."""
+    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
+    trained = sum(numel for numel, trains in sizes if trains)
+    return f"{count(trained)} parameters of the adapters train; all others are frozen"
 
 
 def notes_on_data(config: TrainConfig, corpus: Corpus) -> list[str]:

@@ -46,6 +46,19 @@ class ModelConfig:
         at_least=1,
         at_most=2**20,
     )
+    lora: int | None = option(
+        None,
+        "train LoRA adapters of this rank, and nothing else; needs --model",
+        at_least=1,
+        at_most=2**16,
+    )
+    lora_alpha: float = option(
+        16.0, "the adapters' product is multiplied by this / --lora", above=0, at_most=2**16
+    )
+    lora_targets: str = option(
+        "all",
+        "layers to adapt, by the ends of their names: q_proj,v_proj; all linear ones of blocks",
+    )
     context: int = option(
         128, "sequence length in tokens (bytes, without --model)", at_least=1, at_most=2**24
     )
@@ -56,6 +69,8 @@ class ModelConfig:
             self._check_source()
         elif self.tokenizer is not None:
             raise UsageError("--tokenizer needs --model: without it the model is one over bytes")
+        elif self.lora is not None:
+            raise UsageError("--lora needs --model: without it there is nothing to adapt")
         if self.dim % (2 * self.heads):
             raise UsageError(
                 f"--dim must be a multiple of 2 x --heads, since every head rotates pairs of "
@@ -112,10 +127,15 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimConfig:
-    """AdamW with warm-up, cosine decay and clipping."""
+    """AdamW, or Muon for matrices, with warm-up, cosine decay and clipping."""
 
     TITLE: ClassVar[str] = "optimizer"
 
+    optimizer: Literal["adamw", "muon"] = option(
+        "adamw",
+        "muon updates the matrices inside of blocks by Muon, at the size of AdamW's updates, and "
+        "all else by AdamW",
+    )
     lr: float = option(3e-3, "peak learning rate", above=0, at_most=1000)
     warmup: int = option(20, "steps over which the learning rate rises to its peak", at_least=0)
     final_lr: float = option(
@@ -123,6 +143,7 @@ class OptimConfig:
     )
     weight_decay: float = option(0.1, "AdamW's weight decay", at_least=0, at_most=1000)
     beta1: float = option(0.9, "AdamW's decay of the first moment", at_least=0, at_most=0.99999)
+    momentum: float = option(0.95, "Muon's momentum", at_least=0, at_most=0.99999)
     beta2: float = option(0.95, "AdamW's decay of the second moment", at_least=0, at_most=0.99999)
     clip: float = option(1.0, "clip gradients to this global norm; 0 leaves them", at_least=0)
 
@@ -225,6 +246,13 @@ class RunConfig:
         "the report; auto: on CUDA",
     )
     tensorboard: bool = option(False, "also log to TensorBoard, which must be installed")
+    wandb: bool = option(
+        False, "also log to Weights & Biases (wandb), which must be installed; see WANDB_MODE"
+    )
+    profile: str | None = option(
+        None,
+        "FIRST:LAST: profile these steps on every rank, into profile/ of the run folder",
+    )
     name: str | None = option(None, "name of the run; the date and time unless given")
     out: Path = option(Path("runs"), "folder that holds the run folders")  # noqa: RUF009
 
@@ -234,6 +262,20 @@ class RunConfig:
             raise UsageError(
                 f"--name: expected one folder name, got {self.name!r}; --out says where it lies"
             )
+        _ = self.profiled_steps
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `--profile`."""
+        if self.profile is None:
+            return range(0)
+        first, colon, last = self.profile.partition(":")
+        is_range = bool(colon) and first.isdecimal() and last.isdecimal()
+        if not is_range or not 1 <= int(first) <= int(last):
+            raise UsageError(
+                f"--profile: expected FIRST:LAST, two steps such as 20:25; got {self.profile!r}"
+            )
+        return range(int(first), int(last) + 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -303,6 +345,11 @@ class TrainConfig:
             )
         if self.faults.survive:
             self._check_can_survive()
+        if self.optim.optimizer == "muon" and self.parallel.engine != "fully_shard":
+            raise UsageError(
+                f"--optimizer muon needs --engine fully_shard, which knows the shapes of matrices; "
+                f"got --engine {self.parallel.engine}"
+            )
         if self.run.validate_every and not self.data.held_out:
             raise UsageError(
                 "--validate-every needs held-out text, but --held-out is 0; "
@@ -315,6 +362,7 @@ class TrainConfig:
             ("--engine", parallel.engine, "fully_shard"),
             ("--compile", parallel.compile, "off"),
             ("--replicas", parallel.replicas, 1),
+            ("--optimizer", self.optim.optimizer, "adamw"),
         ):
             if given != needed:
                 raise UsageError(f"--survive needs {flag} {needed}; got {flag} {given}")

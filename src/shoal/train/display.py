@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 from shoal.report.metrics import StepRecord, ValidationRecord
-from shoal.report.number_format import duration, size
+from shoal.report.number_format import count, digits, duration, percent, size
 from shoal.runtime.recorder import RecordedAction
 from shoal.train.journal import Listener
 from shoal.train.safe_stream import printable, safe_stdout
@@ -105,11 +105,22 @@ def make_display(*, start_step: int, num_steps: int) -> ProgressBar | PlainLines
 
 
 def _numbers(record: StepRecord, room: int | None = None) -> str:
-    """Write what fits into so many columns: the loss before the speed before the memory."""
+    """Write what fits into so many columns, what matters most first; and what was recorded."""
     parts = [
         f"loss {record.loss:.4f}",
         f"{record.tokens_per_s:,.0f} tokens/s",
         f"memory {_memory(record.memory_bytes)}",
+        *(
+            write(value)
+            for value, write in (
+                (record.step_ms, lambda ms: f"{digits(ms)} ms"),
+                (record.grad_norm, lambda norm: f"norm {digits(norm)}"),
+                (record.lr, lambda lr: f"lr {lr:.2g}"),
+                (record.tflops_per_s, lambda tflops: f"{count(tflops * 1e12)}FLOP/s a rank"),
+                (record.mfu, lambda mfu: f"MFU {percent(mfu)}"),
+            )
+            if not math.isnan(value)
+        ),
     ]
     while room is not None and parts and len("  ".join(parts)) > room:
         parts.pop()

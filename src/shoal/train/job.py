@@ -30,9 +30,18 @@ from shoal.train.checkpoints import (
     remove_newer,
     step_of,
 )
-from shoal.train.config import TrainConfig
+from shoal.train.config import ModelConfig, TrainConfig
 from shoal.train.data import Corpus, load_corpus, split_corpus
-from shoal.train.hugging_face.models import CONFIG, config_file, weights_folder
+from shoal.train.hugging_face.adapters import add_adapters
+from shoal.train.hugging_face.models import (
+    CONFIG,
+    build_skeleton,
+    config_file,
+    decoder_blocks,
+    read_model_config,
+    weights_folder,
+)
+from shoal.train.hugging_face.stored_weights import opened_weights
 from shoal.train.model_facts import ModelFacts, demo_facts, facts_of_config
 from shoal.train.options import options_of, replace_options
 from shoal.train.run_folder import RunFolder
@@ -105,10 +114,17 @@ class TrainJob:
         Raises a `UsageError` if the text cannot be read, or is too short.
         """
         file = self._token_file()
-        if file is not None and not file.exists:
+        if file is None:
+            return
+        is_new = not file.exists
+        if is_new:
             yield from file.make(self.tokenizer())
-        if file is not None:
+        try:
             self.load_corpus()
+        except UsageError:
+            if is_new:  # too short for this run: nothing of it stays
+                file.remove()
+            raise
 
     def _token_file(self) -> TokenFile | None:
         """Name the run's token file; None if its text is read into memory, byte by byte."""
@@ -136,12 +152,21 @@ class TrainJob:
         facts = self.model_facts()
         check_text_fits(self.config, facts, self.tokenizer().size)
         check_memory(self.config, facts, num_ranks=num_ranks, num_local_ranks=num_local_ranks)
+        if self.config.model.source is not None and self.checkpoint is None:
+            check_parts(self.config.model, self.model_config)
 
     def model_facts(self) -> ModelFacts:
         """What there is to know of the model before it is made."""
         if self.config.model.source is None:
             return demo_facts(self.config.model)
         return facts_of_config(self.model_config)
+
+    def operations_per_token(self) -> float:
+        """How many floating-point operations a token of training costs."""
+        model = self.config.model
+        return self.model_facts().operations_per_token(
+            model.context, is_frozen=model.lora is not None
+        )
 
     def after_restart(self) -> TrainJob:
         """Go on from the newest whole checkpoint, since ranks were lost; one rank calls this.
@@ -185,6 +210,7 @@ class TrainJob:
         return {
             "num_parameters": self.model_facts().num_parameters,
             "num_ranks": num_ranks,
+            "operations_per_token": self.operations_per_token(),
             "job": environment.job_id(),
             "shoal": __version__,
             "torch": torch.__version__,
@@ -322,6 +348,17 @@ def check_devices(config: TrainConfig, num_local_ranks: int) -> None:
         )
 
 
+def check_parts(config: ModelConfig, file: Path) -> None:
+    """Raise a `UsageError` if stored weights are not the model's, or there is nothing to adapt."""
+    assert config.source is not None
+    skeleton = build_skeleton(read_model_config(file))
+    if config.lora is not None:
+        add_adapters(skeleton, decoder_blocks(skeleton), config)
+    with opened_weights(weights_folder(config.source), skeleton) as weights:
+        if weights is not None:
+            weights.check()
+
+
 def check_text_fits(config: TrainConfig, facts: ModelFacts, num_tokens: int) -> None:
     """Raise a `UsageError` if the model has no place for a token, or for a position."""
     if facts.vocabulary < num_tokens:
@@ -347,7 +384,9 @@ def check_memory(
     model = facts.num_parameters * _BYTES_PER_NUMBER
     sequences = config.run.batch_size // (num_ranks * config.run.accumulate)
     activations = sequences * config.model.context * facts.width * _BYTES_PER_NUMBER
-    per_rank = model * _STATE_COPIES // num_ranks + activations
+    # Frozen weights have neither gradients nor moments; adapters hardly count.
+    copies = _STATE_COPIES if config.model.lora is None else 1
+    per_rank = model * copies // num_ranks + activations
     made_at_once = facts.largest_unit * _BYTES_PER_NUMBER * num_local_ranks
     is_whole = facts.largest_unit == facts.num_parameters
     part = "the whole model" if is_whole else "the largest unit of the model"
@@ -392,10 +431,12 @@ def _resolve(config: TrainConfig) -> TrainConfig:
         ("parallel", "precision"): precision,
         ("parallel", "nproc"): parallel.nproc or _default_nproc(config, device),
     }
-    if config.run.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        raise UsageError(
-            "--tensorboard: TensorBoard is not installed; try: pip install tensorboard"
-        )
+    for flag, is_wanted, package in (
+        ("--tensorboard", config.run.tensorboard, "tensorboard"),
+        ("--wandb", config.run.wandb, "wandb"),
+    ):
+        if is_wanted and importlib.util.find_spec(package) is None:
+            raise UsageError(f"{flag}: {package} is not installed; try: pip install {package}")
     if _needs_tokens(config):
         _check_first_document(config)
     else:

@@ -20,11 +20,10 @@ from typing import Self
 from shoal.checkpoint.disk import disk_errors
 from shoal.errors import ShoalError
 from shoal.files import is_still, replace, write_all
-from shoal.report.metrics import NUMBERS, ResumeRecord, StepRecord, ValidationRecord, read_lines
+from shoal.report.metrics import ResumeRecord, StepRecord, ValidationRecord, read_lines
 from shoal.runtime.recorder import RecordedAction
 
 _NUM_RECENT = 9
-_SCALARS = ("loss", *(name for name in NUMBERS if name != "tokens"))
 
 
 class Listener:
@@ -185,28 +184,3 @@ class TimelineFile(Listener):
         }
         with disk_errors("write", self._path):
             replace(self._path, json.dumps(timeline).encode()).close()
-
-
-class TensorBoard(Listener):
-    """Writes every number of a step as a scalar of TensorBoard, for those who have it."""
-
-    def __init__(self, folder: Path) -> None:
-        # Imported here because it is no dependency of shoal: only --tensorboard needs it.
-        from torch.utils.tensorboard import SummaryWriter
-
-        self._writer = SummaryWriter(str(folder))
-
-    def on_step(self, record: StepRecord, actions: Sequence[RecordedAction]) -> None:
-        """Log a step."""
-        for name in _SCALARS:
-            self._writer.add_scalar(f"train/{name}", getattr(record, name), record.step)
-        for rank, memory in enumerate(record.memory_bytes):
-            self._writer.add_scalar(f"memory/rank_{rank}", memory, record.step)
-
-    def on_validation(self, record: ValidationRecord) -> None:
-        """Log a validation."""
-        self._writer.add_scalar("validation/loss", record.loss, record.step)
-
-    def close(self) -> None:
-        """Flush and close the files."""
-        self._writer.close()

@@ -11,10 +11,11 @@ Everything that communicates is inside of a step, so that it can be.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from shoal.errors import DivergedError
 from shoal.report.metrics import StepRecord, ValidationRecord
 from shoal.report.recorded_run import MOST_OTHERS
+from shoal.report.throughput import of_rank
 from shoal.survive.run import Recovery, SurvivingRun
 from shoal.survive.shares import share_in
 from shoal.train import environment
@@ -36,9 +38,13 @@ from shoal.train.data import Corpus, sample_offsets, spread_offsets, windows
 from shoal.train.display import make_display
 from shoal.train.environment import Place
 from shoal.train.job import TrainJob
-from shoal.train.journal import Journal, Listener, MetricsFile, TensorBoard, TimelineFile
+from shoal.train.journal import Journal, Listener, MetricsFile, TimelineFile
 from shoal.train.model import next_token_loss, scores
+from shoal.train.observe.compiling import telling_compilation
+from shoal.train.observe.loggers import TensorBoard, WeightsAndBiases
+from shoal.train.observe.profile_window import ProfileWindow
 from shoal.train.optimizer import learning_rate, set_learning_rate
+from shoal.train.options import to_json
 from shoal.train.results import draw_report, export_trained, print_summary, write_sample
 from shoal.train.step import StepResult, naming_step, training_step
 from shoal.train.step_gate import RankReport, StepGate, Stragglers, divergence_advice
@@ -191,6 +197,9 @@ class Crew:
     gate: StepGate
     stragglers: Stragglers
     journal: Journal
+    profiled: ProfileWindow
+    is_new: bool = True
+    """Whether it has taken no step yet: the first one compiles."""
 
     @property
     def has_to_save(self) -> bool:
@@ -267,6 +276,9 @@ class Crews:
             course.progress.scale,
         )
         journal = held.enter_context(_open_journal(job, world, course.progress))
+        steps, folder = job.config.run.profiled_steps, job.folder.profile
+        profiled = ProfileWindow(steps, folder, world.rank, world.device)
+        held.enter_context(closing(profiled))
         return Crew(
             job=job,
             world=world,
@@ -275,6 +287,7 @@ class Crews:
             gate=gate,
             stragglers=Stragglers(),
             journal=journal,
+            profiled=profiled,
         )
 
 
@@ -314,7 +327,11 @@ def _take(crew: Crew, built: BuiltRun, offsets: Tensor, weight: float) -> None:
     lr = learning_rate(step, run.steps, config.optim)
     set_learning_rate(built.optimizer, lr)
     sequences = windows(built.corpus.training, offsets.numpy(), config.model.context)
-    with naming_step(step, built.model):
+    crew.profiled.before(step)
+    compiles = crew.is_new and config.parallel.compile != "off"
+    news = telling_compilation(crew.journal.note) if compiles else nullcontext()
+    crew.is_new = False
+    with naming_step(step, built.model), news:
         result = training_step(
             built.model,
             built.optimizer,
@@ -323,13 +340,17 @@ def _take(crew: Crew, built: BuiltRun, offsets: Tensor, weight: float) -> None:
             accept=partial(gate.admits, step),
             scale=gate.scale.factor,
             weight=weight,
+            named=crew.profiled.is_open,
         )
+    if (trace := crew.profiled.after(step)) is not None:
+        steps = run.profiled_steps
+        crew.journal.note(f"the trace of steps {steps[0]} to {steps[-1]} is {trace}")
     course.progress = course.progress.after(config, built.corpus.digest, gate.scale)
     # All ranks read the same reports, so they stop, skip and raise together.
     reports = gate.reports
     if any(report.folder_lost for report in reports):
         crew.saver.give_up()
-    record = _record(config, course.progress, lr, result, reports)
+    record = _record(crew, lr, result, reports)
     crew.journal.step(record, result.actions)
     for note in (*gate.notes, *crew.stragglers.notes(step, reports)):
         crew.journal.note(note)
@@ -389,25 +410,31 @@ def _open_journal(job: TrainJob, world: World, progress: RunProgress) -> Journal
     ]
     if job.config.run.tensorboard:
         listeners.append(TensorBoard(folder.tensorboard))
+    if job.config.run.wandb:
+        listeners.append(WeightsAndBiases(folder.wandb, to_json(job.config)))
     return Journal(listeners)
 
 
-def _record(
-    config: TrainConfig,
-    progress: RunProgress,
-    lr: float,
-    result: StepResult,
-    reports: Sequence[RankReport],
-) -> StepRecord:
+def _record(crew: Crew, lr: float, result: StepResult, reports: Sequence[RankReport]) -> StepRecord:
     """Put together what all ranks reported with what this one measured."""
+    job, world, progress = crew.job, crew.world, crew.course.progress
     losses = torch.tensor([report.loss for report in reports], dtype=torch.float64)
+    tokens = job.config.run.batch_size * job.config.model.context
+    tokens_per_s = tokens / result.step_ms * 1e3
+    speed = of_rank(
+        job.operations_per_token() * tokens_per_s / len(reports) / 1e12,
+        torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else "",
+        job.config.parallel.precision,
+    )
     return StepRecord(
         step=progress.step,
         loss=losses.mean().item(),  # each is in proportion to its share of the batch
         lr=lr,
         grad_norm=result.grad_norm,
         tokens=progress.tokens,
-        tokens_per_s=config.run.batch_size * config.model.context / result.step_ms * 1e3,
+        tokens_per_s=tokens_per_s,
+        tflops_per_s=speed.tflops_per_s,
+        mfu=math.nan if speed.mfu is None else speed.mfu,
         step_ms=result.step_ms,
         compute_ms=result.compute_ms,
         exposed_ms=result.exposed_ms,

@@ -12,7 +12,7 @@ from torch import nn
 
 from shoal.train.config import ModelConfig
 from shoal.train.data import VOCABULARY
-from shoal.train.hugging_face.models import build_skeleton, decoder_blocks, read_model_config
+from shoal.train.hugging_face.models import build_skeleton, read_model_config, units_of
 from shoal.train.model import Transformer
 
 
@@ -26,10 +26,22 @@ class ModelFacts:
     vocabulary: int
     width: int
     """Of the residual stream."""
+    layers: int
     most_positions: int | None = None
     """The longest sequence that the model was made for, if it says so."""
 
+    def operations_per_token(self, context: int, *, is_frozen: bool) -> float:
+        """Floating-point operations that a trained token costs.
 
+        2 per parameter forward, 2 for the gradients of inputs, 2 for those of weights, which frozen
+        ones do not have; and for its attention 12 · layers · width · context. Recomputing is no
+        progress, and does not count.
+        """
+        per_parameter = 4 if is_frozen else 6
+        return per_parameter * self.num_parameters + 12 * self.layers * self.width * context
+
+
+@lru_cache(maxsize=4)
 def demo_facts(config: ModelConfig) -> ModelFacts:
     """Look at the transformer over bytes, of which every rank makes the whole."""
     with torch.device("meta"):
@@ -37,7 +49,13 @@ def demo_facts(config: ModelConfig) -> ModelFacts:
         one, two = (Transformer(dataclasses.replace(config, layers=layers)) for layers in (1, 2))
     num_in_one, num_in_two = map(_num_parameters, (one, two))
     num = num_in_one + (config.layers - 1) * (num_in_two - num_in_one)
-    return ModelFacts(num_parameters=num, largest_unit=num, vocabulary=VOCABULARY, width=config.dim)
+    return ModelFacts(
+        num_parameters=num,
+        largest_unit=num,
+        vocabulary=VOCABULARY,
+        width=config.dim,
+        layers=config.layers,
+    )
 
 
 @lru_cache(maxsize=4)
@@ -45,13 +63,14 @@ def facts_of_config(path: Path) -> ModelFacts:
     """Look at a model of `transformers`, which is made one unit at a time."""
     model = build_skeleton(read_model_config(path))
     text = model.config.get_text_config()
-    in_blocks = [_num_parameters(block) for block in decoder_blocks(model)]
+    in_units = [_num_parameters(unit) for unit in units_of(model)]
     num = _num_parameters(model)
     return ModelFacts(
         num_parameters=num,
-        largest_unit=max(num - sum(in_blocks), *in_blocks, 0),
+        largest_unit=max(num - sum(in_units), *in_units, 0),
         vocabulary=model.get_input_embeddings().weight.shape[0],
         width=text.hidden_size,
+        layers=text.num_hidden_layers,
         most_positions=getattr(text, "max_position_embeddings", None),
     )
 

@@ -1,19 +1,22 @@
-"""The optimizer: AdamW, its learning rate over a run, gradient clipping, and fp16's loss scale."""
+"""The optimizer: AdamW or Muon, its rate over a run, gradient clipping, and fp16's loss scale."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from shoal.doors.fsdp1.gradients import Clipping
 from shoal.doors.fsdp1.parameter_names import entries_of
 from shoal.optim import AdamW
+from shoal.optim.muon_with_adamw import MuonWithAdamW
 from shoal.train.config import OptimConfig
 
 _FIRST_SCALE = 2.0**16
@@ -21,27 +24,50 @@ _LARGEST_SCALE = 2.0**24
 _GOOD_STEPS_TO_GROW = 1000
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """Return AdamW over the model's (sharded) parameters: first matrices, then vectors."""
+def make_optimizer(
+    model: nn.Module,
+    config: OptimConfig,
+    *,
+    blocks: Iterable[nn.Module] = (),
+    mesh: DeviceMesh | None = None,
+) -> torch.optim.Optimizer:
+    """Return an optimizer of the (sharded) parameters that train: matrices, then vectors.
+
+    With Muon the matrices inside of `blocks` come first, as a group of their own.
+    """
     num_dims = {entry.parameter: entry.num_dims for entry in entries_of(model).values()}
-    matrices = [parameter for parameter in model.parameters() if num_dims[parameter] >= 2]
-    vectors = [parameter for parameter in model.parameters() if num_dims[parameter] < 2]
-    optimizer = AdamW(
-        [{"params": matrices}, {"params": vectors}],
-        # One call for all parameters: the loop over them costs more than the arithmetic.
-        foreach=True,
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    inside = {parameter for block in blocks for parameter in block.parameters()}
+    for_muon = [
+        parameter
+        for parameter in trained
+        if config.optimizer == "muon" and parameter in inside and num_dims[parameter] == 2
+    ]
+    rest = set(trained) - set(for_muon)
+    groups = [
+        {"params": [p for p in trained if p in rest and num_dims[p] >= 2]},
+        {"params": [p for p in trained if p in rest and num_dims[p] < 2]},
+    ]
+    # One call for all parameters: the loop over them costs more than the arithmetic.
+    if for_muon:
+        optimizer = MuonWithAdamW(for_muon, groups, mesh=mesh, foreach=True)
+    else:
+        optimizer = AdamW(groups, foreach=True)
     configure_optimizer(optimizer, config)
     return optimizer
 
 
-def configure_optimizer(optimizer: torch.optim.AdamW, config: OptimConfig) -> None:
+def configure_optimizer(optimizer: torch.optim.Optimizer, config: OptimConfig) -> None:
     """Set what the config says, also after a checkpoint brought back what it used to say."""
-    matrices, vectors = optimizer.param_groups
-    matrices["weight_decay"] = config.weight_decay
+    *decaying, vectors = optimizer.param_groups
+    for group in decaying:
+        group["weight_decay"] = config.weight_decay
     vectors["weight_decay"] = 0.0  # norms scale; they have nothing to decay to
     for group in optimizer.param_groups:
-        group["betas"] = (config.beta1, config.beta2)
+        if "momentum" in group:
+            group["momentum"] = config.momentum
+        else:
+            group["betas"] = (config.beta1, config.beta2)
 
 
 def learning_rate(step: int, num_steps: int, config: OptimConfig) -> float:

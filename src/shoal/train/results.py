@@ -90,14 +90,18 @@ def draw_report(folder: RunFolder) -> str:
 
 def export_trained(job: TrainJob, checkpoint: Path) -> None:
     """Write the model of a checkpoint for `transformers`; of a run that went on, anew."""
-    from shoal.train.hugging_face.export import export_model
+    from shoal.train.hugging_face.export import export_adapters, export_model
 
-    folder = job.folder.export
+    folder, adapters = job.folder.export, job.folder.adapters
     with disk_errors("write", folder):
-        if folder.exists():
-            remove_folder(folder)
+        for path in (folder, adapters):
+            if path.exists():
+                remove_folder(path)
     export_model(checkpoint, job.folder.model, folder)
     say(f"export      {folder}", stream=sys.stdout)
+    if job.config.model.lora is not None:
+        export_adapters(checkpoint, adapters)
+        say(f"adapters    {adapters}", stream=sys.stdout)
 
 
 def print_summary(job: TrainJob, checkpoint: Path, *, step: int, finished: bool) -> None:

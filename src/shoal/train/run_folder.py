@@ -12,7 +12,10 @@ runs/demo/
   logs/           what ranks wrote to stderr, and why one failed
   export/         with --export: the trained model, for transformers
   .lock           held while a run writes here
+  adapters/       with --lora and --export: the adapters, for PEFT
   tensorboard/    with --tensorboard
+  wandb/          with --wandb: its copy of what it logged
+  profile/        with --profile: traces of each rank
 """
 
 from __future__ import annotations
@@ -76,6 +79,9 @@ class RunFolder:
     tensorboard = _PathInside("tensorboard")
     model = _PathInside("model")
     export = _PathInside("export")
+    adapters = _PathInside("adapters")
+    wandb = _PathInside("wandb")
+    profile = _PathInside("profile")
     stop_request = _PathInside("logs/stop")
     """While this file exists, the run stops after the step that it is in."""
     proposed_config = _PathInside("logs/config.json")
@@ -171,7 +177,7 @@ class RunFolder:
         with _writing_into(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             made = (self.checkpoints, self.logs, self.tensorboard, self.model, self.export)
-            for path in made:
+            for path in (*made, self.adapters, self.wandb, self.profile):
                 if path.is_symlink():
                     path.unlink()
                 elif path.exists():
@@ -192,7 +198,10 @@ class RunFolder:
         """Make ready the folder of a run that goes on."""
         with _writing_into(self.path):
             # The folder may come from somebody else: what is written into it stays in it.
-            for path in (self.checkpoints, self.logs, self.tensorboard, self.model):
+            for path in (
+                *(self.checkpoints, self.logs, self.model),
+                *(self.tensorboard, self.wandb, self.profile),
+            ):
                 check_folder(path)
             self.logs.mkdir(exist_ok=True)
             self.checkpoints.mkdir(exist_ok=True)

@@ -66,15 +66,16 @@ def training_step(
     accept: Callable[[StepAttempt], bool],
     scale: float = 1.0,
     weight: float = 1.0,
+    named: bool = False,
 ) -> StepResult:
     """Take one optimizer step on this rank's micro-batches, each (sequence, context + 1).
 
     `accept` decides, the same on all ranks, whether the optimizer may change the weights. The loss
     is multiplied by `scale` on its way backward. `weight` is what this rank's samples count in the
-    mean of all ranks' means: 1 if all have as many.
+    mean of all ranks' means: 1 if all have as many. `named` names actions in the profiler's trace.
     """
     began_at = time.perf_counter()
-    with watch(model) as recorder:
+    with watch(model, named=named) as recorder:
         loss = torch.zeros((), device=micro_batches[0].device)
         num_samples = sum(map(len, micro_batches))
         for sequences in micro_batches:

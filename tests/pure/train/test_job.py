@@ -371,7 +371,11 @@ CONFIG = TrainConfig(parallel=ParallelConfig(device="cpu"))
 
 def of_size(num_parameters: int) -> ModelFacts:
     return ModelFacts(
-        num_parameters=num_parameters, largest_unit=num_parameters, vocabulary=256, width=256
+        num_parameters=num_parameters,
+        largest_unit=num_parameters,
+        vocabulary=256,
+        width=256,
+        layers=4,
     )
 
 

@@ -14,7 +14,8 @@ from shoal.report.metrics import StepRecord, ValidationRecord, read_metrics
 from shoal.report.timeline import read_timeline
 from shoal.runtime.recorder import RecordedAction
 from shoal.step.action import ActionKind
-from shoal.train.journal import Journal, MetricsFile, TensorBoard, TimelineFile
+from shoal.train.journal import Journal, MetricsFile, TimelineFile
+from shoal.train.observe.loggers import TensorBoard
 
 
 def write(path, steps, *, start_step=0):

@@ -18,23 +18,23 @@ ROOT = Path(__file__).parents[3]
 PAGES = sorted((ROOT / "docs" / "tasks").glob("*.md"))
 PYTHON = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 INDENTED = re.compile(r"(?:^    .*\n)+", re.MULTILINE)
-SCRIPT = re.compile(r"\]\(\.\./\.\./examples/(\w+)\.py\)")
+LINK = re.compile(r"\]\(\.\./\.\./examples/(\w+)\.py\)")
 NO_SCRIPT = {"survive_faults"}
 """Pages about a command alone."""
-NEEDS = {"hugging_face": "transformers", "accelerate": "trl", "lightning": "lightning"}
-"""What must be installed for the commands of a page."""
-RUNS = {
-    "python": [],
-    "torchrun": ["-m", "torch.distributed.run"],
-    "shoal": ["-m", "shoal"],
-    "accelerate": ["-m", "accelerate.commands.accelerate_cli"],
+FRAMEWORKS = {
+    "accelerate": ("accelerate", "peft", "trl"),
+    "hugging_face": ("transformers",),
+    "lightning": ("lightning",),
+    "ray": ("ray",),
+    "titan": ("torchtitan",),
 }
+"""What a page's commands need beside shoal."""
 
 
 def script_of(page: Path) -> str:
-    """The script that a page is about: the first one that it links to."""
-    found = SCRIPT.search(page.read_text("utf-8"))
-    assert found is not None, f"{page.name} links to no script of examples/"
+    """The script that a page is about: the first that it links to."""
+    found = LINK.search(page.read_text("utf-8"))
+    assert found is not None, f"{page.name} links to no ../../examples/NAME.py"
     return found[1]
 
 
@@ -75,11 +75,12 @@ def test_a_block_that_is_in_no_script_is_found() -> None:
 
 @pytest.mark.parametrize("page", [page for page in PAGES if page.stem not in NO_SCRIPT])
 def test_a_page_links_to_its_script_and_runs_it(page: Path) -> None:
-    assert any(f"examples/{script_of(page)}.py" in command for command in commands(page))
+    script = script_of(page)
+    assert any(f"{script}.py" in command for command in commands(page))
 
 
 def test_every_script_has_its_page() -> None:
-    listed = {page.stem for page in PAGES}
+    listed = {script_of(page) for page in PAGES if page.stem not in NO_SCRIPT}
     shown = "".join(page.read_text("utf-8") for page in (ROOT / "docs").rglob("*.md"))
     for name in example_scripts.names():
         assert name in listed or f"examples/{name}" in shown, f"no page shows {name}.py"
@@ -93,10 +94,18 @@ def typed() -> list[tuple[str, str]]:
         for command in commands(page)
         if command.split()[0] != "pip"
         and "FOLDER" not in command
-        and "--nnodes" not in command
+        and not any(more in command for more in ("--nnodes", "--nproc-per-node 8"))
         and "--name safe" not in command
     ]
 
+
+PROGRAMS = {
+    "torchrun": ["-m", "torch.distributed.run"],
+    "shoal": ["-m", "shoal"],
+    "accelerate": ["-m", "accelerate.commands.launch"],  # of `accelerate launch`
+    "python": [],
+}
+"""What starts a command's program, as arguments of this Python."""
 
 FAILS = {"stays-away": "rank 1 did not come to the gather", "order": "ranks differ in collective"}
 
@@ -105,18 +114,18 @@ FAILS = {"stays-away": "rank 1 did not come to the gather", "order": "ranks diff
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("page", "command"), typed())
 def test_commands_can_be_typed(page: str, command: str, tmp_path: Path) -> None:
-    if page in NEEDS:
-        pytest.importorskip(NEEDS[page], reason=f"the commands need {NEEDS[page]}")
+    for framework in FRAMEWORKS.get(page, ()):
+        pytest.importorskip(framework, reason=f"{page}.md needs {framework}")
     variables, words = {}, shlex.split(command.replace("/tmp/", f"{tmp_path}/"))
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         variables[name] = value
+    words = PROGRAMS[words[0]] + words[1 + (words[0] == "accelerate") :]
     if "resume" in command and "20" in words:  # goes on from the command before it
-        first = [*RUNS[words[0]], *words[1:-1], "10"]
-        subprocess.run([sys.executable, *first], check=True, cwd=ROOT)
+        subprocess.run([sys.executable, *words[:-1], "10"], check=True, cwd=ROOT)
     path = f"{ROOT / 'src'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     done = subprocess.run(
-        [sys.executable, *RUNS[words[0]], *words[1:]],
+        [sys.executable, *words],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": path, **variables},
         capture_output=True,

@@ -268,3 +268,23 @@ def test_a_resumed_run_has_the_losses_of_an_unbroken_one(tmp_path, world_size, b
         assert [step["loss"] for step in again] == expected
     assert [step["loss"] for step in again] == pytest.approx(expected, rel=1e-5)
     assert again[-1]["tokens"] == unbroken[-1]["tokens"] == STEPS * 8 * 24
+
+
+def test_muon_trains_alike_on_any_ranks_and_after_a_resume(tmp_path):
+    config = make_config(tmp_path)
+    config = replace(config, optim=replace(config.optim, optimizer="muon"))
+    one = start(replace(config, run=replace(config.run, name="one")), 1)
+    alone = [step["loss"] for step in steps_of(one)]
+    two = start(config, 2)
+    losses = [step["loss"] for step in steps_of(two)]
+    # Muon computes in bfloat16, which turns other orders of sums into other digits.
+    assert losses == pytest.approx(alone, rel=2e-3)
+    adamw = replace(config, optim=replace(config.optim, optimizer="adamw"))
+    other = start(replace(adamw, run=replace(config.run, name="adamw")), 2)
+    assert losses != [step["loss"] for step in steps_of(other)]
+    assert losses[-1] < losses[0] - 0.3
+    again = resumed_job(
+        two.folder.checkpoints / "step-00000005", {}, more_steps=STEPS - 5, overwrite=True
+    )
+    on_ranks(2, run_job, again)
+    assert [step["loss"] for step in steps_of(again)] == losses

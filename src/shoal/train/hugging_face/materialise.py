@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from shoal.errors import UsageError
+from shoal.train.hugging_face.adapters import Adapter, draw_adapters
 from shoal.train.hugging_face.stored_weights import StoredWeights
 
 if TYPE_CHECKING:
@@ -24,21 +24,22 @@ if TYPE_CHECKING:
 
 def materialise(
     model: PreTrainedModel,
-    blocks: Sequence[nn.Module],
+    units: Sequence[nn.Module],
     unit: nn.Module,
     *,
     weights: StoredWeights | None,
     seed: int | None,
 ) -> None:
-    """Give a unit, one of `blocks` or the model without them, memory on CPU and values.
+    """Give a unit, one of `units` or the model without them, memory on CPU and values.
 
     They are loaded from `weights`, or drawn by the model's own rules from `seed`. With neither,
     parameters are left for a checkpoint to fill.
     """
-    others = {module for block in blocks if block is not unit for module in block.modules()}
+    others = {module for other in units if other is not unit for module in other.modules()}
     modules = [module for module in unit.modules() if module not in others]
     for module in modules:
         module.to_empty(device="cpu", recurse=False)
+    modules = [module for module in modules if not isinstance(module, Adapter)]
     if unit is model:
         model.tie_weights()
     if weights is not None:
@@ -47,11 +48,12 @@ def materialise(
         for module in modules:
             for parameter in module.parameters(recurse=False):
                 _mark_filled(parameter)
-    number = blocks.index(unit) + 1 if unit is not model else 0
+    number = units.index(unit) + 1 if unit is not model else 0
     state = torch.get_rng_state()
     sequence = np.random.SeedSequence([seed or 0, number])
     torch.manual_seed(int(sequence.generate_state(1, dtype=np.uint64)[0]))
     _draw(model, modules)
+    draw_adapters(modules)
     torch.set_rng_state(state)
 
 
@@ -73,21 +75,13 @@ def _load(model: PreTrainedModel, modules: list[nn.Module], weights: StoredWeigh
     filled: set[int] = set()
     for name, value in weights.values(lacking.keys()):
         tensor = lacking.pop(name)
-        if value.shape != tensor.shape:
-            raise UsageError(
-                f"--model: {name} has the shape {tuple(tensor.shape)} by config.json, but "
-                f"{tuple(value.shape)} in {weights.folder}. The weights are of another model."
-            )
+        weights.check_shape(name, tuple(tensor.shape), tuple(value.shape))
         tensor.copy_(value)
         _mark_filled(tensor)
         filled.add(id(tensor))
     missing = [name for name, tensor in lacking.items() if id(tensor) not in filled]
     if missing:
-        more = f", and {len(missing) - 1} more of the same unit" if len(missing) > 1 else ""
-        raise UsageError(
-            f"--model: {weights.folder} holds no {missing[0]}{more}. Its files were written for "
-            f"another config, or not as a whole; for example {weights.example} is there."
-        )
+        raise weights.missing_error(missing)
 
 
 @torch.no_grad()

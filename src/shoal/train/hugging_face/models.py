@@ -130,6 +130,16 @@ def decoder_blocks(model: PreTrainedModel) -> list[nn.Module]:
     return [block for block in blocks if not _shares(block, model)]
 
 
+def units_of(model: PreTrainedModel) -> list[nn.Module]:
+    """List all units but the root's: the blocks, then the embedding and the head.
+
+    Those two are the largest matrices of many models. Tied ones stay together, in the root's unit.
+    """
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    alone = [end for end in ends if isinstance(end, nn.Module) and not _shares(end, model)]
+    return [*decoder_blocks(model), *alone]
+
+
 def recompute(blocks: Iterable[nn.Module]) -> None:
     """Recompute each block in backward instead of keeping its activations."""
     for block in blocks:

@@ -8,7 +8,7 @@ a time, so that nobody holds the whole model.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from pathlib import Path
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from shoal.checkpoint.hugging_face import open_weights
 from shoal.errors import CheckpointError, UsageError
+from shoal.train.hugging_face.adapters import adapted_name
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +47,45 @@ class StoredWeights:
             for made, value in self._made(name):
                 if made in names:
                     yield made, value
+
+    def check(self) -> None:
+        """Raise a `UsageError` unless the files hold every tensor of the model, in its shape.
+
+        Of tied parameters one suffices. Shapes of tensors that are made of pieces are seen later.
+        """
+        wanted = self._model.state_dict(keep_vars=True)
+        found = {id(wanted[name]) for name in self._sources}
+        tied = dict(self._model.all_tied_weights_keys)
+        aliases = [*tied.items(), *((b, a) for a, b in tied.items())]
+        found.update(id(wanted[a]) for a, b in aliases if a in wanted and b in self._sources)
+        missing = [
+            name
+            for name, tensor in wanted.items()
+            if id(tensor) not in found and adapted_name(name) is None
+        ]
+        if missing:
+            raise self.missing_error(missing)
+        for name, sources in self._sources.items():
+            stored, pattern = sources[0]
+            if pattern is None:
+                shape = tuple(self._slices[stored].get_shape())
+                self.check_shape(name, tuple(wanted[name].shape), shape)
+
+    def check_shape(self, name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+        """Raise a `UsageError` unless a stored tensor has the shape that config.json says."""
+        if found != expected:
+            raise UsageError(
+                f"--model: {name} has the shape {expected} by config.json, but "
+                f"{found} in {self.folder}. The weights are of another model."
+            )
+
+    def missing_error(self, names: Sequence[str]) -> UsageError:
+        """Make the error for tensors that the files do not hold."""
+        more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+        return UsageError(
+            f"--model: {self.folder} holds no {names[0]}{more}. Its files were written for "
+            f"another config, or not as a whole; for example {self.example} is there."
+        )
 
     def _made(self, first: str) -> Iterator[tuple[str, Tensor]]:
         sources = self._sources[first]

@@ -84,6 +84,12 @@ class TokenFile:
             )
         return tokens, info
 
+    def remove(self) -> None:
+        """Take the file away again."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            self.folder.parent.rmdir()  # if it is empty
+
     def make(self, tokenizer: Tokenizer) -> Iterator[str]:
         """Write the file; yields after each batch how far it is, in words.
 

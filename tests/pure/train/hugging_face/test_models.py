@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from shoal.cli.main import main
 from shoal.errors import UsageError
+from shoal.train.config import ModelConfig
 from shoal.train.hugging_face.materialise import materialise
 from shoal.train.hugging_face.models import (
     build_skeleton,
@@ -16,6 +18,7 @@ from shoal.train.hugging_face.models import (
     weights_folder,
 )
 from shoal.train.hugging_face.stored_weights import opened_weights
+from shoal.train.job import check_parts
 from shoal.train.model import scores
 from shoal.train.model_facts import facts_of_config
 from tiny_models import SMALL, needs_transformers, small_config, small_model
@@ -79,7 +82,7 @@ def test_facts_are_known_without_memory(tmp_path):
     model = whole(tmp_path / "config.json")
     assert facts.num_parameters == sum(p.numel() for p in model.parameters())
     assert (facts.vocabulary, facts.width, facts.most_positions) == (300, 32, 64)
-    assert facts.largest_unit == 2 * 300 * 32 + 32
+    assert facts.largest_unit == 300 * 32  # the embedding, or the head
 
 
 @needs_transformers
@@ -133,3 +136,48 @@ def test_references_name_files_of_this_machine(tmp_path):
     with pytest.raises(UsageError, match=r"pytorch_model\.bin is a pickle"):
         weights_folder(f"hf:{tmp_path}")
     assert weights_folder(f"hf:{tmp_path / 'config.json'}") is None
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", sorted(SMALL))
+def test_the_weights_of_a_model_are_found_to_be_its_own(tmp_path, kind):
+    """Also tied ones, of which one is stored, and experts that are stored in pieces."""
+    folder = small_model(tmp_path / "model", kind)
+    check_parts(ModelConfig(source=f"hf:{folder}"), folder / "config.json")
+
+
+def damaged(folder: Path, how: str) -> Path:
+    small_model(folder)
+    config = folder / "config.json"
+    content = json.loads(config.read_text())
+    if how == "cut":
+        file = min(folder.glob("*.safetensors"))
+        file.write_bytes(file.read_bytes()[:-50])
+    elif how == "wide":
+        config.write_text(json.dumps({**content, "hidden_size": 64}))
+    elif how == "deep":
+        config.write_text(json.dumps({**content, "num_hidden_layers": 5}))
+    return folder
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("how", "lora", "message"),
+    [
+        ("cut", (), "cannot be read as safetensors"),
+        ("wide", (), "has the shape"),
+        ("deep", (), "holds no model.layers.3."),
+        (
+            "",
+            ("--lora", "2", "--lora-targets", "q_prj"),
+            "no layer of the decoder blocks is called",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_leaves_no_run_folder(tmp_path, capsys, how, lora, message):
+    folder = damaged(tmp_path / "model", how)
+    words = ["train", "--model", f"hf:{folder}", "--out", str(tmp_path / "runs"), "--name", "run"]
+    words += ["--device", "cpu", "--context", "16", "--max-bytes", "50000", *lora]
+    assert main(words) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
