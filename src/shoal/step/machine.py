@@ -150,7 +150,7 @@ class Machine:
                     actions.append(unit.do(ActionKind.FOLLOW))
                 if unit.settings.gathers_in_backward or unit.is_borrowed:
                     actions += unit.prefetch()
-                    unit.is_in_graph |= creates_graph
+                unit.is_in_graph |= creates_graph
         return tuple(actions)
 
     def enter_backward(
