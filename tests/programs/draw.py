@@ -26,10 +26,13 @@ def programs(
     compiled: Literal["", "model", "cells"] = "",
 ) -> Program:
     """Programs of a dozen moments at most."""
-    may_be_parallel = api == "fully_shard" and not (compiles or compiled)
-    is_parallel = bool(may_be_parallel and draw(st.booleans()))
+    # What `_setups` and `_steps_of_eager` draw was never run by the wrapper or in graphs.
+    is_eager = api == "fully_shard" and not (compiles or compiled)
+    is_parallel = bool(is_eager and draw(st.booleans()))
     way = _parallel_ways(world_size) if is_parallel else _chains()
     steps = _steps(way)
+    if is_eager:
+        steps += _steps_of_eager(way)
     if not compiled:  # which would raise when it is traced
         flags, cells = st.booleans(), st.integers(0, NUM_CELLS - 1)
         steps += [st.builds(moments.FailInForward, cells)]
@@ -40,12 +43,12 @@ def programs(
         steps += [st.builds(moments.Penalise, way, st.booleans(), st.booleans())]
     if compiles:
         steps += [st.builds(moments.Compiled, st.integers(1, 3))] * 4
-    setup = draw(_setups(is_parallel, api, world_size, compiles, compiled))
+    setup = draw(_setups(is_parallel, is_eager, api, world_size, compiled))
     if api == "fully_shard" and not setup.gives_zeros:
         # With set_reduce_scatter_unused_params(True) any backward gives all parameters a gradient.
         steps += [st.builds(moments.GradOfInputs, st.integers(1, NUM_CELLS))]
     # Checkpoints and sparse gradients are not for torch's transforms.
-    if not (compiled or "recomputed" in setup.kinds or "sparse" in setup.oddities):
+    if is_eager and "recomputed" not in setup.kinds and "sparse" not in setup.oddities:
         steps += [st.builds(moments.Transform, way)]
     if setup.precision:
         steps += [st.builds(moments.Keep, st.booleans())]
@@ -58,23 +61,20 @@ def programs(
 def _setups(
     draw: Any,
     is_parallel: bool,
+    is_eager: bool,
     api: ShardingApi,
     world_size: int,
-    compiles: bool,
     compiled: Literal["", "model", "cells"],
 ) -> Setup:
     kinds = st.sampled_from(["plain", "twice", "recomputed"])
-    oddities: list[Oddity] = ["scalar", "transposed"]
-    precisions: list[Precision] = [""]
+    oddities: list[Oddity] = ["scalar", "transposed", "sparse", "complex"]
+    precisions: list[Precision] = ["", "", "low", "kept"] if is_eager else [""]
     flags, is_hybrid = st.booleans(), False
     layouts = tuple(draw(st.sampled_from(LAYOUTS)) for _ in range(NUM_CELLS + 1))
     if api == "fully_shard":
-        precisions = ["", "", "low", "kept"]
         is_hybrid = bool(world_size == 4 and draw(flags))
-        if not (compiles or compiled):
-            oddities += ("sparse", "complex")
     # A piece of two ranks may be kept of four.
-    keeps_pieces = world_size == 4 and not (is_hybrid or compiles or compiled)
+    keeps_pieces = world_size == 4 and is_eager and not is_hybrid
     reshards = [
         st.sampled_from([False, True, 2]) if keeps_pieces and isinstance(layout, Even) else flags
         for layout in layouts
@@ -89,10 +89,12 @@ def _setups(
         compiled=compiled,
         is_hybrid=is_hybrid,
         is_tied=draw(flags),
-        oddities=tuple(draw(st.lists(st.sampled_from(oddities), unique=True, max_size=3))),
+        oddities=tuple(
+            draw(st.lists(st.sampled_from(oddities), unique=True, max_size=3 if is_eager else 0))
+        ),
         precision=draw(st.sampled_from(precisions)),
-        reduces_unused=api == "fully_shard" and not compiles and draw(st.integers(0, 3)) == 3,
-        has_sections=api == "fully_shard" and draw(flags),
+        reduces_unused=is_eager and draw(st.integers(0, 3)) == 3,
+        has_sections=is_eager and draw(flags),
     )
 
 
@@ -112,21 +114,32 @@ def _steps(way: st.SearchStrategy[Way]) -> list[st.SearchStrategy[Moment]]:
     flags, cells = st.booleans(), st.integers(0, NUM_CELLS - 1)
     names = st.sampled_from(["up.weight", "up.bias", "down.weight", "gain"])
     some = st.lists(names, min_size=1, unique=True).map(tuple)
-    modes = st.sampled_from(["recorded", "no_grad", "inference"])
-    evaluations = st.builds(moments.Evaluate, way, modes)
     return [
         *[st.builds(moments.Train, way, flags)] * 2,
         *[st.builds(moments.Update, way, flags, flags)] * 2,
-        evaluations,
-        st.builds(moments.EvaluateBetween, way, evaluations, flags),
+        _evaluations(way),
         st.builds(moments.TwoForwards, st.tuples(way, way), flags, flags),
         st.builds(moments.TwoBackwards, way),
         st.builds(moments.ZeroBetween, way, flags),
-        st.builds(moments.Zero, flags, flags),
         st.builds(moments.Freeze, cells, some, flags),
-        st.builds(moments.FreezePart, st.sampled_from(["first", "cells"]), flags),
         st.builds(moments.Scale, st.sampled_from([0.9, 1.1])),
         st.builds(moments.Full, flags),
+    ]
+
+
+def _evaluations(way: st.SearchStrategy[Way]) -> st.SearchStrategy[moments.Evaluate]:
+    return st.builds(moments.Evaluate, way, st.sampled_from(["recorded", "no_grad", "inference"]))
+
+
+def _steps_of_eager(way: st.SearchStrategy[Way]) -> list[st.SearchStrategy[Moment]]:
+    flags = st.booleans()
+    return [
+        st.builds(moments.EvaluateBetween, way, _evaluations(way), flags),
+        st.builds(moments.Zero, flags, flags),
+        st.builds(moments.FreezePart, st.sampled_from(["first", "cells"]), flags),
+        st.builds(moments.SaveAndLoad, flags, st.just(True)),
+        st.builds(moments.ScaleData, st.sampled_from([0.9, 1.1])),
+        st.builds(moments.LookAhead, st.integers(0, 3), st.integers(1, 3)),
     ]
 
 
@@ -134,9 +147,7 @@ def _steps_of_fully_shard() -> list[st.SearchStrategy[Moment]]:
     flags, cells = st.booleans(), st.integers(0, NUM_CELLS - 1)
     alone = st.builds(Way, num_cells=st.integers(1, NUM_CELLS), is_alone=st.just(True))
     return [
-        st.builds(moments.SaveAndLoad, flags, flags),
-        st.builds(moments.ScaleData, st.sampled_from([0.9, 1.1])),
-        st.builds(moments.LookAhead, st.integers(0, 3), st.integers(1, 3)),
+        st.builds(moments.SaveAndLoad, flags),
         st.builds(moments.Train, alone, flags),
         st.builds(moments.Prefetch, cells, st.lists(cells, max_size=3).map(tuple), flags),
         st.builds(moments.Cast),

@@ -428,6 +428,7 @@ class Unit:
     def share(self, member: Member, homes: Sequence[Home]) -> None:
         """Let modules of another call use one of the parameters (tied weights)."""
         self.reshard()
+        self.step.is_borrowed = True
         self.shards.share(member, homes)
         if self._prepared is not None:
             self._find_registrations()

@@ -151,9 +151,9 @@ class Machine:
                 actions += unit.discard_copy()
                 if unit.is_bare:  # else it is gathered from the piece that is kept of it
                     actions.append(unit.do(ActionKind.FOLLOW))
-                if unit.settings.gathers_in_backward:
+                if unit.settings.gathers_in_backward or unit.is_borrowed:
                     actions += unit.prefetch()
-                    unit.is_in_graph |= creates_graph
+                unit.is_in_graph |= creates_graph
         return tuple(actions)
 
     def enter_backward(

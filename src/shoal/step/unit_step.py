@@ -50,6 +50,8 @@ class UnitStep:
         self.phase = Phase.SHARDED
         self.is_trained = True
         """Whether it has parameters that get gradients."""
+        self.is_borrowed = False
+        """Whether modules of other units use some of its parameters, and gather it for that."""
         self.has_grads = False
         """Whether autograd has put gradients on its full parameters; said before moments that
         may reduce it."""

@@ -185,11 +185,12 @@ def test_any_program(data: st.DataObject) -> None:
 class Rank:
     """One of several ranks that run the same forwards, and use different units in backward."""
 
-    def __init__(self, each: list[Settings], frozen: set[str]) -> None:
+    def __init__(self, each: list[Settings], frozen: set[str], borrowed: set[str]) -> None:
         self.machine, self.ledger = model()
         self.runs: list[tuple[UnitStep, ModuleRun]] = []
         for unit, one in zip(self.machine.units, each, strict=True):
             unit.settings, unit.is_trained = one, unit.name not in frozen
+            unit.is_borrowed = unit.name in borrowed
 
     def forward(self, order: list[int]) -> None:
         machine, perform = self.machine, self.ledger.perform
@@ -206,7 +207,7 @@ class Rank:
         perform(machine.end_forward(expects_backward=True))
 
     def _run(self, unit: UnitStep) -> None:
-        run = ModuleRun()
+        run = ModuleRun(is_borrowed=unit.is_borrowed)
         unit.runs.add(run)
         self.runs.append((unit, run))
 
@@ -240,17 +241,19 @@ class Rank:
     ),
     each=st.lists(settings, min_size=len(NAMES), max_size=len(NAMES)),
     frozen=st.sets(st.sampled_from(NAMES)),
+    borrowed=st.sets(st.sampled_from(NAMES)),
     data=st.data(),
 )
 def test_ranks_that_use_different_units_communicate_alike(
     steps: list[tuple[list[int], list[bool]]],
     each: list[Settings],
     frozen: set[str],
+    borrowed: set[str],
     data: st.DataObject,
 ) -> None:
     """Where units are reduced in turn. Each step has several backwards; some create graphs."""
-    each = [replace(one, reduces_unused=True, gathers_in_backward=True) for one in each]
-    ranks = [Rank(each, frozen) for _ in range(2)]
+    each = [replace(one, reduces_unused=True) for one in each]
+    ranks = [Rank(each, frozen, borrowed) for _ in range(2)]
     for order, backwards in steps:
         for rank in ranks:
             rank.forward(order)

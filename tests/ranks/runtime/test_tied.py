@@ -308,6 +308,41 @@ def test_embedding_that_backward_does_not_gather() -> None:
     check_equal(model, plain)
 
 
+class TwoHeads(nn.Module):
+    """One of the heads is the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, DIM)
+        self.other = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.head = nn.Linear(DIM, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> list[Tensor]:
+        x = self.embedding(tokens)
+        return [self.other(x), self.head(x)]
+
+
+@ranks(2)
+@pytest.mark.parametrize("gathers", [False, True])
+def test_ranks_that_use_different_heads(gathers: bool) -> None:
+    torch.manual_seed(0)
+    plain = TwoHeads()
+    torch.manual_seed(0)
+    model: Any = TwoHeads()
+    for module in (model.embedding, model.other, model.head, model):
+        fully_shard(module)
+    model.embedding.set_unshard_in_backward(gathers)
+    model.set_reduce_scatter_unused_params(True)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for batch in batches():
+        outputs = model(own_part(batch))
+        outputs[rank].square().mean().backward()
+        for user, part in enumerate(batch.chunk(size)):
+            (plain(part)[user].square().mean() / size).backward()
+        check_equal(model, plain)
+
+
 @ranks(2)
 def test_gathers_ahead_past_both_uses() -> None:
     """Backward of the head gathers the last block ahead, though the embedding ran first."""
