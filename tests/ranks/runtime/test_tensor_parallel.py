@@ -136,7 +136,8 @@ def test_full_parameters_of_lower_precision_say_their_dtype(door: str) -> None:
         model = _tensor_parallel(SHOAL, mesh, "shard", mp_policy=policy)
     else:
         model = seeded(Pair)
-        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel()})
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
         precision = MixedPrecision(param_dtype=torch.bfloat16)
         model = FullyShardedDataParallel(
             model, device_mesh=mesh["shard"], mixed_precision=precision, use_orig_params=True
@@ -186,7 +187,8 @@ def test_what_tensor_parallel_parameters_exclude() -> None:
 
     def run(engine: Engine) -> list[Any]:
         model = seeded(Pair)
-        parallelize_module(model, mesh["tensor"], {"up": ColwiseParallel()})
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
 
         def shard_and_run() -> None:  # one engine tells when sharding, the other when running
             engine.api.fully_shard(model.up, mesh=mesh["shard"], reshard_after_forward=2)
