@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 _AUTOGRAD: Any = vars(torch._C)["_autograd"]
+_functorch: Any = vars(torch._C)["_functorch"]
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
@@ -91,6 +92,57 @@ def inside_function_transform() -> bool:
     return torch._C._are_functorch_transforms_active()
 
 
+def inside_gradient_transform() -> bool:
+    """Whether a transform that takes gradients is among them: `grad`, `vjp`, `jacrev`."""
+    forward = (_functorch.TransformType.Vmap, _functorch.TransformType.Jvp)
+    return any(one.key() not in forward for one in _functorch.get_interpreter_stack() or ())
+
+
+@contextmanager
+def outside_function_transforms() -> Iterator[None]:
+    """Operations are not transformed here, whatever transforms are running."""
+    before = _functorch.get_inplace_requires_grad_allowed()
+    _functorch.set_inplace_requires_grad_allowed(True)
+    try:
+        with cast(Any, torch._C)._DisableFuncTorch():
+            yield
+    finally:
+        _functorch.set_inplace_requires_grad_allowed(before)
+
+
+def is_transformed(tensor: Tensor) -> bool:
+    """Whether a tensor belongs to a transform, and has no memory of its own."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+class _CallInBackward(torch.autograd.Function):
+    """What `hook_gradient` does, where the tensor is that of a transform."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(hook: Callable[[None], None], tensor: Tensor) -> Tensor:  # pyright: ignore
+        return tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.hook = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore
+        ctx.hook(None)
+        return None, grad
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, tangent: Tensor | None) -> Tensor | None:  # pyright: ignore
+        return None if tangent is None else call_in_backward(ctx.hook, tangent)
+
+
+def call_in_backward(hook: Callable[[None], None], tensor: Tensor) -> Tensor:
+    """The same tensor, or tangent: calls a hook when a backward comes to it."""
+    return cast(Tensor, _CallInBackward.apply(hook, tensor))
+
+
 def applied(function: type[torch.autograd.Function], *, all_tensors: bool) -> Callable[..., Any]:
     """`function.apply`, without the questions that torch asks in Python on the way.
 
@@ -102,7 +154,7 @@ def applied(function: type[torch.autograd.Function], *, all_tensors: bool) -> Ca
     apply = cast(Any, super(torch.autograd.Function, function)).apply
     with_questions = function.apply
     is_transformed = torch._C._are_functorch_transforms_active
-    unwrap = cast(Any, torch._C)._functorch.unwrap_if_dead
+    unwrap = _functorch.unwrap_if_dead
 
     def call(*tensors: Tensor) -> Any:
         if is_transformed():

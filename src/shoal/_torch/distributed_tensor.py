@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -115,7 +116,11 @@ def forget_placements() -> None:
 
 
 def dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
-    """Wrap a local tensor; skips what `from_local` checks, and is not differentiable."""
+    """Wrap a local tensor, of any dtype; skips what `from_local` checks, is not differentiable."""
+    meta = spec.tensor_meta
+    if meta is not None and meta.dtype != local.dtype:
+        # Operations and compilers go by the dtype in the spec.
+        spec = replace(spec, tensor_meta=meta._replace(dtype=local.dtype))
     # Past `__init__`, which does nothing, behind wrappers that cost more than all the rest.
     return DTensor.__new__(DTensor, local, spec, requires_grad=False)
 

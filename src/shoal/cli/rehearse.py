@@ -23,8 +23,8 @@ WRONG = 0.1
 """A forecast that is further off is said to be so."""
 
 
-def main(argv: Sequence[str]) -> int:
-    """Forecast, rehearse, and print both; 0 whatever the difference is."""
+def make_parser() -> Parser:
+    """Build the parser of `shoal rehearse`."""
     parser = Parser(
         prog="shoal rehearse",
         description="Run some steps of the real engine on this machine's device as rank 0 of N, on "
@@ -38,7 +38,12 @@ def main(argv: Sequence[str]) -> int:
         "--device", metavar="NAME", help="the device of the forecast (the one here)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
-    given = parser.parse(argv)
+    return parser
+
+
+def main(argv: Sequence[str]) -> int:
+    """Forecast, rehearse, and print both; 0 whatever the difference is."""
+    given = make_parser().parse(argv)
     given.device = given.device or device_here(given.on)
     source = Planned.of(given)
     found = forecast_setup(

@@ -216,16 +216,17 @@ class ModuleState:
         if self._is_lent() and (is_transformed or any(u.is_substituted for u in self.used)):
             self._depth += 1
             return (*self._cast_inputs(args, kwargs), None)
-        if is_transformed:
+        if is_transformed and autograd.inside_gradient_transform():
             raise NotImplementedError(
-                "shoal: torch.func transforms (grad, vjp, jvp, vmap) see no backward of a sharded "
-                "module. Transform it while its parameters are full: with "
+                "shoal: torch.func transforms that take gradients (grad, vjp, jacrev) see no "
+                "backward of a sharded module. Transform it while its parameters are full: with "
                 "full_parameters(model): torch.func.grad(...)"
             )
-        context = self.context or context_of(module, self)
         self._depth += 1  # a module may call itself
         try:
-            return self._enter(context, args, kwargs)
+            if is_transformed:
+                return self._enter_transformed(module, args, kwargs)
+            return self._enter(self.context or context_of(module, self), args, kwargs)
         except BaseException:
             self.abort()
             raise
@@ -233,13 +234,33 @@ class ModuleState:
     def _enter(
         self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], Runs]:
-        is_outermost = self._depth == 1
-        if self.is_root and is_outermost:
+        if self.is_root and self._depth == 1:
             context.begin_forward()
             args, kwargs = self._to_device(args, kwargs)
         args, kwargs = self._cast_inputs(args, kwargs)
+        return args, kwargs, self._begin_runs(context, args, kwargs)
+
+    def _enter_transformed(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], Runs]:
+        """Run in `vmap` or `jvp`: they transform what the module does, not what the engine does.
+
+        Inputs of a transform do not say when backward has left the module, so that a run is open
+        until the end of backward.
+        """
+        with autograd.outside_function_transforms():
+            context = self.context or context_of(module, self)
+            is_outermost = self.is_root and self._depth == 1
+            if is_outermost:
+                context.begin_forward()
+            runs = self._begin_runs(context, (), {})
+        if is_outermost:
+            args, kwargs = self._to_device(args, kwargs)
+        return (*self._cast_inputs(args, kwargs), runs)
+
+    def _begin_runs(self, context: Context, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Runs:
         if not self.used:
-            return args, kwargs, []
+            return []
         if len(self.modules) > 1 and not self._to_run:
             self._to_run.update(self.modules)
         inputs = None
@@ -250,7 +271,7 @@ class ModuleState:
                 inputs = inputs or Reach.of_call(args, kwargs)
                 is_borrowed = unit not in self.units
                 runs.append((unit, _begin_run(context, unit, inputs, is_borrowed=is_borrowed)))
-        return args, kwargs, runs
+        return runs
 
     def enter_graph(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -284,22 +305,55 @@ class ModuleState:
             return output
         context = self.context
         assert context is not None
+        is_complete = self._ran(module)
+        self._depth -= 1
+        if autograd.inside_function_transform():
+            return self._leave_transformed(context, runs, output, is_complete=is_complete)
         reach = Reach.of(output)
         # What cannot be looked into may hold a loss: better to hold the unit in vain.
         is_reached = bool(reach.differentiable)
         is_expected = is_reached or (reach.is_opaque and torch.is_grad_enabled())
-        is_complete = self._ran(module)
-        self._depth -= 1
         if runs:
-            self._hook_outputs(context, runs, reach)
-            if is_complete and self._depth == 0:
-                for unit in self.used:
-                    context.leave_forward(
-                        unit, is_reached=is_reached, is_expected=is_expected, user=self
-                    )
-        if self.is_root and self._depth == 0:
-            context.end_forward(expects_backward=is_expected)
+            _check_no_parameters(runs, reach.tensors)
+            if reach.differentiable:
+                boundary = Boundary(context, runs)
+                for tensor in reach.differentiable:
+                    boundary.stand_at(tensor)
+        has_run = bool(runs) and is_complete
+        self._end(context, has_run=has_run, is_reached=is_reached, is_expected=is_expected)
         return output
+
+    def _leave_transformed(
+        self, context: Context, runs: Runs, output: Any, *, is_complete: bool
+    ) -> Any:
+        """The end of a run in `vmap` or `jvp`: backward may come by any output, or its tangent."""
+        is_expected = torch.is_grad_enabled()
+        boundary = Boundary(context, runs)
+
+        def hook(tensor: torch.Tensor) -> torch.Tensor:
+            if not autograd.is_transformed(tensor):
+                _check_no_parameters(runs, (tensor,))
+            if not (tensor.is_floating_point() or tensor.is_complex()):
+                return tensor
+            return autograd.call_in_backward(boundary, tensor)
+
+        if runs and is_expected:
+            output = map_tensors(hook, output)
+        with autograd.outside_function_transforms():
+            has_run = bool(runs) and is_complete
+            self._end(context, has_run=has_run, is_reached=is_expected, is_expected=is_expected)
+        return output
+
+    def _end(self, context: Context, *, has_run: bool, is_reached: bool, is_expected: bool) -> None:
+        if self._depth:
+            return
+        if has_run:
+            for unit in self.used:
+                context.leave_forward(
+                    unit, is_reached=is_reached, is_expected=is_expected, user=self
+                )
+        if self.is_root:
+            context.end_forward(expects_backward=is_expected)
 
     def _is_lent(self) -> bool:
         """Whether a `full_parameters` block has all that the modules compute with."""
@@ -311,7 +365,8 @@ class ModuleState:
         if self._depth == 0:
             self._to_run.clear()
             if self.context is not None:
-                self.context.abort_forward(self.used, is_root=self.is_root, user=self)
+                with autograd.outside_function_transforms():
+                    self.context.abort_forward(self.used, is_root=self.is_root, user=self)
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -348,21 +403,6 @@ class ModuleState:
             return tensor if tensor.device == self.device else tensor.to(self.device)
 
         return map_tensors(move, (args, kwargs))
-
-    def _hook_outputs(self, context: Context, runs: Runs, outputs: Reach) -> None:
-        """Arrange to be told when backward reaches the module."""
-        for unit, _ in runs:
-            for tensor in outputs.tensors:
-                if unit.full.holds(tensor):
-                    raise InvariantError(
-                        f"unit {unit.name!r} returned one of its parameters or a view of one, "
-                        "whose memory is freed with the unit. Return a copy (.clone()), or use "
-                        "the parameter inside."
-                    )
-        if outputs.differentiable:
-            boundary = Boundary(context, runs)
-            for tensor in outputs.differentiable:
-                boundary.stand_at(tensor)
 
 
 class Boundary:
@@ -404,6 +444,18 @@ class Boundary:
             self._context.leave_backward(unit, run)
         for unit, run in self._entered:
             self._context.enter_backward(unit, run)
+
+
+def _check_no_parameters(runs: Runs, outputs: Sequence[torch.Tensor]) -> None:
+    """Raise where a module returns memory that is freed with its units."""
+    for unit, _ in runs:
+        for tensor in outputs:
+            if unit.full.holds(tensor):
+                raise InvariantError(
+                    f"unit {unit.name!r} returned one of its parameters or a view of one, "
+                    "whose memory is freed with the unit. Return a copy (.clone()), or use "
+                    "the parameter inside."
+                )
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

@@ -156,15 +156,6 @@ class DTensorWrapping(ParameterWrapping):
         """See `ParameterWrapping.shard`."""
         return distributed_tensor.dtensor(local, self.spec)
 
-    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
-        """See `ParameterWrapping.shard_as`."""
-        meta = self.spec.tensor_meta
-        assert meta is not None
-        spec = distributed_tensor.dtensor_spec(
-            self.spec.mesh, self.spec.placements, meta.shape, meta.stride, local.dtype
-        )
-        return distributed_tensor.dtensor(local, spec)
-
     def local_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `ParameterWrapping.local_of`."""
         return distributed_tensor.local_tensor(tensor) if isinstance(tensor, DTensor) else None

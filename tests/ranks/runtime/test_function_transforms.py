@@ -1,4 +1,4 @@
-"""`torch.func` of a sharded module, inside of a block that has its full parameters: both doors."""
+"""`torch.func` of a sharded module, inside of a block that has its full parameters and outside."""
 
 from __future__ import annotations
 
@@ -139,7 +139,63 @@ def test_a_step_by_functional_gradients() -> None:
 
 
 @ranks(2)
-def test_outside_of_the_block_it_says_what_to_do() -> None:
+def test_outside_of_the_block_gradients_are_refused() -> None:
     model = fully_shard(nn.Linear(DIM, 3))
     with pytest.raises(NotImplementedError, match=r"full_parameters\(model\)"):
-        vmap(model)(torch.ones(2, DIM))
+        grad(lambda x: model(x).sum())(torch.ones(2, DIM))
+    train(SHOAL, model, [torch.ones(2, DIM)])
+
+
+@ranks(2)
+@pytest.mark.parametrize("transform", [grad, vmap])
+def test_outside_of_the_block_the_wrapper_refuses(transform: Any) -> None:
+    model = DOORS["wrapper"]()
+    with pytest.raises(NotImplementedError, match="summon_full_params"):
+        transform(lambda x: model(x).sum())(torch.ones(2, DIM))
+    train(SHOAL, model, [torch.ones(2, DIM)])
+
+
+def by_vmap(model: Any, x: Tensor) -> Tensor:
+    return vmap(model)(x).square().mean()
+
+
+def by_tangents(model: Any, x: Tensor) -> Tensor:
+    """A loss that backward reaches by the output's tangent alone, as in flow matching."""
+    _, tangent = jvp(model, (x,), (torch.ones_like(x),))
+    return tangent.square().mean()
+
+
+def by_both(model: Any, x: Tensor) -> Tensor:
+    """Inputs with gradients, two calls, and a tangent that is a target."""
+    output, tangent = jvp(lambda y: model(y), (x.clone().requires_grad_(),), (x,))
+    return (output - tangent.detach()).square().mean() + model(x).square().mean()
+
+
+def by_vmap_of_tangents(model: Any, x: Tensor) -> Tensor:
+    return vmap(lambda v: jvp(model, (x,), (v,))[1])(torch.stack([x, 2 * x])).square().mean()
+
+
+LOSSES = {one.__name__: one for one in (by_vmap, by_tangents, by_both, by_vmap_of_tangents)}
+
+
+@ranks(2)
+@pytest.mark.parametrize("door", [door for door in DOORS if "wrapper" not in door])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_through_forward_transforms(door: str, name: str) -> None:
+    """`vmap` and `jvp` outside of the block, with the gradients of the unsharded module."""
+    model, plain = DOORS[door](), stack(Steady)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, plain)]
+    for step in range(3):
+        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            torch.testing.assert_close(vmap(model)(x), vmap(plain)(x))
+        found, expected = LOSSES[name](model, x), LOSSES[name](plain, x)
+        torch.testing.assert_close(found, expected)
+        found.backward()
+        expected.backward()
+        for one in optimizers:
+            one.step()
+            one.zero_grad()
+    with whole(model) as parameters:
+        found = cleaned({k: v.clone() for k, v in parameters.items()})
+    torch.testing.assert_close(found, {k: v.detach() for k, v in plain.named_parameters()})

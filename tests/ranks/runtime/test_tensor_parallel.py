@@ -33,6 +33,8 @@ from differential import (
 )
 from harness import ranks
 from oracle import full
+from shoal._torch.distributed_tensor import spec_of
+from shoal.fsdp import FullyShardedDataParallel, MixedPrecision
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -121,6 +123,38 @@ def test_tensor_parallel_parameters_in_mixed_precision() -> None:
         return train(engine, _tensor_parallel(engine, mesh, "shard", mp_policy=policy), mine)
 
     check_engines_agree(run, exact=True, plain=False)
+
+
+@_quietly
+@ranks(4)
+@pytest.mark.parametrize("door", ["fully_shard", "wrapper"])
+def test_full_parameters_of_lower_precision_say_their_dtype(door: str) -> None:
+    """Operations of DTensors, and compilers, go by the dtype in the spec."""
+    mesh = init_device_mesh("cpu", _2D[0], mesh_dim_names=_2D[1])
+    mine, _ = _batches_of_data_ranks(mesh, 1)
+    if door == "fully_shard":
+        policy = SHOAL.policy(**BF16, cast_forward_inputs=True)
+        model = _tensor_parallel(SHOAL, mesh, "shard", mp_policy=policy)
+    else:
+        model = seeded(Pair)
+        plan: dict[str, Any] = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        parallelize_module(model, mesh["tensor"], plan)
+        precision = MixedPrecision(param_dtype=torch.bfloat16)
+        model = FullyShardedDataParallel(
+            model, device_mesh=mesh["shard"], mixed_precision=precision, use_orig_params=True
+        )
+    layer = model.up
+    said: list[Any] = []
+
+    def hear(*_: Any) -> None:
+        said.append(spec_of(layer.weight).tensor_meta.dtype)
+
+    layer.register_forward_hook(hear)
+    model(mine[0]).sum().backward()
+    assert said == [torch.bfloat16]
+    if door == "fully_shard":
+        assert spec_of(layer.weight).tensor_meta.dtype == torch.float32
+        assert spec_of(layer.weight.grad).tensor_meta.dtype == torch.float32
 
 
 @_quietly

@@ -97,6 +97,12 @@ def ready(wrapper: Wrapper) -> ModuleState:
 @dynamo.unwrapped_by_dynamo
 def begin(wrapper: Wrapper) -> ModuleState:
     """A wrapper is about to run: see that it can, as the others do and in the right precision."""
+    if autograd.inside_function_transform():
+        raise NotImplementedError(
+            "torch.func transforms (grad, vjp, jvp, vmap) of a wrapped module: transform it while "
+            "its parameters are full, in FullyShardedDataParallel.summon_full_params(model), or "
+            "shard it by fully_shard, which takes jvp and vmap as they are"
+        )
     state = ready(wrapper)
     if state.is_root and wrapper._use_full_prec_in_eval:
         follow_modes(wrapper)
