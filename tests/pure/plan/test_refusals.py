@@ -172,7 +172,7 @@ def test_arithmetic_that_is_not_known_is_an_assumption(
     path = tmp_path / "model.py"
     path.write_text(module(forward="return torch.fft.rfft(self.layer(x)).abs()"))
     assert main(["plan", str(path), "--world", "2"]) == 0
-    assert "the time of aten._fft_c2r, aten._fft_r2c is not known" in capsys.readouterr().out
+    assert "the time of aten._fft_c2c, aten._fft_r2c is not known" in capsys.readouterr().out
 
 
 def test_convolutions_that_need_no_gradient_of_images_are_counted(
