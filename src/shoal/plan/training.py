@@ -85,7 +85,13 @@ def train(
         shard(model, workload, setup, "cpu")
     with imagined.running():
         model.to_empty(device="meta")
-        actions = context_of(model, own_state(model)).recorder = NotedActions(imagined)
+        context = context_of(model, own_state(model))
+        if any(unit.offloads for unit in context.units):
+            raise UsageError(
+                "CPU offload is not modelled: plan without offload_policy. Shards, gradients and "
+                "optimizer state are then what offload would take off the device"
+            )
+        actions = context.recorder = NotedActions(imagined)
         gc.collect()
         take_steps(imagined, model, inputs, workload, setup, num_steps)
     return Trained(

@@ -141,6 +141,15 @@ def test_impossible_wishes_are_named(
     assert words in capsys.readouterr().err
 
 
+def test_offload_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "model.py"
+    text = SHARDED.replace("import fully_shard", "import CPUOffloadPolicy, fully_shard")
+    text = text.replace("mesh=mesh)", "mesh=mesh, offload_policy=CPUOffloadPolicy())")
+    path.write_text(module() + text)
+    assert main(["plan", str(path), "--world", "4"]) == 2
+    assert "CPU offload is not modelled" in capsys.readouterr().err
+
+
 SHARDED = """
 def model():
     from torch.distributed.device_mesh import init_device_mesh
