@@ -86,7 +86,7 @@ def train(
     with imagined.running():
         model.to_empty(device="meta")
         context = context_of(model, own_state(model))
-        if any(unit.offloads for unit in context.units):
+        if any(one.shards.home_device(one.device) != one.device for one in context.units):
             raise UsageError(
                 "CPU offload is not modelled: plan without offload_policy. Shards, gradients and "
                 "optimizer state are then what offload would take off the device"
