@@ -103,6 +103,11 @@ class NotingDevice:
 
     # What is noted.
 
+    def holds(self, tensors: Sequence[Tensor], purpose: str) -> None:
+        """There are tensors whose making nobody saw."""
+        for one in tensors:
+            self._came(one.untyped_storage(), purpose)
+
     def saw(
         self,
         func: Any,

@@ -92,6 +92,8 @@ def train(
                 "optimizer state are then what offload would take off the device"
             )
         actions = context.recorder = NotedActions(imagined)
+        given = [one for one in trees.tree_leaves(inputs) if isinstance(one, Tensor)]
+        imagined.holds(given, "inputs")
         gc.collect()
         take_steps(imagined, model, inputs, workload, setup, num_steps)
     return Trained(
