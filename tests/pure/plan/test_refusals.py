@@ -192,4 +192,4 @@ def test_convolutions_that_need_no_gradient_of_images_are_counted(
         module("self.layer = nn.Conv2d(3, 8, 3)") + "\ndef inputs(): return torch.zeros(2, 3, 8, 8)"
     )
     assert main(["plan", str(path), "--world", "2"]) == 0
-    assert "fits" in capsys.readouterr().out
+    assert "what convolutions borrow" in capsys.readouterr().out
