@@ -299,7 +299,7 @@ def _blaming(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             # torch turns autocast off where there is no CUDA, and only warns of it.
-            warnings.filterwarnings("error", message=".*Disabling autocast")
+            warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
             yield
     except ShoalError:
         raise
@@ -310,7 +310,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 def _why(what: str, kind: str, said: str) -> str:
     """What an error means that a run on meta tensors met."""
-    if "autocast" in said.lower():
+    if "autocast" in said.lower() or "Disabling" in said:
         return (
             f"{what} uses torch.autocast, which does nothing on meta tensors, and is not modelled: "
             "plan the dtypes by precision = {...} in the file (MixedPrecisionPolicy)"

@@ -174,7 +174,7 @@ def test_bad_files_are_named(
         (["--sequence", "8"], "--sequence needs inputs(sequence=...)"),
         (["--world", "0"], "expected a number of 1 or more"),
         (["--device", "abacus"], "unknown device 'abacus'"),
-        (["--budget", "lots"], "expected gigabytes"),
+        (["--budget", "lots"], "expected a size"),
         (["--reshard", "maybe"], "expected a number of 1 or more"),
         (["--wrld", "8"], "Did you mean --world?"),
     ],
