@@ -62,7 +62,7 @@ class Trained:
     actions: NotedActions
 
 
-class Watcher(Protocol):
+class MomentListener(Protocol):
     """Hears how far a run has come."""
 
     phase: str
@@ -248,7 +248,7 @@ def shard(model: nn.Module, workload: Workload, setup: Setup, device_type: str) 
 
 
 def take_steps(
-    watcher: Watcher,
+    listener: MomentListener,
     model: nn.Module,
     inputs: Inputs,
     workload: Workload,
@@ -267,30 +267,30 @@ def take_steps(
     args, kwargs = inputs
     most = min(setup.micro_batches, most_seen or setup.micro_batches)
     for step in range(num_steps):
-        watcher.moment("step")
+        listener.moment("step")
         # The first of two is there to make the optimizer's state.
         num_seen = 1 if num_steps == 2 and step == 0 else most
         for number in range(num_seen):
-            watcher.moment(MICRO_BATCH)
+            listener.moment(MICRO_BATCH)
             is_last = number == num_seen - 1
             model.set_requires_gradient_sync(is_last or setup.reduces_each)  # pyright: ignore
-            watcher.phase = "activations"
+            listener.phase = "activations"
             with _blaming("the forward"):
                 value = model(*args, **kwargs)
             with _blaming("the loss"):
                 value = _loss_of(value, workload.loss)
-            watcher.phase = "gradients"
+            listener.phase = "gradients"
             with _blaming("the backward"):
                 value.backward()
             del value
-        watcher.moment("computed")
+        listener.moment("computed")
         if workload.clip is not None:
             workload.clip(model)
-        watcher.phase = "optimizer state"
+        listener.phase = "optimizer state"
         with _blaming("the optimizer's step"):
             stepper.step()
         stepper.zero_grad(set_to_none=True)
-        watcher.moment("stepped")
+        listener.moment("stepped")
 
 
 @contextmanager
