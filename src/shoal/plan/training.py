@@ -62,7 +62,7 @@ class Trained:
     actions: NotedActions
 
 
-class MomentListener(Protocol):
+class RunFollower(Protocol):
     """Hears how far a run has come."""
 
     phase: str
@@ -248,7 +248,7 @@ def shard(model: nn.Module, workload: Workload, setup: Setup, device_type: str) 
 
 
 def take_steps(
-    listener: MomentListener,
+    follower: RunFollower,
     model: nn.Module,
     inputs: Inputs,
     workload: Workload,
@@ -267,30 +267,30 @@ def take_steps(
     args, kwargs = inputs
     most = min(setup.micro_batches, most_seen or setup.micro_batches)
     for step in range(num_steps):
-        listener.moment("step")
+        follower.moment("step")
         # The first of two is there to make the optimizer's state.
         num_seen = 1 if num_steps == 2 and step == 0 else most
         for number in range(num_seen):
-            listener.moment(MICRO_BATCH)
+            follower.moment(MICRO_BATCH)
             is_last = number == num_seen - 1
             model.set_requires_gradient_sync(is_last or setup.reduces_each)  # pyright: ignore
-            listener.phase = "activations"
+            follower.phase = "activations"
             with _blaming("the forward"):
                 value = model(*args, **kwargs)
             with _blaming("the loss"):
                 value = _loss_of(value, workload.loss)
-            listener.phase = "gradients"
+            follower.phase = "gradients"
             with _blaming("the backward"):
                 value.backward()
             del value
-        listener.moment("computed")
+        follower.moment("computed")
         if workload.clip is not None:
             workload.clip(model)
-        listener.phase = "optimizer state"
+        follower.phase = "optimizer state"
         with _blaming("the optimizer's step"):
             stepper.step()
         stepper.zero_grad(set_to_none=True)
-        listener.moment("stepped")
+        follower.moment("stepped")
 
 
 @contextmanager
