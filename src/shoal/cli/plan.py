@@ -6,7 +6,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,20 @@ LAYOUTS: Mapping[str, type[Layout]] = {
 
 def main(argv: Sequence[str]) -> int:
     """Forecast what a file defines; 1 if a budget was given and it does not fit."""
-    given = make_parser().parse(argv)
+    with naming_gaps():
+        return _plan(make_parser().parse(argv))
+
+
+@contextmanager
+def naming_gaps() -> Iterator[None]:
+    """What is not modelled is wrong input on a command line: one message, and no traceback."""
+    try:
+        yield
+    except NotImplementedError as error:
+        raise UsageError(str(error)) from error
+
+
+def _plan(given: argparse.Namespace) -> int:
     source = Planned.of(given)
     if given.fit is not None:
         return _choose(source, given)

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.flags import Parser
-from shoal.cli.plan import Planned, add_planning_flags
+from shoal.cli.plan import Planned, add_planning_flags, naming_gaps
 from shoal.plan import Forecast, forecast_setup
 from shoal.plan.accelerators import device_here
 from shoal.plan.rehearsal import Rehearsal, rehearse
@@ -45,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     """Forecast, rehearse, and print both; 0 whatever the difference is."""
     given = make_parser().parse(argv)
     given.device = given.device or device_here(given.on)
-    source = Planned.of(given)
+    with naming_gaps():
+        source = Planned.of(given)
     found = forecast_setup(
         source.workload, source.setup, device=given.device, network=given.network
     )

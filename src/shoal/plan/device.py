@@ -33,6 +33,9 @@ WORKSPACE_BYTES = 32 << 20
 """What cuBLAS keeps on Hopper, for each thread that calls it."""
 
 
+_CONVOLUTIONS = frozenset({torch.ops.aten.convolution, torch.ops.aten.convolution_backward})
+
+
 class NotingDevice:
     """Takes notes of all that is asked of it."""
 
@@ -44,6 +47,8 @@ class NotingDevice:
         """What the memory of each owner is for."""
         self.uncounted: set[str] = set()
         """Operators of whose arithmetic nothing is known."""
+        self.has_convolutions = False
+        """Whether there are kernels that borrow memory as they please."""
         self.phase = "parameters"
         """What memory is for, of which nothing else is said."""
         self._swaps_memory = swaps_memory
@@ -103,6 +108,11 @@ class NotingDevice:
 
     # What is noted.
 
+    def holds(self, tensors: Sequence[Tensor], purpose: str) -> None:
+        """There are tensors whose making nobody saw."""
+        for one in tensors:
+            self._came(one.untyped_storage(), purpose)
+
     def saw(
         self,
         func: Any,
@@ -118,6 +128,8 @@ class NotingDevice:
             if func.is_view or (outputs and not any(is_new) and not _writes(func)):
                 return
             cost = cost_of(func, args, result, outputs)
+        if func.overloadpacket in _CONVOLUTIONS:
+            self.has_convolutions = True
         if not cost.is_counted:
             self.uncounted.add(str(func.overloadpacket))
         if not self._is_cpu:

@@ -270,14 +270,15 @@ def _forecast(
         fits=needed <= chosen.memory_bytes,
         device_bytes=chosen.memory_bytes,
         context_bytes=chosen.context_bytes,
-        assumptions=_assumptions(chosen, imagined.uncounted, profile),
+        assumptions=_assumptions(chosen, imagined, profile),
         picture=picture,
     )
 
 
 def _assumptions(
-    chosen: Accelerator, uncounted: Collection[str], profile: Profile | None
+    chosen: Accelerator, imagined: NotingDevice, profile: Profile | None
 ) -> tuple[str, ...]:
+    uncounted = imagined.uncounted
     said = [
         "the peak is that of the third step: forward, backward, optimizer, zero_grad",
         "the model is sharded on the meta device, and gets memory by to_empty",
@@ -303,6 +304,8 @@ def _assumptions(
         )
         if not chosen.is_measured:
             said.append(f"the figures of {chosen.name} are its data sheet's, not measured")
+    if imagined.has_convolutions:
+        said.append("what convolutions borrow while they run depends on the library: not counted")
     if uncounted:
         said.append(
             f"the time of {', '.join(sorted(uncounted))} is not known: it is taken to be that of "

@@ -177,7 +177,7 @@ class _Stopwatch:
         self._num_steps = 0
 
     def moment(self, name: str, unit: str = "") -> None:
-        """See `Watcher`; the peak is that of the step that a forecast tells of."""
+        """See `RunFollower`; the peak is that of the step that a forecast tells of."""
         if name == "step":
             self._num_steps += 1
             if self._num_steps == NUM_STEPS and self._is_cuda:

@@ -62,7 +62,7 @@ class Trained:
     actions: NotedActions
 
 
-class Watcher(Protocol):
+class RunFollower(Protocol):
     """Hears how far a run has come."""
 
     phase: str
@@ -85,7 +85,15 @@ def train(
         shard(model, workload, setup, "cpu")
     with imagined.running():
         model.to_empty(device="meta")
-        actions = context_of(model, own_state(model)).recorder = NotedActions(imagined)
+        context = context_of(model, own_state(model))
+        if any(one.shards.home_device(one.device) != one.device for one in context.units):
+            raise UsageError(
+                "CPU offload is not modelled: plan without offload_policy. Shards, gradients and "
+                "optimizer state are then what offload would take off the device"
+            )
+        actions = context.recorder = NotedActions(imagined)
+        given = [one for one in trees.tree_leaves(inputs) if isinstance(one, Tensor)]
+        imagined.holds(given, "inputs")
         gc.collect()
         take_steps(imagined, model, inputs, workload, setup, num_steps)
     return Trained(
@@ -240,7 +248,7 @@ def shard(model: nn.Module, workload: Workload, setup: Setup, device_type: str) 
 
 
 def take_steps(
-    watcher: Watcher,
+    follower: RunFollower,
     model: nn.Module,
     inputs: Inputs,
     workload: Workload,
@@ -259,30 +267,30 @@ def take_steps(
     args, kwargs = inputs
     most = min(setup.micro_batches, most_seen or setup.micro_batches)
     for step in range(num_steps):
-        watcher.moment("step")
+        follower.moment("step")
         # The first of two is there to make the optimizer's state.
         num_seen = 1 if num_steps == 2 and step == 0 else most
         for number in range(num_seen):
-            watcher.moment(MICRO_BATCH)
+            follower.moment(MICRO_BATCH)
             is_last = number == num_seen - 1
             model.set_requires_gradient_sync(is_last or setup.reduces_each)  # pyright: ignore
-            watcher.phase = "activations"
+            follower.phase = "activations"
             with _blaming("the forward"):
                 value = model(*args, **kwargs)
             with _blaming("the loss"):
                 value = _loss_of(value, workload.loss)
-            watcher.phase = "gradients"
+            follower.phase = "gradients"
             with _blaming("the backward"):
                 value.backward()
             del value
-        watcher.moment("computed")
+        follower.moment("computed")
         if workload.clip is not None:
             workload.clip(model)
-        watcher.phase = "optimizer state"
+        follower.phase = "optimizer state"
         with _blaming("the optimizer's step"):
             stepper.step()
         stepper.zero_grad(set_to_none=True)
-        watcher.moment("stepped")
+        follower.moment("stepped")
 
 
 @contextmanager
@@ -291,7 +299,7 @@ def _blaming(what: str) -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             # torch turns autocast off where there is no CUDA, and only warns of it.
-            warnings.filterwarnings("error", message=".*Disabling autocast")
+            warnings.filterwarnings("error", message=".*CUDA is not available.*Disabling")
             yield
     except ShoalError:
         raise
@@ -302,7 +310,7 @@ def _blaming(what: str) -> Iterator[None]:
 
 def _why(what: str, kind: str, said: str) -> str:
     """What an error means that a run on meta tensors met."""
-    if "autocast" in said.lower():
+    if "autocast" in said.lower() or "Disabling" in said:
         return (
             f"{what} uses torch.autocast, which does nothing on meta tensors, and is not modelled: "
             "plan the dtypes by precision = {...} in the file (MixedPrecisionPolicy)"

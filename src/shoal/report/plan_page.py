@@ -42,6 +42,7 @@ _CSS = {
     "gradient matrices": "reduce",
     "gradients": "exposed",
     "activations": "backward",
+    "inputs": "training",
     "workspaces": "other",
     "temporaries": "gradients",
 }

@@ -64,6 +64,24 @@ def test_recipes_are_planned(reference: str, capsys: pytest.CaptureFixture[str])
     assert "the recipe" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["plan", "rehearse"])
+def test_recipes_that_are_not_modelled_are_named(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "recipe.py"
+    path.write_text(
+        "from shoal.train.config import ParallelConfig, TrainConfig\n"
+        "def recipe(): return TrainConfig(parallel=ParallelConfig(compile='graph'))\n"
+    )
+    assert main([command, str(path), "--world", "2"]) == 2
+    assert "--compile graph is not modelled" in capsys.readouterr().err
+
+
+def test_recipes_cannot_be_searched(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", str(EXAMPLE.parents[1] / "recipes/tiny.py"), "--fit", "80GB"]) == 2
+    assert "cannot be searched" in capsys.readouterr().err
+
+
 def test_flags_choose_the_setup(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--replicas", "2", "--layout", "flat", "--reshard", "no", "--prefetch", "0"]
     flags += [
@@ -156,7 +174,7 @@ def test_bad_files_are_named(
         (["--sequence", "8"], "--sequence needs inputs(sequence=...)"),
         (["--world", "0"], "expected a number of 1 or more"),
         (["--device", "abacus"], "unknown device 'abacus'"),
-        (["--budget", "lots"], "expected gigabytes"),
+        (["--budget", "lots"], "expected a size"),
         (["--reshard", "maybe"], "expected a number of 1 or more"),
         (["--wrld", "8"], "Did you mean --world?"),
     ],

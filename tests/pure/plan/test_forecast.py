@@ -188,6 +188,11 @@ def test_the_process_is_as_before() -> None:
         torch.optim.AdamW([parameter], fused=True).step()
 
 
+def test_inputs_are_counted() -> None:
+    found = forecast(Tiny, lambda: torch.zeros(1024, DIM), world=2).memory
+    assert found.by_category["inputs"] == 1024 * DIM * 4
+
+
 class Branching(Tiny):
     """Its forward looks at values."""
 

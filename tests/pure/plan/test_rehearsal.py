@@ -85,8 +85,8 @@ def test_a_pair_of_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     from forecast import PLANS, measure, scatter, summarise  # pyright: ignore
 
-    one = measure("vision", PLANS[2], is_tiny=True)
-    assert abs(one["off"]["allocated_peak_bytes"]) < 0.02
-    found = [{"model": "vision", "plan": str(PLANS[2]), **one}]
+    one = measure("small", PLANS[4], is_tiny=True)
+    assert abs(one["off"]["allocated_peak_bytes"]) < 0.01
+    found = [{"model": "small", "plan": str(PLANS[4]), **one}]
     assert summarise(found)["off"]["step_ms"]["num"] == 1
     assert {"x", "y", "model", "plan", "figure"} == scatter(found)[0].keys()
