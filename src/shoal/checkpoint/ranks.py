@@ -48,13 +48,6 @@ class Ranks:
         """Whether this rank does what is done once."""
         return self.rank == 0
 
-    @property
-    def first_in_world(self) -> int | None:
-        """What the first rank is called in the world; none where there is no world."""
-        if not dist.is_initialized():
-            return None
-        return 0 if self._group is None else dist.get_global_rank(self._group, 0)
-
     def exchange(self, value: T) -> list[T]:
         """Give every rank the value of every rank."""
         if self.size == 1:

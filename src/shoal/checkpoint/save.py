@@ -66,7 +66,7 @@ def save(
     checkpoint = checkpoint_at(folder)
     ranks = Ranks(group)
     settle(ranks)
-    shares, planned = ranks.together(lambda: _plan(tensors, extra, ranks))
+    shares, planned = ranks.together(lambda: _plan(tensors, extra, ranks.is_first))
     partial = _begin(ranks, checkpoint, shares)
     try:
         written = ranks.gather(ranks.together(lambda: write_regions(partial, ranks.rank, planned)))
@@ -119,7 +119,7 @@ def async_save(
     buffer = settle(ranks)
 
     def copy() -> tuple[dict[str, Share], list[PlannedRegion], torch.Tensor]:
-        shares, planned = _plan(tensors, extra, ranks)
+        shares, planned = _plan(tensors, extra, ranks.is_first)
         return shares, *_copied(planned, buffer)
 
     shares, planned, memory = ranks.together(copy)
@@ -140,9 +140,15 @@ def finish(
     """Put the manifest beside the files, read it back, and publish them."""
     regions: dict[str, list[StoredRegion]] = {name: [] for name in shares}
     files = [file for file in written if file is not None]
+    seen: set[object] = set()
     for file in files:
         for region in file.regions:
-            regions[region.name].append(region)
+            # Parts of a mesh may have a tensor alike, as those beside tensor parallelism have. What
+            # differs is kept, and refused below: those are two tensors under one name.
+            key = region.name, region.region, region.crc32
+            if key not in seen:
+                seen.add(key)
+                regions[region.name].append(region)
     manifest = Manifest(
         world_size=world_size,
         files={file.name: file.file for file in files},
@@ -155,15 +161,11 @@ def finish(
 
 
 def _plan(
-    tensors: Mapping[str, torch.Tensor | Share], extra: Mapping[str, JSON], ranks: Ranks
+    tensors: Mapping[str, torch.Tensor | Share], extra: Mapping[str, JSON], is_first: bool
 ) -> tuple[dict[str, Share], list[PlannedRegion]]:
     """Say what this rank holds and writes, before any byte moves."""
     check_json(extra)
-    first = ranks.first_in_world
-    shares = {
-        name: share_of(name, tensors[name], is_first=ranks.is_first, first_rank=first)
-        for name in sorted(tensors)
-    }
+    shares = {name: share_of(name, tensors[name], is_first=is_first) for name in sorted(tensors)}
     return shares, [
         item
         for name, share in shares.items()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from shoal._torch import distributed_tensor
@@ -50,11 +48,8 @@ class Share:
     layout: str = ""
 
 
-def share_of(name: str, tensor: object, *, is_first: bool, first_rank: int | None = None) -> Share:
+def share_of(name: str, tensor: object, *, is_first: bool) -> Share:
     """Say what this rank holds; a plain tensor is whole on every rank and written by the first.
-
-    Several parts of a mesh may have the tensor once each, as those beside tensor parallelism have:
-    the part with `first_rank` (of the world) writes it.
 
     Who holds something that is no tensor as a whole passes a `Share` itself.
     """
@@ -73,12 +68,11 @@ def share_of(name: str, tensor: object, *, is_first: bool, first_rank: int | Non
         parts = tuple(Part(region=r, local=local) for r, local in held if r.numel > 0)
     except CheckpointError as error:
         raise CheckpointError(f"{name!r} {error}") from error
-    is_ours = first_rank is None or first_rank in _ranks_of(tensor, first_rank)
     return Share(
         shape=tuple(tensor.shape),
         dtype=tensor.dtype,
         parts=parts,
-        writes=writes and is_ours,
+        writes=writes,
         layout=_layout(tensor),
     )
 
@@ -94,15 +88,6 @@ def _layout(tensor: torch.Tensor) -> str:
     names = mesh.mesh_dim_names or tuple(f"axis{axis}" for axis in range(mesh.ndim))
     axes = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.shape, strict=True))
     return f"{', '.join(map(repr, tensor.placements))} on mesh({axes})"
-
-
-def _ranks_of(tensor: torch.Tensor, first_rank: int) -> Sequence[int]:
-    """The ranks of the world that have a tensor once together, or more often."""
-    if isinstance(tensor, DTensor):
-        return tensor.device_mesh.mesh.flatten().tolist()
-    if isinstance(tensor, ShardedTensor) and tensor.placement.replica == 0:
-        return dist.get_process_group_ranks(tensor.placement.group)
-    return (first_rank,)
 
 
 def _held(

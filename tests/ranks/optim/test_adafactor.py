@@ -23,7 +23,7 @@ LAYOUTS: list[Layout] = [Even(), Flat(), Rows(), Block(5), Whole()]
 SHAPES = [(7,), (12, 8), (5, 1), (3, 4, 6), (), (1, 9)]
 OPTIONS: list[dict[str, Any]] = [
     {"lr": 0.1},
-    {"lr": 0.1, "weight_decay": 0.1, "maximize": True, "d": 0.5, "eps": (1e-4, 1e-2)},
+    {"lr": 0.1, "weight_decay": 0.1, "maximize": True, "d": 1.5, "eps": (1e-4, 1e-2)},
 ]
 
 

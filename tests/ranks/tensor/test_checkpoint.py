@@ -132,8 +132,12 @@ def test_of_equal_replicas_one_writes(tmp_path: Path) -> None:
     tensors[0].zero_()
     load(tmp_path / "c", {"x": tensors[0]})
     assert torch.equal(tensors[0].full_tensor(), values)
+    save(tmp_path / "d", {"x": tensors[1]}, {})  # both write, and the same
+    load(tmp_path / "d", {"x": tensors[0]})
+    assert torch.equal(tensors[0].full_tensor(), values)
+    tensors[1].add_(replica)
     with pytest.raises(CheckpointError, match="hold 80 elements"):
-        save(tmp_path / "d", {"x": tensors[1]}, {})
+        save(tmp_path / "e", {"x": tensors[1]}, {})
 
 
 @ranks(2)
