@@ -138,7 +138,7 @@ class Unit:
         """The gather that was launched last."""
         self._encoded_scatter: Int8ReduceScatter | None = None
         self._is_exact = False
-        self._exact: Gather | None = None
+        self._exact: Gather | EncodedGather | None = None
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
         self.notices: Callable[..., None] | None = None
