@@ -60,6 +60,12 @@ def test_inner_dims(form: GatherFormat) -> None:
         assert torch.equal(got, form.round_trip(tensor, torch.bfloat16))
 
 
+def test_units_with_nothing_to_send() -> None:
+    found, wire = arrived(Even(), MXFP8(), 2, {"w": torch.empty(0, 64)}, torch.bfloat16)
+    assert found[0].shape == (0, 64)
+    assert wire.row_bytes == 0
+
+
 def test_large_parameters_that_are_sections() -> None:
     tensors = parameters({"w": (2048, 1024), "b": (64,), "v": (66, 64)})
     found, wire = arrived(Even(), MXFP8(), 4, tensors, torch.bfloat16)
