@@ -163,8 +163,11 @@ def _row(param: ParamSpec) -> int:
 
 def _stripes(packing: Packing, columns: torch.Tensor, index: int) -> list[torch.Tensor]:
     """A part's stripes, in columns of the gathered rows."""
+    stripes = packing.stripes(index)
+    if not stripes:  # there may be no columns at all
+        return []
     typed = columns.view(packing.params[index].dtype)
-    return [stripe.of_rows(typed) for stripe in packing.stripes(index)]
+    return [stripe.of_rows(typed) for stripe in stripes]
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -465,6 +465,11 @@ class Unit:
         return is_smaller and self._options.keeps_low_precision_shards
 
     @property
+    def encodes_gradients(self) -> bool:
+        """Whether gradients travel in few bits."""
+        return self._encoded_scatter is not None and self._options.reduce_scatter is None
+
+    @property
     def reduce_scatter(self) -> ReduceScatter | None:
         """What reduces gradients over the ranks that shard, if not the transport's own way."""
         return self._options.reduce_scatter or self._encoded_scatter

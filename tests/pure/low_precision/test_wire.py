@@ -30,12 +30,13 @@ def arrived(
     stored = layout.pack(specs, world_size).in_sections()
     compute = stored.with_dtypes([dtype] * len(specs))
     wire = Wire(compute, form)
-    rows = torch.zeros(world_size, wire.row_bytes, dtype=torch.uint8)
-    for rank, row in enumerate(rows):
+    rows = torch.zeros(world_size * wire.row_bytes, dtype=torch.uint8)
+    for rank in range(world_size):
+        row = rows[rank * wire.row_bytes : (rank + 1) * wire.row_bytes]
         shard = shard_of(stored, rank, list(tensors.values()))
         wire.encode(shard_views(stored, rank, shard), rank, row)
     gathered = torch.zeros(compute.gathered_bytes, dtype=torch.uint8)
-    wire.decoder(rows.view(-1), gathered)()
+    wire.decoder(rows, gathered)()
     return full_tensors(compute, gathered), wire
 
 
