@@ -65,9 +65,9 @@ def check_means(**options: Any) -> None:
         errors_of(one, x).backward()
     pairs = list(zip(model.parameters(), exact.parameters(), strict=True))
     assert not all(torch.equal(full(p.grad), full(q.grad)) for p, q in pairs)
+    largest = max(full(q.grad).abs().max() for _, q in pairs)  # blocks go across parameters
     for p, q in pairs:
-        step = full(q.grad).abs().max() * 4 / 127
-        assert (full(p.grad) - full(q.grad)).abs().max() <= step
+        assert (full(p.grad) - full(q.grad)).abs().max() <= largest * 3 / 127
 
 
 @pytest.mark.compose("quantised reductions", "fp8")
