@@ -80,9 +80,10 @@ class Wire:
             if not flat.numel():
                 continue
             for into, codes in zip(parts, self.form.encode(flat, width), strict=True):
-                views = [into[index] for index in indices]
-                targets += [view.view(-1) for view in views]
-                sources += codes.split([view.numel() for view in views])
+                # As bytes: not every kernel knows every dtype of few bits.
+                views = [into[index].reshape(-1).view(torch.uint8) for index in indices]
+                targets += views
+                sources += codes.view(torch.uint8).split([view.numel() for view in views])
         for index, view in enumerate(plain):
             if view.numel():
                 targets.append(view)
@@ -102,7 +103,7 @@ class Wire:
         Both are bytes; views of them are made now.
         """
         *parts, plain = [
-            rows.view(packing.world_size, -1)[:, start : start + packing.shard_bytes]
+            rows.view(packing.world_size, self.row_bytes)[:, start : start + packing.shard_bytes]
             for start, packing in self._columns
         ]
         packings = [packing for _, packing in self._columns]
@@ -162,8 +163,11 @@ def _row(param: ParamSpec) -> int:
 
 def _stripes(packing: Packing, columns: torch.Tensor, index: int) -> list[torch.Tensor]:
     """A part's stripes, in columns of the gathered rows."""
+    stripes = packing.stripes(index)
+    if not stripes:  # there may be no columns at all
+        return []
     typed = columns.view(packing.params[index].dtype)
-    return [stripe.of_rows(typed) for stripe in packing.stripes(index)]
+    return [stripe.of_rows(typed) for stripe in stripes]
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

@@ -97,6 +97,10 @@ class Setup:
             said.append(f"{self.micro_batches} micro-batches{each}")
         if self.policy.reduce_dtype is not None:
             said.append(f"gradients in {_dtype(self.policy.reduce_dtype)}")
+        if self.policy.gather_format is not None:
+            said.append(f"gathered as {self.policy.gather_format}")
+        if self.policy.reduce_format is not None:
+            said.append(f"reduced as {self.policy.reduce_format}")
         return ", ".join(said)
 
     def _which(self) -> str:

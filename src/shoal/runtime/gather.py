@@ -338,9 +338,9 @@ class EncodedGather:
         arena: Arena,
     ) -> None:
         self._received = Buffer(wire.packing.gathered_bytes, arena)
-        rank, size = (0, 1) if transport is None else (transport.rank, transport.size)
+        rank = 0 if transport is None else transport.rank
         rows = self._received.bytes
-        self._row = rows.view(size, wire.row_bytes)[rank]
+        self._row = rows[rank * wire.row_bytes : (rank + 1) * wire.row_bytes]
         place = Staged(buffer=self._row, packing=wire.packing)
         self._gather = Gather(unit, place, wire.packing, rows, transport, streams)
         self._decode = wire.decoder(rows, output.view(torch.uint8))

@@ -227,8 +227,9 @@ class UnitReducer:
         batches, rows = matrix.lay_out(
             grads, self._take, in_parts=self._is_plain(), is_written=division.is_before
         )
-        if unit.inspector is not None and rows is not None and matrix.has_gaps:
-            rows.zero_()  # what happens to lie in gaps is reduced too
+        reads_gaps = unit.inspector is not None or unit.encodes_gradients
+        if reads_gaps and rows is not None and matrix.has_gaps:
+            rows.zero_()  # what happens to lie in gaps is reduced too, and shares scales
         packed = PackedGradients(indices, tuple(sorted(grads)), grads, batches, rows, division)
         if unit.streams.reducing is not None and len(batches) == 1:
             packed.copy()

@@ -163,7 +163,7 @@ class Unit:
         """The gather that was launched last."""
         self._encoded_scatter: Int8ReduceScatter | None = None
         self._is_exact = False
-        self._exact: Gather | None = None
+        self._exact: Gather | EncodedGather | None = None
         self.gathered_version: Version = (-1, -1, -1)
         """The version that the full parameters have."""
         self.notices: Callable[..., None] | None = None
@@ -543,6 +543,11 @@ class Unit:
         sent = self.compute_packing if self.wire is None else self.wire.packing
         is_smaller = sent.shard_bytes < self.shards.packing.shard_bytes
         return is_smaller and self._options.keeps_low_precision_shards
+
+    @property
+    def encodes_gradients(self) -> bool:
+        """Whether gradients travel in few bits."""
+        return self._encoded_scatter is not None and self._options.reduce_scatter is None
 
     @property
     def reduce_scatter(self) -> ReduceScatter | None:

@@ -30,12 +30,13 @@ def arrived(
     stored = layout.pack(specs, world_size).in_sections()
     compute = stored.with_dtypes([dtype] * len(specs))
     wire = Wire(compute, form)
-    rows = torch.zeros(world_size, wire.row_bytes, dtype=torch.uint8)
-    for rank, row in enumerate(rows):
+    rows = torch.zeros(world_size * wire.row_bytes, dtype=torch.uint8)
+    for rank in range(world_size):
+        row = rows[rank * wire.row_bytes : (rank + 1) * wire.row_bytes]
         shard = shard_of(stored, rank, list(tensors.values()))
         wire.encode(shard_views(stored, rank, shard), rank, row)
     gathered = torch.zeros(compute.gathered_bytes, dtype=torch.uint8)
-    wire.decoder(rows.view(-1), gathered)()
+    wire.decoder(rows, gathered)()
     return full_tensors(compute, gathered), wire
 
 
@@ -58,6 +59,12 @@ def test_inner_dims(form: GatherFormat) -> None:
     found, _ = arrived(Even((1, 1, 0)), form, 2, tensors, torch.bfloat16)
     for tensor, got in zip(tensors.values(), found, strict=True):
         assert torch.equal(got, form.round_trip(tensor, torch.bfloat16))
+
+
+def test_units_with_nothing_to_send() -> None:
+    found, wire = arrived(Even(), MXFP8(), 2, {"w": torch.empty(0, 64)}, torch.bfloat16)
+    assert found[0].shape == (0, 64)
+    assert wire.row_bytes == 0
 
 
 def test_large_parameters_that_are_sections() -> None:

@@ -17,7 +17,9 @@ from shoal.bench.cases import CASES
 from shoal.comm.network import FREE, INFINIBAND, Network
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Rows, Whole
+from shoal.low_precision import MXFP8, GatherFormat
 from shoal.plan import Forecast, forecast
+from shoal.runtime.policy import MixedPrecisionPolicy
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 MEASURED = "20261118-h200-eager-sections.json"
@@ -235,3 +237,17 @@ def test_mistakes_are_named(words: str, mistake: Callable[[], object]) -> None:
     with pytest.raises(UsageError, match=words):
         mistake()
     assert not dist.is_initialized()
+
+
+def test_gathers_in_few_bits_take_less_of_the_link_and_memory_on_the_way() -> None:
+    def found(form: GatherFormat | None) -> Forecast:
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, gather_format=form)
+        return forecast(Tiny, lambda: torch.empty(8, DIM), world=8, policy=policy)
+
+    plain, encoded = found(None), found(MXFP8())
+    assert "gathered as MXFP8()" in encoded.plan
+    assert encoded.time.link_ms < plain.time.link_ms
+    more = [one.memory.by_category["gathered parameters"] for one in (encoded, plain)]
+    bf16 = 2 * DIM * DIM
+    assert more[0] - more[1] <= 2 * bf16 * (32 + 1) / 64  # of two units on the way
+    assert more[0] > more[1]

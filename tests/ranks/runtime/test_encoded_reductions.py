@@ -33,9 +33,9 @@ def shard(form: Int8 | None, **options: Any) -> Any:
 
 
 def inputs_of(step: int, part: int) -> torch.Tensor:
-    """The first number is large, and of another sign on each rank: their gradients cancel out."""
+    """The first number is nothing, so that its weights serve as they like."""
     x = torch.randn(16, 12, generator=torch.Generator().manual_seed(1000 * step + part))
-    x[:, 0] = 100 * (-1) ** part
+    x[:, 0] = 0
     return x
 
 
@@ -60,14 +60,14 @@ def test_replicas() -> None:
 def check_means(**options: Any) -> None:
     """Each rank's gradient is off by at most half a step of its block."""
     model, exact = shard(Int8(block=16), **options), shard(None, **options)
-    x = inputs_of(0, dist.get_rank())[:, 1:]
-    x = torch.cat([torch.zeros(16, 1), x], dim=1)
+    x = inputs_of(0, dist.get_rank())
     for one in (model, exact):
         errors_of(one, x).backward()
-    for p, q in zip(model.parameters(), exact.parameters(), strict=True):
-        step = full(q.grad).abs().max() * 4 / 127
-        assert (full(p.grad) - full(q.grad)).abs().max() <= step
-        assert not torch.equal(full(p.grad), full(q.grad))
+    pairs = list(zip(model.parameters(), exact.parameters(), strict=True))
+    assert not all(torch.equal(full(p.grad), full(q.grad)) for p, q in pairs)
+    largest = max(full(q.grad).abs().max() for _, q in pairs)  # blocks go across parameters
+    for p, q in pairs:
+        assert (full(p.grad) - full(q.grad)).abs().max() <= largest * 3 / 127
 
 
 @pytest.mark.compose("quantised reductions", "fp8")
@@ -84,7 +84,7 @@ def test_bytes_and_sums_of_what_was_rounded_away() -> None:
     """Over many steps the sum of reduced gradients is that of the gradients; without, it is not."""
     size, numel, steps = dist.get_world_size(), 4096, 50
     generator = torch.Generator().manual_seed(dist.get_rank())
-    grads = torch.randn(steps, size * numel, generator=generator) * 0.01
+    grads = 0.005 + 0.01 * torch.randn(steps, size * numel, generator=generator)
     grads[:, ::64] = 10 * (1 - 2 * dist.get_rank())
     sums = grads.sum(0)
     dist.all_reduce(sums)
@@ -160,9 +160,17 @@ def test_mistakes() -> None:
 
 
 def losses_of(form: Int8 | None, num_steps: int) -> list[float]:
-    model = shard(form)
-    optimizer = torch.optim.SGD(model.parameters(), lr=3e-4)
+    """Beside what is learnt, some gradients are large, and of another sign on each rank."""
+    model, sign = shard(form), 1 - 2 * dist.get_rank()
+    optimizer = torch.optim.SGD(model.parameters(), lr=3e-2)
     losses = []
+
+    def large(layer: nn.Linear, inputs: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
+        columns = layer.weight[:, :: 12 if layer.in_features == 12 else 8]
+        return Tugged.apply(output, columns.sum(), 100.0 * sign)
+
+    for layer in (model[0], model[2]):
+        layer.register_forward_hook(large)
     for step in range(num_steps):
         loss = errors_of(model, inputs_of(step, dist.get_rank()))
         loss.backward()
@@ -174,11 +182,23 @@ def losses_of(form: Int8 | None, num_steps: int) -> list[float]:
     return losses
 
 
+class Tugged(torch.autograd.Function):
+    """An output as it is; something beside it gets a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, output: torch.Tensor, beside: torch.Tensor, grad: float) -> Any:
+        ctx.grad = grad
+        return output.view_as(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad, torch.tensor(ctx.grad), None
+
+
 @ranks(2, timeout_s=120)
 def test_200_steps_converge_as_in_fp32_and_without_feedback_they_do_not() -> None:
     exact, fed, lost = (
         sum(losses_of(form, 200)[-50:]) / 50 for form in (None, Int8(), Int8(error_feedback=False))
     )
-    print(exact, fed, lost)
-    assert abs(fed - exact) < 0.03 * exact
-    assert lost - exact > 5 * abs(fed - exact)
+    assert abs(fed - exact) < 0.01 * exact
+    assert lost - exact > max(5 * abs(fed - exact), 0.02 * exact)

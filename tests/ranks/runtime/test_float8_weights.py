@@ -72,7 +72,7 @@ class Float8Weight(Wrapped):
 
 def build(kind: Any) -> Any:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 13), nn.Tanh(), nn.Linear(13, 4))
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 8))
     for layer in (model[0], model[2]):
         layer.weight = nn.Parameter(kind(layer.weight.detach()))
     return model
