@@ -42,6 +42,7 @@ def assert_noticed(outcome, folder, job):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)  # most of it is the run that it is compared with
 @pytest.mark.parametrize("number", range(len(JOBS)))
 def test_ranks_die_and_the_others_go_on(number, tmp_path):
     job = JOBS[number]
@@ -88,6 +89,7 @@ def random_resizes(seed):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(NUM_RESIZES // RESIZES_EACH))
 def test_resizes_at_random(seed, tmp_path):
     sizes, plan = random_resizes(seed)
