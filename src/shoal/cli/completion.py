@@ -33,7 +33,7 @@ def make_parser() -> Parser:
     """Build the parser of `shoal completion`."""
     parser = Parser(
         prog="shoal completion",
-        description=__doc__.partition("\n\n")[2],
+        description=(__doc__ or "").partition("\n\n")[2],
     )
     parser.add_argument("shell", choices=sorted(SHELLS))
     return parser
