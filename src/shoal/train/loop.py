@@ -35,12 +35,12 @@ from shoal.train.build import BuiltRun, build_run
 from shoal.train.checkpoints import CheckpointSaver, RunProgress
 from shoal.train.config import TrainConfig
 from shoal.train.data import Corpus, sample_offsets, spread_offsets, windows
-from shoal.train.display import make_display
 from shoal.train.environment import Place
 from shoal.train.job import TrainJob
 from shoal.train.journal import Journal, Listener, MetricsFile, TimelineFile
 from shoal.train.model import next_token_loss, scores
 from shoal.train.observe.compiling import telling_compilation
+from shoal.train.observe.display import make_display
 from shoal.train.observe.loggers import TensorBoard, WeightsAndBiases
 from shoal.train.observe.profile_window import ProfileWindow
 from shoal.train.optimizer import learning_rate, set_learning_rate

@@ -6,7 +6,7 @@ import pytest
 from rich.console import Console
 
 from shoal.report.metrics import StepRecord, ValidationRecord
-from shoal.train.display import PlainLines, ProgressBar
+from shoal.train.observe.display import PlainLines, ProgressBar
 
 
 def record(step: int, num_ranks: int = 2) -> StepRecord:
