@@ -9,6 +9,7 @@ from harness import ranks
 from shoal.watch import Watchdog
 
 
+@pytest.mark.soak
 @ranks(2, fresh=True)
 def test_an_error_of_one_rank_does_not_end_the_others(world_size, tmp_path):
     verdicts = []
@@ -25,6 +26,7 @@ def test_an_error_of_one_rank_does_not_end_the_others(world_size, tmp_path):
     assert not verdicts
 
 
+@pytest.mark.soak
 @ranks(2, fresh=True)
 def test_but_a_wait_that_is_too_long_does(world_size):
     verdicts = []
