@@ -33,6 +33,7 @@ def test_the_flags_are_these():
         "--engine",
         "--export",
         "--final-lr",
+        "--forecast",
         "--heads",
         "--held-out",
         "--hidden",
