@@ -150,13 +150,19 @@ class Search:
                     low = middle
                 else:
                     high = middle
-            self._judged = {
-                key: one for key, one in self._judged.items() if one.sizes.get(name) == low
-            }
-            for setup in self._setups({**fixed, name: low}):
-                self._judge(setup, {**fixed, name: low})
-            self._refine()
-            return self._choose()
+            while True:
+                self._judged = {
+                    key: one for key, one in self._judged.items() if one.sizes.get(name) == low
+                }
+                for setup in self._setups({**fixed, name: low}):
+                    self._judge(setup, {**fixed, name: low})
+                self._refine()
+                try:
+                    return self._choose()
+                except NothingFits:  # what is reserved is known of whole forecasts alone
+                    if low == 1:
+                        raise
+                    low -= max(1, low // 32)
 
     def fewest(self, sizes: Sequence[Sizes]) -> Choice:
         """The fastest plan on the fewest ranks that suffice; powers of two up to the base's."""

@@ -310,7 +310,8 @@ def _blaming(what: str) -> Iterator[None]:
 
 def _why(what: str, kind: str, said: str) -> str:
     """What an error means that a run on meta tensors met."""
-    if "autocast" in said.lower() or "Disabling" in said:
+    # The last is what torch says of `autocast(x.device.type)`.
+    if any(part in said for part in ("autocast", "Disabling", "unsupported scalarType")):
         return (
             f"{what} uses torch.autocast, which does nothing on meta tensors, and is not modelled: "
             "plan the dtypes by precision = {...} in the file (MixedPrecisionPolicy)"
