@@ -23,6 +23,7 @@ from shoal.runtime.policy import AllGather, ReduceScatter
 from shoal.runtime.shards import Member
 from shoal.runtime.streams import Streams
 from shoal.runtime.unit import Unit
+from shoal.step.phase import Phase
 from shoal.step.unit_step import UnitStep
 
 
@@ -165,6 +166,8 @@ class FSDPModule(ModuleCall, _TorchFSDPModule):
         """Gather this module's parameters and hold them until `reshard` or the next backward."""
         state = own_state(self)
         for unit in _ready(self, state):
+            if unit.step.phase is Phase.GATHERING and unit.is_stale:
+                unit.reshard()  # what is on its way is of before: a forward that raised asked for it
             unit.prefetch()
             unit.step.is_kept = True
             unit.watch_all_grads()

@@ -55,7 +55,7 @@ def test_python_m_shoal_is_the_same_command():
     assert done.returncode == 2
     assert done.stderr == (
         "shoal: error: unknown command trian. Did you mean train? "
-        "The commands are train, plan, rehearse, bench, report, checkpoint, explain.\n"
+        "The commands are train, plan, rehearse, bench, report, checkpoint, explain, completion.\n"
     )
 
 
