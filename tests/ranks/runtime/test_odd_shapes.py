@@ -273,6 +273,8 @@ def test_numbers_in_checkpoints(tmp_path: Path) -> None:
 
 
 @ranks(2)
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated")
+@pytest.mark.filterwarnings("ignore:Multiple backends are registered")
 @pytest.mark.parametrize("starts_on_meta", [False, True])
 def test_numbers_from_full_state_dicts(starts_on_meta: bool) -> None:
     """Which torch loads as they are, into DTensors, or in place of ones on meta."""
