@@ -20,6 +20,8 @@ from differential import (
     train,
 )
 from harness import ranks
+from shoal import fully_shard
+from shoal.layout import Even, Flat, Layout
 from shoal.runtime.observe import watch
 from shoal.step.action import ActionKind
 
@@ -121,3 +123,37 @@ def wrong_prefetch(engine: Engine) -> list[Any]:
 @ranks(2)
 def test_prefetch_of_the_wrong_units_changes_no_number() -> None:
     check_engines_agree(wrong_prefetch, plain=False)
+
+
+class Stops(nn.Module):
+    """Its forward raises when asked to, after it has asked for the last layer's parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        if self.fails:
+            raise ValueError("planned")
+        return self.last(x)
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [Even(), Flat()])
+def test_unshard_gathers_anew_what_a_forward_that_raised_had_asked_for(layout: Layout) -> None:
+    torch.manual_seed(0)
+    model = Stops()
+    for one in (model.first, model.last, model):
+        fully_shard(one, layout=layout)
+    x = torch.ones(2, 4)
+    model(x).sum().backward()  # from now on the order of units is known
+    model.fails = True
+    with pytest.raises(ValueError, match="planned"):
+        model(x)
+    with torch.no_grad():
+        for parameter in model.last.parameters():
+            parameter.fill_(7.0)
+    model.last.unshard()
+    assert torch.equal(model.last.weight.detach(), torch.full((4, 4), 7.0))
