@@ -196,7 +196,7 @@ class Twins:
                 parameter = self.twin.get_parameter(name)
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
             self.unreduced = {}
-            self.is_broken = False
+        self.is_broken = False  # a backward takes away the marks that one which raised has left
 
     @contextmanager
     def collecting_grads(self) -> Iterator[None]:
