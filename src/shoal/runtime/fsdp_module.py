@@ -167,7 +167,7 @@ class FSDPModule(ModuleCall, _TorchFSDPModule):
         state = own_state(self)
         for unit in _ready(self, state):
             if unit.step.phase is Phase.GATHERING and unit.is_stale:
-                unit.reshard()  # what is on its way is of before: a forward that raised asked for it
+                unit.reshard()  # a forward that raised has asked for what is on its way
             unit.prefetch()
             unit.step.is_kept = True
             unit.watch_all_grads()

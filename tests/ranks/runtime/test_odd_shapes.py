@@ -34,7 +34,7 @@ from differential import (
 )
 from harness import ranks
 from oracle import full
-from shoal import replicate
+from shoal import compile_step, replicate
 from shoal.checkpoint import load_training, save_training
 from shoal.fsdp import (
     CPUOffloadPolicy,
@@ -205,6 +205,25 @@ def test_numbers_in_graphs(layout: Layout) -> None:
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
+
+
+@ranks(2, 4)
+@pytest.mark.parametrize("layout", [Even(), Flat()], ids=repr)
+def test_numbers_in_captured_steps(layout: Layout) -> None:
+    """Of the copies that ranks have of a number, one counts in the norm that is clipped to."""
+    model, plain = SHOAL.shard(seeded(Numbers), layout=layout), seeded(Numbers)
+    both = [list(one.parameters()) for one in (model, plain)]
+    optimizers = [torch.optim.SGD(one, lr=99.0, momentum=0.9) for one in both]
+    step = compile_step(model, lambda output, _: loss_of(output), optimizers[0], max_norm=1e-3)
+    for ours, theirs in zip(SHOAL.batches(4), PLAIN.batches(4), strict=True):
+        step(ours, None)
+        loss_of(plain(theirs)).backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1e-3)
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+    assert step.why_not_captured is None
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine.full_tensor(), theirs.detach())
 
 
 @ranks(4)

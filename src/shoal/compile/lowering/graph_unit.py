@@ -36,6 +36,7 @@ from shoal.layout.packing import Packing
 from shoal.layout.strides import with_strides
 from shoal.runtime.gradient_matrix import MatrixParts, cut, examples_of
 from shoal.runtime.module_state import LOWERINGS, ModuleState
+from shoal.runtime.parameter_wrapping import NumberWrapping
 from shoal.runtime.reduction import Division
 from shoal.runtime.unit import Unit
 from shoal.step.phase import Phase
@@ -69,6 +70,9 @@ class GraphUnit:
         )
         self._strides = [member.strides for member in unit.shards.members]
         self._wrappings = [member.wrapping for member in unit.shards.members]
+        self._numbers = tuple(
+            i for i, one in enumerate(self._wrappings) if isinstance(one, NumberWrapping)
+        )
         starts = {i: (start, shape) for i, (start, _, shape) in enumerate(self._pieces)}
         shapes, wanted = cut(starts)
         self._examples, self._wanted = examples_of(shapes), sorted(wanted)
@@ -225,11 +229,17 @@ class GraphUnit:
     def piece_of(self, shard: Tensor, index: int) -> Tensor:
         """One parameter's part of this rank's shard, or of its gradient; a graph may look at it."""
         start, end, shape = self._pieces[index]
+        if index in self._numbers:  # each rank has a copy of a number by itself
+            shape = ()
         return shard.view(-1)[start:end].view(shape)
 
     def total_of_squares(self, grad: Tensor) -> Tensor:
         """The squared norm of the unit's gradient on all ranks, from this rank's shard of it."""
-        total = torch.linalg.vector_norm(grad, dtype=storage.wide_dtype(grad)).square()
+        wide = storage.wide_dtype(grad)
+        total = torch.linalg.vector_norm(grad, dtype=wide).square()
+        for index in self._numbers:  # of its copies one counts
+            copy = self.piece_of(grad, index).to(wide).abs().square()
+            total = total - copy * (1 - 1 / self.size)
         if self._gather_group is not None:
             total = collectives.all_reduce_in_graph(total, self._gather_group)
         return total

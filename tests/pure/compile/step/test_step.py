@@ -205,10 +205,10 @@ def test_wrong_arguments_are_named() -> None:
         compile_step(model, functional.mse_loss, optimizer, max_norm=0)
     with pytest.raises(UsageError, match="accumulate=0"):
         compile_step(model, functional.mse_loss, optimizer, accumulate=0)
-    with pytest.raises(
-        UsageError, match=r"optimizer.*got a function.*compile_step\(model, loss_fn"
-    ):
+    with pytest.raises(UsageError, match=r"got a SGD. The order is compile_step\(model, loss_fn"):
         compile_step(model, optimizer, functional.mse_loss)  # pyright: ignore
+    with pytest.raises(UsageError, match="an optimizer, got a function"):
+        compile_step(model, functional.mse_loss, functional.mse_loss)  # pyright: ignore
     with pytest.raises(UsageError, match="a model, got a function"):
         compile_step(functional.mse_loss, functional.mse_loss, optimizer)  # pyright: ignore
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
