@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
@@ -242,8 +243,10 @@ def before_collectives(hear: Callable[[str], object]) -> torch.library.Library:
 
         library.impl(name, kernel, "BackendSelect", with_keyset=True)
 
-    for name in _OPERATORS:
-        listen(name)
+    with warnings.catch_warnings():  # once in a process torch tells of kernels that are replaced
+        warnings.filterwarnings("ignore", message=r"(?s).*Overriding a previously registered")
+        for name in _OPERATORS:
+            listen(name)
     return library
 
 

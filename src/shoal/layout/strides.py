@@ -6,6 +6,7 @@ layouts, reshards and checkpoints need not know of them. A full parameter gets t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import torch
@@ -13,12 +14,22 @@ import torch
 Strides: TypeAlias = tuple[int, ...]
 
 
+def row_major(shape: Sequence[int]) -> Strides:
+    """The strides of a contiguous tensor of this shape, as torch has them."""
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
 def strides_of(tensor: torch.Tensor) -> Strides | None:
     """The strides of a tensor's copies, which have no holes; None for those that are row-major."""
     if tensor.is_contiguous():
         return None
     strides = torch.empty_like(tensor, device="meta").stride()
-    return None if strides == torch.empty(tensor.shape, device="meta").stride() else strides
+    return None if strides == row_major(tensor.shape) else strides
 
 
 def shares_elements(tensor: torch.Tensor) -> bool:

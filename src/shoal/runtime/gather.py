@@ -25,6 +25,7 @@ from shoal.comm.transport import Transport
 from shoal.layout import Even, Flat
 from shoal.layout.buffer import gathered_rows, shard_of, shard_views
 from shoal.layout.packing import Packing
+from shoal.layout.strides import row_major
 from shoal.low_precision import Wire
 from shoal.mesh import FSDPMeshInfo
 from shoal.runtime.arena import Arena, Buffer
@@ -475,7 +476,7 @@ class PostForward:
             self._info.mesh,
             (Replicate(), Shard(0)),
             data.shape,
-            torch.empty(data.shape, device="meta").stride(),
+            row_major(data.shape),
             data.dtype,
         )
         shown = distributed_tensor.dtensor(view, spec)

@@ -34,6 +34,7 @@ from shoal.layout.chunk import chunk_with_empty
 from shoal.layout.even import EvenPacking, pack_even
 from shoal.layout.packing import Packing
 from shoal.layout.spec import ParamSpec
+from shoal.layout.strides import row_major
 from shoal.mesh import DataParallelMeshInfo
 from shoal.runtime.arena import Arena, Buffer
 from shoal.runtime.gather import Gather, Staged
@@ -277,7 +278,7 @@ class Extended:
         else:
             size = torch.Size(self._member.spec.shape)
             module = self._member.homes[0].module
-            inputs, self._metadata = hook(self._mesh, size, _stride(size), module, unit.policy)
+            inputs, self._metadata = hook(self._mesh, size, row_major(size), module, unit.policy)
         shapes = [(tensor.dtype, tensor.shape) for tensor in inputs]
         if self._received and shapes != self._shapes:
             raise InvariantError(
@@ -327,7 +328,7 @@ class Extended:
             return
         tensor, inner = hook(self._outputs, metadata, dtype)
         self._own(inner)
-        data = torch.as_strided(tensor, spec.shape, _stride(spec.shape), 0)
+        data = torch.as_strided(tensor, spec.shape, row_major(spec.shape), 0)
         wrapping, is_trained = self._member.wrapping, self._member.sharded.requires_grad
         self._parameter = nn.Parameter(wrapping.full(data), requires_grad=is_trained)
         unit.put_full(self._index, self._parameter)
@@ -351,10 +352,6 @@ def _shard_mesh(info: DataParallelMeshInfo) -> DeviceMesh:
         return info.mesh
     assert info.mesh.mesh_dim_names is not None  # a mesh of two axes has names
     return info.mesh[info.mesh.mesh_dim_names[-1]]
-
-
-def _stride(shape: Sequence[int]) -> tuple[int, ...]:
-    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

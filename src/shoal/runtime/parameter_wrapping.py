@@ -21,6 +21,7 @@ from shoal._torch import distributed_tensor
 from shoal._torch import meshes as torch_meshes
 from shoal.errors import UsageError
 from shoal.layout import Packing
+from shoal.layout.strides import row_major
 from shoal.mesh import DataParallelMeshInfo, DDPMeshInfo, FSDPMeshInfo, HSDPMeshInfo
 from shoal.tensor import sharded
 from shoal.tensor.packed import Packed
@@ -296,7 +297,7 @@ def dtensor_wrapping(
             info.mesh,
             _data_placements(info, Replicate() if is_number else Shard(dim)),
             parameter.shape,
-            torch.empty(parameter.shape, device="meta").stride(),
+            row_major(parameter.shape),
             parameter.dtype,
         )
     if is_number:
