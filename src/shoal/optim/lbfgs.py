@@ -35,7 +35,7 @@ class LBFGS(torch.optim.LBFGS):
     ) -> None:
         super().__init__(params, *args, **options)
         self._parameters: list[Tensor] = self.param_groups[0]["params"]
-        self._ranks = _Ranks.of(self._parameters, mesh)
+        self._ranks = _SummedOverRanks.of(self._parameters, mesh)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any]) -> Any:  # pyright: ignore
@@ -74,7 +74,7 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ranks:
+class _SummedOverRanks:
     """Who has the elements of all parameters, laid end to end."""
 
     transport: Transport | None
@@ -83,7 +83,7 @@ class _Ranks:
     """On how many ranks each of this rank's elements is."""
 
     @classmethod
-    def of(cls, parameters: Sequence[Tensor], mesh: DeviceMesh | None) -> _Ranks:
+    def of(cls, parameters: Sequence[Tensor], mesh: DeviceMesh | None) -> _SummedOverRanks:
         cuts = [cut_of(f"parameter {i} of LBFGS", p, mesh) for i, p in enumerate(parameters)]
         groups: list[ProcessGroup] = [cut.group for cut in cuts if cut is not None]
         if not groups and mesh is not None:  # replicas, whose losses differ
@@ -124,7 +124,7 @@ class _Ranks:
 class _Vector:
     """A vector of which this rank has a part, with the operations that torch's LBFGS uses."""
 
-    def __init__(self, local: Tensor, ranks: _Ranks) -> None:
+    def __init__(self, local: Tensor, ranks: _SummedOverRanks) -> None:
         self.local, self.ranks = local, ranks
 
     def _like(self, local: Tensor) -> _Vector:

@@ -43,6 +43,8 @@ class StepMoment(NamedTuple):
 REQUESTS = frozenset({"prefetch", "hold", "release"})
 """What users may ask of one unit, at any moment."""
 _WITH_UNIT = frozenset({"enter_forward", "leave_forward", "raise_forward", "gradient_arrived"})
+_WITH_GRADIENTS = ("leave_backward", "end_backward", "reduce_all")
+"""Those that say of which units there are gradients."""
 _WITH_RUN = frozenset({"enter_backward", "leave_backward"})
 _ALONE = frozenset(
     {
@@ -204,7 +206,8 @@ class Retelling:
     def tell(self, moment: StepMoment) -> Actions:
         """What the machine answers to a moment of another one."""
         name, machine = moment.name, self.machine
-        self._note(moment.gradients)
+        if name in _WITH_GRADIENTS:
+            self._note(moment.gradients)
         if name in _ALONE:
             actions = getattr(machine, name)(**moment.flags)
             if name == "begin_backward":
@@ -220,7 +223,7 @@ class Retelling:
         return getattr(machine, name)(unit, **moment.flags)
 
     def _note(self, gradients: Sequence[GradientFacts]) -> None:
-        for unit in self.machine.units if gradients else ():
+        for unit in self.machine.units:
             unit.has_grads = False
         for number, has_grads, has_sums, present in gradients:
             unit = self.machine.units[number]

@@ -258,6 +258,17 @@ def transforming() -> Names:
     return {**exporting(), "samples": torch.ones(3, 8)}
 
 
+def flowing() -> Names:
+    from shoal.fsdp import fully_shard
+
+    return {
+        "torch": torch,
+        "model": fully_shard(nn.Linear(8, 8)),
+        "z": torch.ones(2, 8),
+        "velocity": torch.ones(2, 8),
+    }
+
+
 def planning() -> Names:
     from shoal.fsdp import MixedPrecisionPolicy, plan_of
 
@@ -385,6 +396,7 @@ SCENES: dict[str, Callable[[], Names]] = {
     "runtime.md 2": tying,
     "runtime.md 3": exporting,
     "runtime.md 4": transforming,
+    "runtime.md 5": flowing,
     "sharded_tensor.md 0": sharded_layers,
     "tensor.md 0": placing,
     "tensor.md 1": resharding,
