@@ -290,8 +290,8 @@ def test_state_dicts_and_full_parameters_are_not_rounded(tmp_path: Any) -> None:
     """Neither what is saved nor what is exported; and writing back keeps the shards' precision."""
     policy = MixedPrecisionPolicy(gather_format=NVFP4())
     model, plain = shard(build(), policy), build()
-    loss_of(model, tokens_of(0, 0))  # between forward and backward the root is full, and rounded
     optimizer = torch.optim.SGD(model.parameters())
+    loss_of(model, tokens_of(0, 0))  # between forward and backward the root is full, and rounded
     save_training(tmp_path / "saved", model, optimizer, {})
     other = shard(Net(), policy)
     load_model(tmp_path / "saved", other)

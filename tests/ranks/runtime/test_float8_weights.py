@@ -137,7 +137,7 @@ def check_float8_weights(layout: Layout, **options: Any) -> None:
 
 
 def local(tensor: Any) -> torch.Tensor:
-    found = tensor.to_local() if isinstance(tensor, DTensor) else tensor.local_tensor()
+    found = tensor.to_local() if isinstance(tensor, DTensor) else tensor.local
     return found.whole if isinstance(found, Wrapped) else found
 
 
