@@ -39,16 +39,22 @@ class Membership:
     address: StoreAddress
 
 
-def of_member(member: int, num_ranks: int, address: StoreAddress, *, joins: bool) -> dict[str, str]:
-    """The variables of one member; `init_process_group()` finds its own among them."""
+def of_member(
+    member: int, num_ranks: int, address: StoreAddress, *, alone_at: int | None = None
+) -> dict[str, str]:
+    """The variables of one member; `init_process_group()` finds its own among them.
+
+    One that joins builds its model in a world of its own, in the store of the port `alone_at`: in
+    that of the others it would overwrite the address of a rank that they still connect to.
+    """
+    joins = alone_at is not None
     return {
         "RANK": "0" if joins else str(member),
         "LOCAL_RANK": str(member),
-        # A process that joins builds its model in a world of its own.
         "WORLD_SIZE": "1" if joins else str(num_ranks),
         "LOCAL_WORLD_SIZE": str(max(num_ranks, member + 1)),
         "MASTER_ADDR": address.host,
-        "MASTER_PORT": str(address.port),
+        "MASTER_PORT": str(alone_at if joins else address.port),
         # The store is there already, and no rank makes one.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(member + 1 if joins else 0),

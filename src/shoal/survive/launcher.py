@@ -104,6 +104,7 @@ class Launcher:
         self._num_ranks = num_ranks
         self._fine = fine
         self._server, self._port = _serve()
+        self._server_apart, self._port_apart = _serve()
         self.store = dist.PrefixStore("survive", self._server)
         self._log = EventLog(self.store)
         self.processes: dict[int, RankProcess] = {}
@@ -229,7 +230,8 @@ class Launcher:
 
     def _start(self, member: int, *, joins: bool) -> None:
         address = StoreAddress(host=_HOST, port=self._port, prefix="survive")
-        variables = of_member(member, self._num_ranks, address, joins=joins)
+        alone_at = self._port_apart if joins else None
+        variables = of_member(member, self._num_ranks, address, alone_at=alone_at)
         self.processes[member] = self._start_process(member, variables)
 
 

@@ -42,7 +42,7 @@ def batches(num_steps: int = 2) -> list[torch.Tensor]:
 def launched(monkeypatch):
     """As in a job of two ranks, whose store nobody comes to ask."""
     address = StoreAddress(host="127.0.0.1", port=1, prefix="survive")
-    for name, value in of_member(0, 2, address, joins=False).items():
+    for name, value in of_member(0, 2, address).items():
         monkeypatch.setenv(name, value)
 
 
