@@ -230,7 +230,7 @@ def _part_of_unit(unit: Unit) -> Exchanged:
         name=f"unit {unit.name!r}",
         parameters=unit.sharded_parameters(),
         locals=locals_now,
-        like=lambda index, local: shards.members[index].wrapping.shard_as(local),
+        like=lambda index, local: shards.members[index].wrapping.shard(local),
         replicas=unit.replicas,
         device=unit.device,
         was_written=unit.note_update,

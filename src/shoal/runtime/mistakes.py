@@ -153,7 +153,7 @@ def check_plain_values(unit: Unit, module: nn.Module, state: dict[str, Any], at:
                 continue
             if isinstance(member.wrapping, NumberWrapping) and value.ndim == 0:
                 home = unit.shards.home_device(unit.device)  # the parameter may be on meta
-                state[at + name] = member.wrapping.shard_as(value.to(home))
+                state[at + name] = member.wrapping.shard(value.to(home))
                 continue
             raise UsageError(
                 f"load_state_dict got a plain tensor of shape {tuple(value.shape)} for the sharded "

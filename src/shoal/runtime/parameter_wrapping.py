@@ -44,11 +44,7 @@ class ParameterWrapping(ABC):
 
     @abstractmethod
     def shard(self, local: torch.Tensor) -> torch.Tensor:
-        """What this rank holds, as the tensor that an optimizer sees."""
-
-    def shard_as(self, local: torch.Tensor) -> torch.Tensor:
-        """The same for a local tensor of any dtype, such as a moment."""
-        return self.shard(local)
+        """What this rank holds, in any dtype, as the tensor that an optimizer sees."""
 
     def grad(self, parameter: torch.Tensor, local: torch.Tensor) -> torch.Tensor | None:
         """This rank's part of a gradient, as the tensor that an optimizer sees."""

@@ -315,7 +315,7 @@ class TrainingState:
             for (u, m), state in states.items():
                 member = members[u][m]
                 optimizer.state[member.sharded] = {
-                    key: member.wrapping.shard_as(new[u, m, f"{number}/{key}"])
+                    key: member.wrapping.shard(new[u, m, f"{number}/{key}"])
                     if isinstance(value, str) and value == SHARDED
                     else copy.deepcopy(value)
                     for key, value in state.items()
