@@ -147,7 +147,7 @@ class FailInBackward:
         with twins.reducing(self.reduces):
             loss = loss_of(twins.model(batch[twins.rank], way))
             _expect_failure(loss.backward)
-        with twins.collecting_grads():
+        with twins.collecting_grads(reduces=self.reduces):
             for x in batch:
                 loss = loss_of(twins.twin(x, way)) / twins.world_size
                 _expect_failure(loss.backward)
@@ -181,11 +181,12 @@ class Zero:
     def run(self, twins: Twins) -> None:
         # Gradients that wait are on no parameter: those of zeros would have none.
         sets_to_none = self.sets_to_none or bool(twins.unreduced)
-        for holder in twins.optimizers if self.by_optimizer else twins.models:
+        by_optimizer = self.by_optimizer and not twins.is_partly_reduced
+        for holder in twins.optimizers if by_optimizer else twins.models:
             holder.zero_grad(set_to_none=sets_to_none)
         # The optimizer of `fully_shard` does not see them either, until a backward raises.
-        if twins.is_broken or twins.is_wrapped or not self.by_optimizer:
-            twins.unreduced, twins.is_broken = {}, False
+        if twins.is_broken or twins.is_wrapped or not by_optimizer:
+            twins.forget_unreduced()
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,6 +250,8 @@ class SaveAndLoad:
     pickles: bool = False
 
     def run(self, twins: Twins) -> None:
+        if self.assigns and twins.is_partly_reduced and not twins.is_broken:
+            twins.drop_grads()  # what is on the shards goes with them, and the rest does not
         states = [copy.deepcopy(optimizer.state_dict()) for optimizer in twins.optimizers]
         for model in twins.models:
             saved = {name: value.clone() for name, value in model.state_dict().items()}

@@ -125,6 +125,9 @@ class Twins:
         """The twin's gradients of backwards without a reduction, or that raised."""
         self.is_broken = False
         """Whether a backward raised, and none has come to its end since."""
+        self.is_partly_reduced = False
+        """Whether a backward that reduces raised, and none has reduced the rest since: which of
+        the gradients are on the shards depends on how far reductions had come."""
         self.has_run = False
         self.factor = float(self.world_size)
         """What gradients are divided by, once they are added."""
@@ -134,6 +137,11 @@ class Twins:
     def is_wrapped(self) -> bool:
         """Whether the model was sharded by the wrapper."""
         return self.setup.api == "wrapper"
+
+    @property
+    def is_unclear(self) -> bool:
+        """Whether shards show other gradients than the twin's until more backwards are done."""
+        return self.is_broken or self.is_partly_reduced
 
     def reshard(self) -> None:
         """Free all full parameters."""
@@ -195,11 +203,11 @@ class Twins:
                 grad = unreduced * (self.world_size / self.factor)
                 parameter = self.twin.get_parameter(name)
                 parameter.grad = grad if parameter.grad is None else parameter.grad + grad
-            self.unreduced = {}
+            self.unreduced, self.is_partly_reduced = {}, False
         self.is_broken = False  # a backward takes away the marks that one which raised has left
 
     @contextmanager
-    def collecting_grads(self) -> Iterator[None]:
+    def collecting_grads(self, *, reduces: bool) -> Iterator[None]:
         """Backwards of the twin that raise: what they accumulate waits for a reduction."""
         parameters = dict(self.twin.named_parameters())
         before = {name: parameter.grad for name, parameter in parameters.items()}
@@ -213,17 +221,22 @@ class Twins:
                 self.unreduced.setdefault(name, torch.zeros_like(parameter))
             parameter.grad = before[name]
         self.is_broken = True
+        self.is_partly_reduced |= reduces
 
     def forget_broken(self) -> None:
         """Parameters were replaced: new ones know nothing of a backward that raised."""
         if self.is_broken:
-            self.unreduced, self.is_broken = {}, False
+            self.forget_unreduced()
+
+    def forget_unreduced(self) -> None:
+        """No gradient waits any more, after a backward that raised or another."""
+        self.unreduced, self.is_broken, self.is_partly_reduced = {}, False, False
 
     def drop_grads(self) -> None:
         """Zero all gradients, also those that wait for a reduction."""
         for model in self.models:
             model.zero_grad()
-        self.unreduced, self.is_broken = {}, False
+        self.forget_unreduced()
 
     def clip(self, max_norm: float) -> None:
         """Clip the gradients of both, if there are any: the wrapper warns where there are none."""
@@ -257,7 +270,7 @@ class Twins:
                 assert mine.requires_grad == whole.requires_grad, name
                 self._check_piece(name, mine, whole)
                 # The wrapper shows full gradients that wait; after an exception marks do.
-                if not (self.is_broken or (self.is_wrapped and self.unreduced)):
+                if not (self.is_unclear or (self.is_wrapped and self.unreduced)):
                     self._check_grad(name, mine.grad, whole.grad)
                 if not self.is_wrapped:
                     self._check_state(name, mine, whole)
@@ -267,7 +280,7 @@ class Twins:
         """The parameters as they are between steps."""
         if self.is_wrapped:
             with FullyShardedDataParallel.summon_full_params(
-                self.model, writeback=False, with_grads=not (self.unreduced or self.is_broken)
+                self.model, writeback=False, with_grads=not (self.unreduced or self.is_unclear)
             ):
                 yield dict(self.model.named_parameters())
             return

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -105,6 +108,20 @@ def num_launched(group: dist.ProcessGroup) -> int | None:
         return cast(Any, group)._get_sequence_number_for_group()
     except RuntimeError:
         return None
+
+
+@cache
+def pause_at_exit() -> None:
+    """Have the interpreter wait a moment before it ends, for threads of gloo.
+
+    A thread of gloo tells that a collective is done, and only then lets go of its tensors, for
+    which it needs the interpreter (up to torch 2.13 at least). If that has begun to end, Python
+    ends the thread, C++ takes that for a fault, and a process whose work is done aborts ("terminate
+    called without an active exception"): one of sixty two-rank scripts on a busy machine, with
+    torch alone as well. Groups that were destroyed may have their threads still, if a cycle of
+    objects holds them.
+    """
+    atexit.register(time.sleep, 0.05)
 
 
 def serves_host(group: dist.ProcessGroup) -> bool:

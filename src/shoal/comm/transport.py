@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from shoal._torch import collectives
+from shoal._torch import collectives, groups
 from shoal.comm import gloo, observer
 from shoal.comm.calls import Pair, Reduction
 from shoal.comm.messages import backends_of
@@ -63,6 +63,8 @@ class Transport:
         self.rank: int = group.rank()
         self.size: int = group.size()
         self._backends = backends_of(group)
+        if "gloo" in self._backends.values():
+            groups.pause_at_exit()
         self._gather = collectives.gather_method(group)
         self._scatters: dict[str, Callable[[Tensor, Tensor], dist.Work]] = {}
         self._swap = collectives.all_to_all_method(group)

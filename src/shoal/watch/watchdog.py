@@ -43,6 +43,8 @@ _VERDICT_S = 1.7
 """How long after trouble a rank ends also without a verdict: before the limit + 2 s."""
 _SILENCE_S = 1.2
 """The store cannot be reached if it has not answered for so long; it may be slow."""
+_LAST_WORD_S = 0.2
+"""How long the end of a watchdog waits for its threads, each of which may be asking the store."""
 _FASTEST_S, _SLOWEST_S = 0.05, 0.5
 _counter = itertools.count()
 
@@ -96,13 +98,16 @@ class Watchdog:
         self._concluded = threading.Event()
         self._stopping = threading.Event()
         self._held = ExitStack()
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Self:
         self._held.enter_context(observer.observing(self))
         if self._folder is not None and self._end is _end_process:
             self._held.enter_context(printing_on_sigterm(self._on_sigterm))
         for task in (self._listen, self._mind_the_clock):
-            threading.Thread(target=task, name=f"watchdog {task.__name__}", daemon=True).start()
+            thread = threading.Thread(target=task, name=f"watchdog {task.__name__}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
@@ -112,6 +117,10 @@ class Watchdog:
             self._add_differences(error)
         self._stopping.set()
         self._held.close()
+        for thread in self._threads:
+            # One that comes back from the store while Python ends would abort the process; one
+            # that waits for a store out of reach is not worth more.
+            thread.join(_LAST_WORD_S)
 
     # What `shoal.comm` calls.
 

@@ -1,6 +1,7 @@
 """What the scripts share, and no engine sees: a model, its data, a launcher, readings."""
 
 import json
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -113,3 +114,4 @@ def launch(main: Callable[[torch.device], Results]) -> None:
         dist.barrier()  # a rank that leaves while others still talk can bring them down
     finally:
         dist.destroy_process_group()
+        time.sleep(0.2)  # threads of gloo abort a process that ends before they let go of tensors

@@ -9,11 +9,11 @@ from hypothesis import HealthCheck, given, note, settings
 
 from harness import on_ranks
 from programs.draw import programs
-from programs.moments import FailInBackward, Freeze, SaveAndLoad, Train
+from programs.moments import FailInBackward, Freeze, SaveAndLoad, Train, Update
 from programs.net import Way
 from programs.program import Program
 from programs.twins import Setup
-from shoal.layout import Even, Flat, Rows, Whole
+from shoal.layout import Even, Flat, Layout, Rows, Whole
 
 
 def budget(num: int) -> Any:
@@ -104,6 +104,16 @@ def after_a_detached_one(*, compiled: str | None) -> Program:
 @pytest.mark.parametrize("compiled", [None, "model", "cells"])
 def test_a_kept_gradient_is_not_shown_on_the_shard(compiled: str | None) -> None:
     on_ranks(2, Program.run, after_a_detached_one(compiled=compiled), timeout_s=60)
+
+
+@pytest.mark.parametrize("reduces", [False, True])
+@pytest.mark.parametrize("layout", [Even(), Whole()], ids=str)
+def test_a_backward_that_raised_and_then_one_of_fewer_cells(layout: Layout, reduces: bool) -> None:
+    """What the first had reduced stays on the shards; the rest waits for the next reduction."""
+    setup = Setup(("plain",) * 3, (layout,) * 4, (False,) * 4)
+    moments = [FailInBackward(0, reduces=True, drops=False), Train(Way(num_cells=1), reduces)]
+    program = Program(setup, [*moments, Train(Way()), Update(Way(), clips=False, sets_to_none=True)])
+    on_ranks(2, Program.run, program, timeout_s=60)
 
 
 @pytest.mark.soak
