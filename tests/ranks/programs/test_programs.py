@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, note, settings
 
 from harness import on_ranks
 from programs.draw import programs
-from programs.moments import FailInBackward, Freeze, SaveAndLoad, Train, Update
+from programs.moments import FailInBackward, Freeze, Moment, SaveAndLoad, Train, Update
 from programs.net import Way
 from programs.program import Program
 from programs.twins import Setup
@@ -111,8 +111,10 @@ def test_a_kept_gradient_is_not_shown_on_the_shard(compiled: str | None) -> None
 def test_a_backward_that_raised_and_then_one_of_fewer_cells(layout: Layout, reduces: bool) -> None:
     """What the first had reduced stays on the shards; the rest waits for the next reduction."""
     setup = Setup(("plain",) * 3, (layout,) * 4, (False,) * 4)
-    moments = [FailInBackward(0, reduces=True, drops=False), Train(Way(num_cells=1), reduces)]
-    program = Program(setup, [*moments, Train(Way()), Update(Way(), clips=False, sets_to_none=True)])
+    moments: list[Moment] = [FailInBackward(0, reduces=True, drops=False)]
+    moments += [Train(Way(num_cells=1), reduces)]
+    moments += [Train(Way()), Update(Way(), clips=False, sets_to_none=True)]
+    program = Program(setup, moments)
     on_ranks(2, Program.run, program, timeout_s=60)
 
 
