@@ -258,7 +258,8 @@ class SaveAndLoad:
             if self.pickles:
                 file = io.BytesIO()
                 torch.save(saved, file)
-                saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+                with twins.reading_shards():
+                    saved = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.fill_(1.0)

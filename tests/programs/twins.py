@@ -21,6 +21,7 @@ from shoal import MixedPrecisionPolicy, compile_step, fully_shard
 from shoal.fsdp import FullyShardedDataParallel, full_parameters
 from shoal.fsdp.wrap import ModuleWrapPolicy
 from shoal.layout import Layout
+from shoal.sharded_tensor import load_with_process_group
 from shoal.tensor.sharded import ShardedTensor
 
 ShardingApi = Literal["fully_shard", "wrapper"]
@@ -137,6 +138,13 @@ class Twins:
     def is_wrapped(self) -> bool:
         """Whether the model was sharded by the wrapper."""
         return self.setup.api == "wrapper"
+
+    def reading_shards(self) -> AbstractContextManager[Any]:
+        """In it pickled shards belong to the ranks that they were shared out to."""
+        if not self.setup.is_hybrid:
+            return nullcontext()
+        mesh = _hybrid_mesh(dist.group.WORLD)
+        return load_with_process_group(mesh.get_group("shard"))
 
     @property
     def is_unclear(self) -> bool:

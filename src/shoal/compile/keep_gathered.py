@@ -39,8 +39,10 @@ def keep_gathered(model: nn.Module, budget_mb: float) -> list[str]:
         if state is not None and state.modules[0] is module and state.units:
             assert isinstance(module, FSDPModule)
             sizes = [
-                sum(p.numel for p in unit.shards.packing.params)
-                * unit.policy.compute_dtype(unit.shards.packing.params[0].dtype).itemsize
+                sum(
+                    param.numel * unit.policy.compute_dtype(param.dtype).itemsize
+                    for param in unit.shards.packing.params
+                )
                 for unit in state.units
             ]
             found[name] = (module, sum(sizes))

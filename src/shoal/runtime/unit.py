@@ -370,6 +370,17 @@ class Unit:
         self.gradients.note_waiting()
         self._note_copies()
 
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all parameters are floating-point numbers of one dtype."""
+        dtypes = {param.dtype for param in self.shards.packing.params}
+        return len(dtypes) == 1 and all(dtype.is_floating_point for dtype in dtypes)
+
+    @property
+    def graphs_may_reduce(self) -> bool:
+        """Whether gradients make one matrix, which is reduced as it is."""
+        return self.is_uniform and self.policy.reduce_format is None
+
     def _note_copies(self) -> None:
         """Tell the machine whether shards come from the host before they are gathered.
 

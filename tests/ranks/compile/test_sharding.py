@@ -329,14 +329,60 @@ def test_evaluation_and_eager_steps_in_between() -> None:
         model.zero_grad()
 
 
+class Odd(nn.Module):
+    """Parameters of many dtypes, some of which are no floating-point numbers, and one unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(11, 6)
+        self.first = nn.Linear(6, 5)
+        self.wide = nn.Linear(5, 7).double()
+        self.turn = nn.Parameter(torch.randn(7, dtype=torch.complex128))
+        self.scale = nn.Parameter(torch.tensor(1.5, dtype=torch.float64))
+        self.shift = nn.Parameter(torch.arange(7), requires_grad=False)
+        self.mask = nn.Parameter(torch.arange(7) % 2 == 0, requires_grad=False)
+        self.frozen = nn.Parameter(torch.randn(7).bfloat16(), requires_grad=False)
+        self.unused = nn.Parameter(torch.randn(3, 3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.wide(self.first(self.table(tokens)).double())
+        x = (x * self.turn).abs() + self.shift * self.frozen
+        return (x * self.scale).where(self.mask, x).square().mean()
+
+
 @ranks(2)
-def test_what_a_graph_cannot_do_is_refused_by_name() -> None:
-    model: Any = nn.Sequential(nn.Embedding(11, 4), nn.Linear(4, 11).double())
-    fully_shard(model)
+@pytest.mark.parametrize("layout", [Even(), Flat(), Rows(), Whole()], ids=str)
+@pytest.mark.parametrize("reshards", [False, True])
+def test_parameters_of_several_dtypes(layout: Layout, reshards: bool) -> None:
+    models = [Odd(), Odd()]
+    for model in models:
+        fully_shard(model, layout=layout, reshard_after_forward=reshards)
     torch._dynamo.reset()
-    run = torch.compile(model, backend="shoal", fullgraph=True)
-    with pytest.raises(Exception, match=r"several dtypes \(torch\.float32, torch\.float64\)"):
-        run(torch.zeros(2, dtype=torch.long))
+    runs: list[Any] = [torch.compile(models[0], backend="shoal", fullgraph=True), models[1]]
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1, foreach=False) for one in models]
+    for step in range(4):
+        tokens = torch.arange(4) + step + dist.get_rank()
+        losses: list[torch.Tensor] = []
+        for model, run, optimizer in zip(models, runs, optimizers, strict=True):
+            model.set_requires_gradient_sync(step != 1)
+            losses.append(run(tokens))
+            losses[-1].backward()
+            if step != 1:
+                optimizer.step()
+                optimizer.zero_grad()
+        assert torch.equal(*losses)
+    assert all(map(torch.equal, *(map(full, model.parameters()) for model in models)))
+
+
+@ranks(2)
+def test_a_whole_step_refuses_several_dtypes_by_name() -> None:
+    model: Any = Odd()
+    fully_shard(model)
+    step = compile_step(model, lambda loss, _: loss, torch.optim.SGD(model.parameters()))
+    step(torch.arange(4), None)  # the first one is not captured
+    with pytest.raises(NotImplementedError, match=r"torch\.int64 in compile_step"):
+        step(torch.arange(4), None)
 
 
 @ranks(2)

@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
 from collectives import OwnGather
 from harness import ranks
 from oracle import full
+from shoal import compile_step
 from shoal.checkpoint import load_model, save_training
 from shoal.comm import observer
 from shoal.errors import RankError, UsageError
@@ -82,8 +83,11 @@ def build(dim: int = 64) -> Net:
 
 
 def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    logits = model(tokens[:, :-1]).float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+    return loss_of_logits(model(tokens[:, :-1]), tokens[:, 1:])
+
+
+def loss_of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.float().flatten(0, 1), targets.flatten())
 
 
 def tokens_of(step: int, part: int) -> torch.Tensor:
@@ -419,10 +423,46 @@ def test_beside_tensor_parallelism() -> None:
         torch.testing.assert_close(full(q.grad), p.grad)
 
 
-@pytest.mark.compose("low-precision gathers", "compiled", refused="graphs cast, and encode nothing")
+@pytest.mark.compose("low-precision gathers", "compiled")
 @ranks(2)
-def test_graphs_refuse() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("form", [Float8(), MXFP8(), NVFP4()], ids=repr)
+def test_a_graph_gathers_what_the_engine_gathers(form: GatherFormat, dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, gather_format=form)
+    models = [build(), build()]
+    for model in models:
+        for block in model.blocks:
+            fully_shard(block, mp_policy=policy, layout=Rows())
+        fully_shard(model, mp_policy=policy)
+    runs: list[Any] = [torch.compile(models[0], backend="shoal", fullgraph=True), models[1]]
+    for step in range(3):
+        losses: list[torch.Tensor] = []
+        for model, run in zip(models, runs, strict=True):
+            losses.append(loss_of(run, tokens_of(step, dist.get_rank())))
+            losses[-1].backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+            model.zero_grad()
+        assert torch.equal(*losses)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.equal(full(p), full(q))
+
+
+@ranks(2)
+def test_a_whole_step_gathers_what_the_engine_gathers() -> None:
     policy = MixedPrecisionPolicy(gather_format=MXFP8())
-    model: Any = torch.compile(fully_shard(nn.Linear(32, 4), mp_policy=policy), backend="shoal")
-    with pytest.raises(Exception, match=r"gather_format=MXFP8\(\)"):
-        model(torch.ones(2, 32))
+    models = [fully_shard(build(), mp_policy=policy) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    step = compile_step(models[0], lambda logits, y: loss_of_logits(logits, y), optimizers[0])
+    for number in range(4):
+        tokens = tokens_of(number, dist.get_rank())
+        first = step(tokens[:, :-1], tokens[:, 1:])
+        second = loss_of(models[1], tokens)
+        second.backward()
+        optimizers[1].step()
+        optimizers[1].zero_grad()
+        assert torch.allclose(first, second)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        assert torch.allclose(full(p), full(q), atol=1e-6)

@@ -7,7 +7,7 @@ from typing import Any
 
 from shoal._torch import operators
 from shoal.compile.cache.errors import DamagedError, NotExactError
-from shoal.compile.lowering import gathered_rows
+from shoal.compile.lowering import encoded_rows, gathered_rows
 
 NAMESPACES = frozenset({"aten", "prims", "_c10d_functional", gathered_rows.NAMESPACE})
 """Of operators that torch and shoal bring. What others do, and what their derivatives are, is code
@@ -56,6 +56,7 @@ def operator_called(name: str) -> Any:
     if len(parts) != 3 or parts[0] not in NAMESPACES or not all(map(str.isidentifier, parts)):
         raise DamagedError(f"{name!r} is no operator of torch's own")
     gathered_rows.define()
+    encoded_rows.define()
     try:
         found = operators.operator_named(name)
     except AttributeError:

@@ -8,7 +8,9 @@ parameters. When the leaf gets its gradient, the sharded parameters get theirs, 
 it. What the eager engine does by hooks (when to gather, when to free) is the graph's business.
 
 Where somebody has set how gradients are reduced, or earlier ones still wait to be, a graph reduces
-nothing: full gradients leave it, and the engine does with them what it does without a graph.
+nothing: full gradients leave it, and the engine does with them what it does without a graph. So it
+is for gradients that are sent in a format of their own, and for parameters that make no matrix of
+one dtype of floating-point numbers: their leaf is bytes, which have no gradient.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 from torch.distributed import ReduceOp
 
 from shoal._torch import collectives, dynamo, kernels, storage, traces
+from shoal.compile.lowering.encoded_rows import EncodedRows
 from shoal.compile.lowering.gathered_rows import (
     full_in,
     lies_in_runs,
@@ -76,7 +79,7 @@ class GraphUnit:
         starts = {i: (start, shape) for i, (start, _, shape) in enumerate(self._pieces)}
         shapes, wanted = cut(starts)
         self._examples, self._wanted = examples_of(shapes), sorted(wanted)
-        dtype = self.stored.params[0].dtype
+        self._is_bytes = not unit.is_uniform
         self.reached: set[int] = set()
         """The parameters that a backward comes to, while one runs or is traced."""
         self._marks = False
@@ -86,8 +89,13 @@ class GraphUnit:
         self._device = unit.device
         """Where the graph computes; the shard is elsewhere if it is offloaded."""
         self._policy, self._num_recaptures = unit.policy, unit.shards.num_recaptures
-        self.compute_dtype = unit.policy.compute_dtype(dtype)
-        self.reduce_dtype = unit.policy.reduce_dtype or self.compute_dtype
+        self._compute_dtypes = [unit.policy.compute_dtype(p.dtype) for p in self.stored.params]
+        self.reduce_dtype = unit.policy.reduce_dtype or self._compute_dtypes[0]
+        form = unit.policy.gather_format
+        self._encoded = None
+        if form is not None:
+            in_compute = self.stored.with_dtypes(self._compute_dtypes)
+            self._encoded = EncodedRows(self.stored, in_compute, form, unit.rank)
         self.trained = tuple(bool(p.requires_grad) for p in unit.shards.sharded)
         transport = unit.transport if unit.size > 1 else None
         self._gather_group = None if transport is None else transport.group
@@ -98,7 +106,7 @@ class GraphUnit:
         self._division = Division.of(
             self.reduce_dtype, unit.size, num_replicas, None, only_sums=unit.device.type == "cpu"
         )
-        in_parts = self.allocates or unit.device.type == "cuda"
+        in_parts = not self._is_bytes and (self.allocates or unit.device.type == "cuda")
         parts = _parts_of(unit, self.stored, self.reduce_dtype) if in_parts else None
         self._bounds = [] if parts is None else parts.bounds
         """The columns of each part of a matrix that is too large to be reduced at once."""
@@ -111,19 +119,25 @@ class GraphUnit:
         """
 
     def _new_leaf(self) -> Tensor:
-        leaf = self._buffer.detach().view(self.stored.params[0].dtype).requires_grad_()
+        leaf = self._buffer.detach()
         dynamo.mark_unmoving(leaf)
-        leaf.register_post_accumulate_grad_hook(
-            _weakly(GraphUnit._deliver, self, self._buffer, self._marks)
-        )
+        if not self._is_bytes:
+            leaf = leaf.view(self.stored.params[0].dtype).requires_grad_()
+            leaf.register_post_accumulate_grad_hook(
+                _weakly(GraphUnit._deliver, self, self._buffer, self._marks)
+            )
         setattr(leaf, _GRAPH_UNIT, weakref.ref(self))
         return leaf
 
     def _new_full_leaf(self, index: int) -> Tensor:
-        blank = torch.zeros((), dtype=self.compute_dtype, device=self._device)
+        blank = torch.zeros((), dtype=self._compute_dtypes[index], device=self._device)
         full = blank.expand(self.stored.params[index].shape)
-        leaf = self._wrappings[index].shaped(full).requires_grad_()
-        leaf.register_post_accumulate_grad_hook(_weakly(GraphUnit._hand_over, self, index))
+        leaf = self._wrappings[index].shaped(full)
+        if not self.trained[index]:
+            return leaf
+        leaf.requires_grad_().register_post_accumulate_grad_hook(
+            _weakly(GraphUnit._hand_over, self, index)
+        )
         return leaf
 
     @property
@@ -187,16 +201,29 @@ class GraphUnit:
 
     def fulls_of(self, shard: Tensor) -> tuple[Tensor, ...]:
         """Gather, and find the parameters in what was gathered."""
-        shard = shard.to(self._device, self.compute_dtype, non_blocking=True)
+        packing, rows = self._gathered(shard)
+        fulls: list[Tensor] = []
+        for index, param in enumerate(packing.params):
+            row = rows if rows.is_floating_point() else rows.view(param.dtype)
+            full = self._wrappings[index].shaped(full_in(packing, index, row))
+            fulls.append(with_strides(full.to(self._compute_dtypes[index]), self._strides[index]))
+        return tuple(fulls)
+
+    def _gathered(self, shard: Tensor) -> tuple[Packing, Tensor]:
+        """All ranks' rows: in the dtype of compute, or bytes; and where parameters lie in them."""
+        packing, encoded = self.stored, self._encoded
+        if encoded is not None:
+            packing = encoded.packing
+            shard = encoded.encode(shard.to(self._device).view(torch.uint8))
+        elif not self._is_bytes:
+            shard = shard.to(self._device, self._compute_dtypes[0], non_blocking=True)
+        else:
+            shard = shard.to(self._device, non_blocking=True)
         if self._gather_group is not None:
             shard = collectives.gather_in_graph(shard, self.size, self._gather_group)
-        rows = shard.view(self.size, -1)
-        return tuple(
-            with_strides(wrapping.shaped(full_in(self.stored, index, rows)), strides)
-            for index, (wrapping, strides) in enumerate(
-                zip(self._wrappings, self._strides, strict=True)
-            )
-        )
+        if encoded is not None:
+            shard = encoded.decode(shard)
+        return packing, shard.view(self.size, -1)
 
     def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Reduce gradients to this rank's shard of them."""
@@ -333,7 +360,10 @@ class _GatherShard(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.unit, ctx.reduces = unit, not full_leaves
         ctx.set_materialize_grads(False)
-        return unit.fulls_of(leaf)
+        fulls = unit.fulls_of(leaf)
+        whole_numbers = [f for f in fulls if not (f.is_floating_point() or f.is_complex())]
+        ctx.mark_non_differentiable(*whole_numbers)
+        return fulls
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -362,20 +392,20 @@ class _MarkReached(torch.autograd.Function):
 def _check_can_lower(unit: Unit) -> None:
     """Refuse what a graph cannot do, by name."""
     dtypes = {param.dtype for param in unit.shards.packing.params}
-    is_floating = all(dtype.is_floating_point for dtype in dtypes)
     by_default = unit.options.reduces_by_default
     # In a whole step, no engine comes after the graph.
-    waits = dynamo.captures_without_dynamo() and not unit.reduces_in_graph
+    is_step = dynamo.captures_without_dynamo()
+    waits = is_step and unit.graphs_may_reduce and not unit.reduces_in_graph
+    named = ", ".join(sorted(map(str, dtypes)))
     refused = {
-        f"parameters of several dtypes ({', '.join(sorted(map(str, dtypes)))})": len(dtypes) > 1,
-        "parameters that are no floating-point numbers": not is_floating,
+        f"parameters of {named} in compile_step": is_step and not unit.is_uniform,
         "DTensor parameters (tensor parallelism, experts)": any(
             member.wrapping.is_distributed for member in unit.shards.members
         ),
         "parameters with all-gather hooks of their own": unit.shards.extended,
-        f"gather_format={unit.policy.gather_format!r}": unit.policy.gather_format is not None,
-        f"reduce_format={unit.policy.reduce_format!r}": unit.policy.reduce_format is not None,
-        "CPU offload in compile_step": unit.offloads and dynamo.captures_without_dynamo(),
+        f"reduce_format={unit.policy.reduce_format!r} in compile_step": is_step
+        and unit.policy.reduce_format is not None,
+        "CPU offload in compile_step": unit.offloads and is_step,
         "set_custom_all_gather": unit.options.all_gather is not None,
         "gradients of earlier backwards that wait to be reduced": waits and by_default,
         f"reductions that setters have changed ({unit.options})": waits and not by_default,
@@ -399,6 +429,7 @@ def lower_units(state: ModuleState) -> None:
 
 def _lower(unit: Unit, *, gathers_again: bool) -> None:
     """Anew when its shards have changed."""
+    unit.gradients.note_waiting()
     _check_can_lower(unit)
     if unit.phase is not Phase.SHARDED:
         unit.reshard()
