@@ -25,7 +25,7 @@ class Program:
         warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
         twins = Twins(self.setup)
         for number, moment in enumerate(self.moments):
-            with _named(f"moment {number}, {moment}"):
+            with _named(f"moment {number}, {moment}, of {self}"):
                 moment.run(twins)
                 twins.check()
 
