@@ -102,6 +102,13 @@ def whole(options: argparse.Namespace) -> dict[str, Any]:
     return {"parameters": num, "losses": losses, **peaks}
 
 
+def cast_parameters(unit: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast what is trained. Buffers (rotary frequencies) stay as the plain model has them."""
+    for parameter in unit.parameters():
+        if not isinstance(parameter, DTensor):  # of a unit inside, which is sharded already
+            parameter.data = parameter.data.to(dtype)
+
+
 def sharded(options: argparse.Namespace) -> dict[str, Any]:
     """Build on meta, train on ranks, save and export."""
     from shoal.checkpoint import export_weights, save
@@ -114,7 +121,8 @@ def sharded(options: argparse.Namespace) -> dict[str, Any]:
     units = units_of(model)
     for unit in (*units, model):
         materialise(model, units, unit, weights=None, seed=0)
-        fully_shard(unit.to(dtype_of(options)))
+        cast_parameters(unit, dtype_of(options))
+        fully_shard(unit)
     before = peak_bytes()
     losses, state = train(model, options)
     trained = peak_bytes()
