@@ -5,7 +5,13 @@
 Three kinds of processes, one after the other: the plain model of transformers in one process; the
 same on `--ranks` gloo ranks, built on meta, filled and sharded unit by unit, saved and exported;
 and a plain `from_pretrained` of the export, whose logits must be those of the ranks. With AdamW, in
-one dtype throughout. Prints JSON.
+one dtype throughout, and one thread in every process: with more, matrices are added up in another
+order, and logits differ. Prints JSON:
+
+    built, peak, saved   the process's peak of resident memory (`ru_maxrss`) after the model was
+                         built, after the steps, after the checkpoint; libraries included
+    state                bytes of parameters, gradients and moments when the steps are over
+    ratio                the largest peak of a rank, by that of the plain process
 """
 
 from __future__ import annotations
@@ -22,6 +28,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 
 def config_of(options: argparse.Namespace) -> Any:
@@ -56,8 +63,16 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def train(model: torch.nn.Module, options: argparse.Namespace) -> list[float]:
-    """A few steps of AdamW, one parameter at a time: no temporaries of all of them."""
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model: torch.nn.Module, options: argparse.Namespace) -> tuple[list[float], int]:
+    """A few steps of AdamW, one parameter at a time: no temporaries of all of them.
+
+    Returns the losses, and the bytes of parameters, gradients and moments.
+    """
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     losses = []
     for seed in range(options.steps):
@@ -65,9 +80,13 @@ def train(model: torch.nn.Module, options: argparse.Namespace) -> list[float]:
         loss = model(tokens, labels=tokens).loss
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
         losses.append(loss.item())
-    return losses
+        if seed < options.steps - 1:
+            optimizer.zero_grad()
+    held = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+    for state in optimizer.state.values():
+        held += [value for value in state.values() if value.dim()]
+    return losses, sum(local(tensor).nbytes for tensor in held)
 
 
 def whole(options: argparse.Namespace) -> dict[str, Any]:
@@ -77,9 +96,17 @@ def whole(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config_of(options), dtype=dtype_of(options))
     before = peak_bytes()
-    losses = train(model, options)
+    losses, state = train(model, options)
     num = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": num, "losses": losses, "built": before, "peak": peak_bytes()}
+    peaks = {"built": before, "peak": peak_bytes(), "state": state}
+    return {"parameters": num, "losses": losses, **peaks}
+
+
+def cast_parameters(unit: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast what is trained. Buffers (rotary frequencies) stay as the plain model has them."""
+    for parameter in unit.parameters():
+        if not isinstance(parameter, DTensor):  # of a unit inside, which is sharded already
+            parameter.data = parameter.data.to(dtype)
 
 
 def sharded(options: argparse.Namespace) -> dict[str, Any]:
@@ -94,9 +121,10 @@ def sharded(options: argparse.Namespace) -> dict[str, Any]:
     units = units_of(model)
     for unit in (*units, model):
         materialise(model, units, unit, weights=None, seed=0)
-        fully_shard(unit.to(dtype_of(options)))
+        cast_parameters(unit, dtype_of(options))
+        fully_shard(unit)
     before = peak_bytes()
-    losses = train(model, options)
+    losses, state = train(model, options)
     trained = peak_bytes()
     model.eval()
     with torch.no_grad():
@@ -104,7 +132,8 @@ def sharded(options: argparse.Namespace) -> dict[str, Any]:
     folder = Path(options.folder)
     save(folder / "saved", {f"model/{k}": v for k, v in model.state_dict().items()}, {})
     peaks: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(peaks, {"built": before, "peak": trained, "saved": peak_bytes()})
+    own = {"built": before, "peak": trained, "saved": peak_bytes(), "state": state}
+    dist.all_gather_object(peaks, own)
     if dist.get_rank() == 0:
         export_weights(folder / "saved", folder / "export")
         config = config_of(options)
@@ -137,7 +166,8 @@ def run(part: str, options: argparse.Namespace) -> dict[str, Any]:
     start = [sys.executable, *(launcher if part == "sharded" else [])]
     began_at = time.monotonic()
     flags = [f"--{name}={value}" for name, value in vars(options).items() if name != "part"]
-    subprocess.run([*start, __file__, *flags, f"--part={part}"], check=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    subprocess.run([*start, __file__, *flags, f"--part={part}"], check=True, env=environment)
     found = json.loads((Path(options.folder) / f"{part}.json").read_text())
     return {**found, "seconds": round(time.monotonic() - began_at, 1)}
 
@@ -161,9 +191,12 @@ def main() -> None:
             (Path(options.folder) / f"{options.part}.json").write_text(json.dumps(found))
         return
     Path(options.folder).mkdir(parents=True, exist_ok=True)
+    if any(Path(options.folder).iterdir()):
+        parser.error(f"--folder {options.folder} is not empty")
     found = {part: run(part, options) for part in ("whole", "sharded", "reload")}
     peak = max(rank["peak"] for rank in found["sharded"]["ranks"])
     found["ratio"] = round(peak / found["whole"]["peak"], 3)
+    found["torch"], found["command"] = torch.__version__, " ".join(sys.argv)
     print(json.dumps({"options": vars(options), **found}, indent=2))
 
 

@@ -41,8 +41,10 @@ def _check_names(content: dict[str, Any], path: Path) -> None:
         known.setdefault(option.path[0], []).append(option.path[-1])
     for table, values in content.items():
         if table not in known:
-            homes = [f"[{part}] {table}" for part, names in known.items() if table in names]
-            hint = f" It belongs into a table: {homes[0]}." if homes else did_you_mean(table, known)
+            options = {name: f"[{part}] {name}" for part, names in known.items() for name in names}
+            hint = did_you_mean(table, known) or did_you_mean(table, options, shown=options)
+            if table in options:
+                hint = f" It belongs into a table: {options[table]}."
             raise UsageError(
                 f"{path}: unknown name {table!r}.{hint} The tables are {', '.join(known)}."
             )

@@ -65,7 +65,7 @@ class Graveyard:
 
 
 _KEPT_BYTES = 64 << 20
-"""Up to here, memory to reduce from is kept from one step to the next."""
+"""Up to here, memory to reduce from is kept from one step to the next; on CPU, slots are too."""
 
 
 class Arena:
@@ -125,7 +125,21 @@ class Arena:
     ) -> None:
         """Take a storage's memory back."""
         torch_storage.swap_memory(storage, slot)
-        self._slots[num_bytes].append(slot)
+        if self.device.type != "cpu" or self._makes_room(num_bytes):
+            self._slots[num_bytes].append(slot)
+
+    def _makes_room(self, num_bytes: int) -> bool:
+        """Whether a slot on CPU is kept; sizes that went out of use make room.
+
+        Larger ones go back to the system, which has them zeroed by the next gather: about a
+        millisecond for 4 MiB of a unit that computes much longer. Kept, the slots of an embedding
+        and of a head would be there, unused, when backward or the optimizer is at its peak.
+        """
+        if num_bytes > _KEPT_BYTES:
+            return False
+        if self._slot_bytes + num_bytes > _KEPT_BYTES:
+            self._slots.clear()
+        return True
 
     def expect_rows(self, num_bytes: int) -> None:
         """Announce that one more unit will reduce through that many bytes.
@@ -160,8 +174,12 @@ class Arena:
     @property
     def num_bytes(self) -> int:
         """The memory that is not in use now, and kept."""
-        slots = sum(size * len(slots) for size, slots in self._slots.items())
-        return slots + sum(kept.nbytes for rows in self._rows.values() for kept in rows)
+        rows = sum(kept.nbytes for rows in self._rows.values() for kept in rows)
+        return self._slot_bytes + rows
+
+    @property
+    def _slot_bytes(self) -> int:
+        return sum(size * len(slots) for size, slots in self._slots.items())
 
     def trim(self) -> None:
         """Give up the memory that is not in use."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shoal.errors import UsageError
-from shoal.mesh import slurm
 
 _STORE = "SHOAL_STORE"
 _TERMINAL = "SHOAL_TERMINAL"
+_SRUN = "SLURM_STEP_NUM_TASKS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,10 @@ class Place:
 
 def place() -> Place | None:
     """Return this process's place as torchrun, its like or `srun` announce it; None outside."""
-    slurm.announce()
+    if _SRUN in os.environ:
+        from shoal.mesh import slurm  # imports torch, for which `--help` shall not wait
+
+        slurm.announce()
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
     found = {name: os.environ[name] for name in names if name in os.environ}
     if not {"RANK", "WORLD_SIZE"} & found.keys():

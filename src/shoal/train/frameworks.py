@@ -40,6 +40,10 @@ def import_framework(name: str, *, what: str) -> ModuleType:
         return importlib.import_module(name)
     except Exception as error:  # a half-installed one may raise anything
         raise UsageError(
-            f"{what} needs {name}, which is installed but cannot be imported: "
-            f"{type(error).__name__}: {error}"
+            f"{what} needs {name}, which is installed but cannot be imported: {in_one_line(error)}"
         ) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """What a library says, with its type: messages of ours are one line, some of theirs are not."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

@@ -55,6 +55,7 @@ def test_every_option_is_explained():
         ("[optim]\nwarm_up = 1", "unknown option 'warm_up' in [optim]. Did you mean warmup?"),
         ("[optim]\nsteps = 1", "unknown option 'steps' in [optim]. Did you mean [run] steps?"),
         ("lr = 1", "unknown name 'lr'. It belongs into a table: [optim] lr."),
+        ("stepz = 1", "unknown name 'stepz'. Did you mean [run] steps?"),
         ("optim = 1", "optim should be a table, [optim], got 1"),
         ("[optim]\nlr = 'fast'", "--lr: expected float, got 'fast' (str)"),
         ("[optim]\nlr = -1", "--lr: expected more than 0"),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import shoal
 from shoal.cli.main import main
 from shoal.version import __version__
 
@@ -153,3 +154,24 @@ def test_a_model_is_looked_at_before_anything_is_written(tmp_path, capsys, monke
         assert main(["train", *flags]) == 2
         assert message in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["train", "--print-config"]])
+def test_what_is_only_shown_does_not_wait_for_torch(words):
+    script = f"""
+import sys
+import shoal
+from shoal.cli.main import main
+try:
+    main({words!r})
+finally:
+    sys.stderr.write(str(sorted({{"torch", "numpy"}} & set(sys.modules))))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env={**os.environ, "PYTHONPATH": str(Path(shoal.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.stderr == "[]", done.stderr

@@ -73,7 +73,14 @@ def test_the_wheel_works_in_an_empty_environment(tmp_path: Path) -> None:
 
 def commands_to_type() -> list[str]:
     """Those of one machine, in few steps; `shoal bench` is tested elsewhere."""
-    asks_for_more = ("pip install", "shoal bench", "--data", "--recipe", "--nproc-per-node 8")
+    asks_for_more = (
+        "pip install",
+        "hf download",
+        "shoal bench",
+        "--data",
+        "--recipe",
+        "--nproc-per-node 8",
+    )
     here = [one for one in shell_commands() if not any(more in one for more in asks_for_more)]
     assert len(here) >= 6
     return [

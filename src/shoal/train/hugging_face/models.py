@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shoal.errors import UsageError
 from shoal.files import read_regular
-from shoal.train.frameworks import import_framework
+from shoal.train.frameworks import import_framework, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -81,17 +81,29 @@ def read_model_config(file: Path) -> PretrainedConfig:
     transformers = import_framework("transformers", what=_WHAT)
     known = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     if kind not in known:
-        raise UsageError(_unknown_type(file, kind, content, known, transformers.__version__))
+        types = transformers.CONFIG_MAPPING.keys()
+        release = transformers.__version__
+        raise UsageError(_unknown_type(file, kind, content, known, types, release))
     try:
-        return transformers.CONFIG_MAPPING[kind].from_dict(content)
+        config = transformers.CONFIG_MAPPING[kind].from_dict(content)
     except Exception as error:  # each model checks its config in its own way
-        raise UsageError(
-            f"--model: transformers refuses {file}: {type(error).__name__}: {error}"
-        ) from error
+        raise UsageError(f"--model: transformers refuses {file}: {in_one_line(error)}") from error
+    _check_sizes(config.get_text_config(), file)
+    return config
 
 
-def _unknown_type(file: Path, kind: str, content: dict, known: dict, release: str) -> str:
-    near = difflib.get_close_matches(kind, list(known), n=1)
+def _check_sizes(config: PretrainedConfig, file: Path) -> None:
+    """Raise a `UsageError` for a size of none: a model without blocks would train all right."""
+    for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
+        size = getattr(config, name, None)
+        if isinstance(size, int) and size < 1:
+            raise UsageError(f"--model: {file} has {name} {size}; expected at least 1")
+
+
+def _unknown_type(
+    file: Path, kind: str, content: dict, known: dict, all_types: Collection[str], release: str
+) -> str:
+    near = difflib.get_close_matches(kind, list(known), n=1) if kind not in all_types else []
     hint = f" Did you mean {near[0]}?" if near else ""
     if "auto_map" in content:
         hint = " It brings code of its own, which is never run."
@@ -111,7 +123,7 @@ def build_skeleton(config: PretrainedConfig) -> PreTrainedModel:
     except Exception as error:
         raise UsageError(
             f"--model: transformers cannot build a {config.model_type} from this config: "
-            f"{type(error).__name__}: {error}"
+            f"{in_one_line(error)}"
         ) from error
 
 

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from shoal.errors import UsageError
-from shoal.files import open_regular
+from shoal.files import open_regular, read_regular
 from shoal.train.data import walk
-from shoal.train.frameworks import import_framework
+from shoal.train.frameworks import import_framework, in_one_line
 
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
 
@@ -31,6 +31,7 @@ _SUFFIXES: dict[str, Kind] = {
 _BLOCK_BYTES = 1 << 20
 _MOST_LINE_BYTES = 1 << 28
 _ROWS = 256
+_MOST_STATE_BYTES = 1 << 24
 _DATASET, _SPLITS, _TRAIN = "state.json", "dataset_dict.json", "train"
 
 
@@ -194,11 +195,19 @@ def _parquet_batches(file: Path, key: str) -> Iterator[list[object]]:
 def _dataset_batches(folder: Path, key: str) -> Iterator[list[object]]:
     datasets = import_framework("datasets", what=f"--data {folder.name}")
     with _refusing(folder):
+        if not _has_files(folder):
+            return  # which `datasets` writes of no rows, and cannot load
         dataset = datasets.load_from_disk(str(folder))
         if key not in dataset.column_names:
             raise _no_key(str(folder), key, dataset.column_names)
         for batch in dataset.select_columns(key).iter(batch_size=_ROWS):
             yield batch[key]
+
+
+def _has_files(folder: Path) -> bool:
+    """Tell whether a dataset names any files, without which it has no rows."""
+    state = json.loads(read_regular(folder / _DATASET, _MOST_STATE_BYTES))
+    return state["_data_files"] != []
 
 
 @contextmanager
@@ -210,7 +219,7 @@ def _refusing(path: Path) -> Iterator[None]:
         raise
     except Exception as error:
         raise UsageError(
-            f"--data: {path} cannot be read: {type(error).__name__}: {error}"
+            f"--data: {path} cannot be read: {in_one_line(error)}; write it anew, or take it out"
         ) from error
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from shoal.errors import UsageError
 from shoal.train.data import VOCABULARY
-from shoal.train.frameworks import import_framework
+from shoal.train.frameworks import import_framework, in_one_line
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -88,7 +88,7 @@ class FolderTokenizer:
         except Exception as error:  # each tokenizer reads its files in its own way
             raise UsageError(
                 f"--tokenizer: transformers cannot read the tokenizer in {folder}: "
-                f"{type(error).__name__}: {error}"
+                f"{in_one_line(error)}"
             ) from error
         if self._tokenizer.eos_token_id is None:
             raise UsageError(

@@ -117,11 +117,17 @@ def test_configs_that_are_no_model_are_refused(tmp_path):
         ('{"model_type": "lama"}', "Did you mean llama"),
         ('{"model_type": "x1", "auto_map": {}}', "code of its own, which is never run"),
         ('{"model_type": "llama", "num_hidden_layers": "two"}', "transformers refuses"),
+        ('{"model_type": "llama", "num_attention_heads": 3}', "transformers refuses"),
         ('{"model_type": "llama", "hidden_act": "sine"}', "transformers cannot build a llama"),
+        ('{"model_type": "llama", "num_hidden_layers": -1}', "num_hidden_layers -1; expected at"),
+        ('{"model_type": "gpt2", "n_layer": 0}', "num_hidden_layers 0; expected at least 1"),
+        ('{"model_type": "llama", "hidden_size": 0}', "hidden_size 0; expected at least 1"),
+        ('{"model_type": "vit"}', r"no causal language model of transformers [\d.]+\.$"),
     ):
         file.write_text(text)
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=message) as caught:
             build_skeleton(read_model_config(file))
+        assert "\n" not in str(caught.value)
 
 
 def test_references_name_files_of_this_machine(tmp_path):

@@ -137,9 +137,12 @@ def test_parquet_and_datasets_give_their_column(tmp_path):
     with pytest.raises(UsageError, match="row 0: the text should be text, got int"):
         texts(tmp_path / "dataset", "n")
 
+    datasets.Dataset.from_dict({"text": []}).save_to_disk(tmp_path / "empty")
+    assert texts(tmp_path / "empty") == []
+
     file = tmp_path / "tables" / "a.parquet"
     file.write_bytes(file.read_bytes()[:-20])
-    with pytest.raises(UsageError, match=r"a\.parquet cannot be read: "):
+    with pytest.raises(UsageError, match=r"a\.parquet cannot be read: .*; write it anew"):
         texts(file, "body")
     arrow = next((tmp_path / "dataset").glob("*.arrow"))
     arrow.write_bytes(b"")
