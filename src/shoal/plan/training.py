@@ -268,8 +268,8 @@ def take_steps(
     most = min(setup.micro_batches, most_seen or setup.micro_batches)
     for step in range(num_steps):
         follower.moment("step")
-        # The first of two is there to make the optimizer's state.
-        num_seen = 1 if num_steps == 2 and step == 0 else most
+        # The first is there to make the optimizer's state, those before the last to settle.
+        num_seen = most if most_seen is None or step == num_steps - 1 else min(most, step + 1)
         for number in range(num_seen):
             follower.moment(MICRO_BATCH)
             is_last = number == num_seen - 1
