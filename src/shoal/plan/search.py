@@ -22,7 +22,7 @@ from shoal.plan.setup import Setup
 from shoal.plan.shallow import Estimate, ShallowModel
 from shoal.plan.training import Workload, num_tokens_of
 
-NUM_REFINED = 6
+NUM_REFINED = 4
 """Of how many of the fastest plans units and prefetching are varied."""
 NUM_DOUBTFUL = 3
 """How many plans are forecast whole that fit by what is allocated, but not by what is reserved."""
