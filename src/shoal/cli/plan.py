@@ -393,7 +393,7 @@ def show_choice(found: Choice, console: Console) -> None:
     console.print()
     console.print(f"chosen: {found.chosen}, {found.chosen.tokens_per_s:,.0f} tokens/s")
     console.print()
-    console.print(found.chosen.setup.code())
+    console.print(found.code)
     fitting = [one for one in found.judged if one.fits]
     others = [one for one in fitting if one is not found.chosen]
     others = sorted(others, key=lambda one: -one.tokens_per_s)[:NUM_SHOWN]

@@ -16,6 +16,7 @@ import torch
 
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout
+from shoal.plan.accelerators import accelerator
 from shoal.plan.bounds import Sizes, computes_no_less, needs_no_less, times_carried
 from shoal.plan.forecast import Forecast, forecast_setup, freeze_old_objects, old_objects_frozen
 from shoal.plan.setup import Setup
@@ -88,13 +89,15 @@ class Choice:
     """Of the chosen plan, whole."""
     budget_bytes: float
     judged: tuple[Judged, ...]
+    code: str
+    """The calls that make the chosen plan, to paste."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
         return {
             **self.forecast.to_json(),
             "chosen": str(self.chosen),
-            "code": self.chosen.setup.code(),
+            "code": self.code,
             "plans": [_plain(one) for one in self.judged],
         }
 
@@ -358,6 +361,7 @@ class Search:
                     forecast=whole[key],
                     budget_bytes=self.budget_bytes,
                     judged=tuple(self._judged.values()),
+                    code=self._code(best),
                 )
             whole[key] = found = forecast_setup(
                 self.workload(best.sizes), best.setup, draws=self.draws, **self.options
@@ -366,6 +370,13 @@ class Search:
             self._judged[key] = self._with(Estimate.of(found), best.setup, best.sizes, least=least)
             if not self._judged[key].fits:
                 self._judge_again(whole)
+
+    def _code(self, chosen: Judged) -> str:
+        is_named = self.workload(chosen.sizes).units is not None
+        is_cpu = accelerator(self.options.get("device", "h200")).is_cpu
+        return chosen.setup.code(
+            "units(model)" if is_named else "default_units(model)", "cpu" if is_cpu else "cuda"
+        )
 
     def _next(self, whole: Mapping[Any, Forecast]) -> tuple[Any, ...] | None:
         """The fastest that fits, as far as anyone knows; of doubtful ones only some are tried."""
