@@ -194,6 +194,9 @@ def _choose(source: Planned, given: argparse.Namespace) -> int:
         )
     if given.budget is not None:
         raise UsageError("--fit is the budget of a search; --budget goes with a single forecast")
+    sought = given.find.partition("-")[2]
+    if sought in source.sizes:
+        raise UsageError(f"--find {given.find} looks for --{sought}: leave that out")
     console, options = _console(), _options(given)
     shows = not given.json and sys.stderr.isatty()
     search = Search(
@@ -213,9 +216,7 @@ def _choose(source: Planned, given: argparse.Namespace) -> int:
     elif given.find == "cheapest":
         found = search.cheapest(sizes)
     else:
-        name = given.find.partition("-")[2]
-        fixed = {one: size for one, size in source.sizes.items() if one != name}
-        found = search.largest(name, fixed)
+        found = search.largest(sought, source.sizes)
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
     if options["profile"] is not None:

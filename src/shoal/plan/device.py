@@ -47,6 +47,8 @@ class NotingDevice:
         """What the memory of each owner is for."""
         self.uncounted: set[str] = set()
         """Operators of whose arithmetic nothing is known."""
+        self.timeless: set[str] = set()
+        """Operators whose time is left out."""
         self.has_convolutions = False
         """Whether there are kernels that borrow memory as they please."""
         self.phase = "parameters"
@@ -75,7 +77,7 @@ class NotingDevice:
                 stack.callback(setattr, self, "_is_noting", True)
                 yield
                 return
-            stack.enter_context(kernels_of("cpu" if self._is_cpu else "cuda"))
+            stack.enter_context(kernels_of("cpu" if self._is_cpu else "cuda", self.timeless))
             stack.enter_context(optimizers.as_accelerated("meta"))
             stack.enter_context(_Operators(self))
             yield

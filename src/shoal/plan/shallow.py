@@ -54,7 +54,7 @@ class Estimate:
     @classmethod
     def of(cls, found: Forecast) -> Estimate:
         """Those of a forecast."""
-        by_category = found.memory.by_category
+        by_category = {**found.memory.by_category, "CUDA's context": found.context_bytes}
         return cls(
             needed_bytes=found.needed_bytes,
             least_bytes=found.memory.allocated_peak_bytes + found.context_bytes,
