@@ -107,7 +107,8 @@ def _measure_network(device: str) -> int:
             store_network(network_file(), found)
             say(
                 f"{found.name}: {found.bandwidth_gb_per_s:.3g} GB/s, {found.latency_us:.0f} µs; "
-                "--network measured asks for it"
+                "--network measured asks for it",
+                stream=sys.stdout,
             )
     return 0
 

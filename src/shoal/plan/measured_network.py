@@ -15,6 +15,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from shoal._torch import collectives
 from shoal.comm.collectives import Kind, bytes_sent
 from shoal.comm.network import Network
 from shoal.errors import UsageError
@@ -99,11 +100,14 @@ def _gather_us(num_bytes: int, device: torch.device) -> float:
     size = dist.get_world_size()
     mine = torch.zeros(max(1, num_bytes // size), dtype=torch.uint8, device=device)
     whole = torch.empty(mine.numel() * size, dtype=torch.uint8, device=device)
+    group = dist.group.WORLD
+    assert group is not None
+    gather = collectives.gather_method(group)
     took: list[float] = []
     for number in range(_WARM + _TIMED):
         dist.barrier()
         begin = perf_counter()
-        dist.all_gather_into_tensor(whole, mine)
+        gather(whole, mine).wait()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number >= _WARM:
