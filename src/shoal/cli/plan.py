@@ -17,21 +17,25 @@ from rich.console import Console
 from rich.table import Table
 
 from shoal.cli.flags import Parser
+from shoal.comm.network import Network
 from shoal.compile.environment import cache_folder
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout, Rows, Whole
 from shoal.plan import Choice, Forecast, Search, Setup, Workload, forecast_setup
-from shoal.plan.accelerators import ACCELERATORS
+from shoal.plan.accelerators import ACCELERATORS, accelerator
 from shoal.plan.hugging_face import hugging_face_workload
+from shoal.plan.measured_network import measure_network, read_network, store_network
 from shoal.plan.plan_file import read_plan_file
 from shoal.plan.profile import profile_for
 from shoal.plan.search import Sizes
 from shoal.report.plan_page import write_plan_page, write_trace
 from shoal.runtime.policy import MixedPrecisionPolicy
+from shoal.train import environment
 from shoal.train.config import load_recipe
 from shoal.train.foresight import is_recipe, setup_of, workload_of
 from shoal.train.options import replace_options
 from shoal.train.safe_stream import safe_stdout, say
+from shoal.train.world import join_world
 
 GIB = 1 << 30
 BAR = 24
@@ -62,6 +66,8 @@ def naming_gaps() -> Iterator[None]:
 
 
 def _plan(given: argparse.Namespace) -> int:
+    if given.measure_network:
+        return _measure_network(given.device)
     source = Planned.of(given)
     if given.fit is not None:
         return _choose(source, given)
@@ -84,6 +90,36 @@ def _plan(given: argparse.Namespace) -> int:
     if given.budget is None:
         return 0
     return int(found.needed_bytes > given.budget)
+
+
+def _measure_network(device: str) -> int:
+    """Time the ranks that torchrun started; rank 0 tells, and keeps it."""
+    place = environment.place()
+    if place is None:
+        raise UsageError(
+            "--measure-network times the ranks of a job, and this is none: run torchrun "
+            "--nproc-per-node N -m shoal plan --measure-network"
+        )
+    is_cpu = accelerator(device).is_cpu or not torch.cuda.is_available()
+    with join_world(place, "cpu" if is_cpu else "cuda", replicas=1) as world:
+        found = measure_network(world.device)
+        if place.rank == 0:
+            store_network(network_file(), found)
+            say(
+                f"{found.name}: {found.bandwidth_gb_per_s:.3g} GB/s, {found.latency_us:.0f} µs; "
+                "--network measured asks for it",
+                stream=sys.stdout,
+            )
+    return 0
+
+
+def network_file() -> Path:
+    """Where a network that was measured is kept."""
+    return cache_folder().parent / "plan-network.json"
+
+
+def _network(name: str) -> str | Network:
+    return read_network(network_file()) if name == "measured" else name
 
 
 def _options(given: argparse.Namespace) -> dict[str, Any]:
@@ -194,6 +230,9 @@ def _choose(source: Planned, given: argparse.Namespace) -> int:
         )
     if given.budget is not None:
         raise UsageError("--fit is the budget of a search; --budget goes with a single forecast")
+    sought = given.find.partition("-")[2]
+    if sought in source.sizes:
+        raise UsageError(f"--find {given.find} looks for --{sought}: leave that out")
     console, options = _console(), _options(given)
     shows = not given.json and sys.stderr.isatty()
     search = Search(
@@ -213,9 +252,7 @@ def _choose(source: Planned, given: argparse.Namespace) -> int:
     elif given.find == "cheapest":
         found = search.cheapest(sizes)
     else:
-        name = given.find.partition("-")[2]
-        fixed = {one: size for one, size in source.sizes.items() if one != name}
-        found = search.largest(name, fixed)
+        found = search.largest(sought, source.sizes)
     if shows:
         print("\r\033[K", end="", file=sys.stderr)
     if options["profile"] is not None:
@@ -292,6 +329,11 @@ def make_parser() -> Parser:
     parser.add_argument(
         "--profile", type=Path, metavar="PATH", help="where --measure keeps what it measured"
     )
+    parser.add_argument(
+        "--measure-network",
+        action="store_true",
+        help="under torchrun: time gathers between its ranks, for --network measured",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--html", type=Path, metavar="PATH", help="write a page of charts")
     parser.add_argument(
@@ -309,7 +351,10 @@ def add_planning_flags(parser: Parser) -> None:
     parser.add_argument("--model", metavar="hf:PATH", help="a config.json of transformers instead")
     parser.add_argument("--world", type=_count, default=8, metavar="N", help="number of ranks (8)")
     parser.add_argument(
-        "--network", default="nvlink+ib", help="free, nvlink, ib or nvlink+ib (nvlink+ib)"
+        "--network",
+        type=_network,
+        default="nvlink+ib",
+        help="free, nvlink, ib, nvlink+ib or measured (nvlink+ib)",
     )
     parser.add_argument("--batch", type=_count, metavar="N", help="for inputs(batch=...)")
     parser.add_argument("--sequence", type=_count, metavar="N", help="for inputs(sequence=...)")
@@ -393,7 +438,7 @@ def show_choice(found: Choice, console: Console) -> None:
     console.print()
     console.print(f"chosen: {found.chosen}, {found.chosen.tokens_per_s:,.0f} tokens/s")
     console.print()
-    console.print(found.chosen.setup.code())
+    console.print(found.code)
     fitting = [one for one in found.judged if one.fits]
     others = [one for one in fitting if one is not found.chosen]
     others = sorted(others, key=lambda one: -one.tokens_per_s)[:NUM_SHOWN]

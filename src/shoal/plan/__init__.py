@@ -12,6 +12,7 @@ from shoal.plan.profile import Profile
 from shoal.plan.search import Choice, NothingFits, Search, Space
 from shoal.plan.setup import Setup
 from shoal.plan.training import Workload
+from shoal.runtime.observe import default_units
 
 __all__ = [
     "Accelerator",
@@ -24,6 +25,7 @@ __all__ = [
     "Setup",
     "Space",
     "Workload",
+    "default_units",
     "forecast",
     "forecast_setup",
 ]

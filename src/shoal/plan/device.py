@@ -47,6 +47,8 @@ class NotingDevice:
         """What the memory of each owner is for."""
         self.uncounted: set[str] = set()
         """Operators of whose arithmetic nothing is known."""
+        self.timeless: set[str] = set()
+        """Operators whose time is left out."""
         self.has_convolutions = False
         """Whether there are kernels that borrow memory as they please."""
         self.phase = "parameters"
@@ -75,7 +77,7 @@ class NotingDevice:
                 stack.callback(setattr, self, "_is_noting", True)
                 yield
                 return
-            stack.enter_context(kernels_of("cpu" if self._is_cpu else "cuda"))
+            stack.enter_context(kernels_of("cpu" if self._is_cpu else "cuda", self.timeless))
             stack.enter_context(optimizers.as_accelerated("meta"))
             stack.enter_context(_Operators(self))
             yield
@@ -298,6 +300,8 @@ class _Operators(subclasses.QuickDispatchMode):
         if any(one not in _PLAIN for one in types):
             return NotImplemented  # a tensor of tensors takes itself apart first
         kwargs = kwargs or {}
+        if func.is_view:
+            return self._view(func, args, kwargs)
         key = SEEN.key(func, args, kwargs)
         answer = None if key is None else SEEN.find(key)
         if answer is not None:
@@ -310,9 +314,7 @@ class _Operators(subclasses.QuickDispatchMode):
                     return known
             args = self._known.without_masks(func, args)
             result = _run(func, args, kwargs)
-            outputs = [
-                one for one in trees.tree_leaves(result) if isinstance(one, Tensor) and one.is_meta
-            ]
+            outputs = _tensors_of(result)
             if any(one.layout is not torch.strided for one in outputs):
                 raise UsageError(
                     f"{func} returns a sparse tensor, whose memory depends on values: not modelled"
@@ -324,6 +326,22 @@ class _Operators(subclasses.QuickDispatchMode):
             self._known.follow(func, args, kwargs, outputs)
         self._device.saw(func, args, kwargs, result, outputs, cost)
         return result
+
+    def _view(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Most operators are views, which cost nothing: they look at memory that is known."""
+        result = func(*args, **kwargs)
+        outputs = _tensors_of(result)
+        if outputs and not outputs[0].is_floating_point():
+            self._known.follow(func, args, kwargs, outputs)
+        self._device.holds(outputs, self._device.phase)
+        return result
+
+
+def _tensors_of(result: Any) -> list[Tensor]:
+    """Those on meta that an operator returned."""
+    if type(result) is Tensor:
+        return [result] if result.is_meta else []
+    return [one for one in trees.tree_leaves(result) if isinstance(one, Tensor) and one.is_meta]
 
 
 _PLAIN = frozenset({Tensor, torch.nn.Parameter})

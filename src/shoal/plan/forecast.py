@@ -306,6 +306,13 @@ def _assumptions(
             said.append(f"the figures of {chosen.name} are its data sheet's, not measured")
     if imagined.has_convolutions:
         said.append("what convolutions borrow while they run depends on the library: not counted")
+    if imagined.timeless:
+        said.append(f"the kernels of {', '.join(sorted(imagined.timeless))} take no time")
+    if not chosen.is_cpu:
+        said.append(
+            "not modelled: that collectives' kernels slow down compute beside them, contention on "
+            "links, and memory that a build on the device would leave in the cache"
+        )
     if uncounted:
         said.append(
             f"the time of {', '.join(sorted(uncounted))} is not known: it is taken to be that of "

@@ -65,7 +65,7 @@ def read_plan_file(path: Path) -> PlanFile:
     sys.path.insert(0, folder)
     try:
         found = runpy.run_path(str(path), run_name="shoal_plan")
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"{path} raised {type(error).__name__}: {error}") from error
     finally:
         sys.path.remove(folder)

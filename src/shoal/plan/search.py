@@ -1,8 +1,8 @@
 """Which plan to take: all that fit into a budget, fastest first, and why the others do not.
 
 A search asks short models (`shallow`) and goes from plans that need little to plans that need more.
-Where a plan does not fit, those that need at least as much are rejected without being asked. What
-is chosen was forecast whole.
+Where a plan does not fit, those that need at least as much are rejected without being asked; so are
+those that surely take longer than one that fits (`bounds`). What is chosen was forecast whole.
 """
 
 from __future__ import annotations
@@ -16,18 +16,21 @@ import torch
 
 from shoal.errors import UsageError
 from shoal.layout import Even, Flat, Layout
+from shoal.plan.accelerators import accelerator
+from shoal.plan.bounds import Sizes, computes_no_less, needs_no_less, times_carried
 from shoal.plan.forecast import Forecast, forecast_setup, freeze_old_objects, old_objects_frozen
 from shoal.plan.setup import Setup
 from shoal.plan.shallow import Estimate, ShallowModel
 from shoal.plan.training import Workload, num_tokens_of
 
-Sizes = Mapping[str, int]
-"""Of the inputs: `batch`, `sequence`."""
-
-NUM_REFINED = 6
+NUM_REFINED = 4
 """Of how many of the fastest plans units and prefetching are varied."""
-NUM_CONFIRMED = 8
-"""How many of the fastest plans are forecast whole before the search gives up on short ones."""
+NUM_DOUBTFUL = 3
+"""How many plans are forecast whole that fit by what is allocated, but not by what is reserved."""
+WORTH = 1.01
+"""How much faster a plan must be, as far as anyone knows, to be asked."""
+NUM_BETWEEN = 16
+"""After so many plans, what they left behind is no longer searched for garbage."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,10 @@ class Judged:
     figures: Estimate | None
     """None if it was rejected without being asked."""
     why_not: str | None
+    needed_bytes: int | None = None
+    """What it was judged by: what it surely needs."""
+    is_slow: bool = False
+    """Whether it was rejected for its time."""
 
     @property
     def fits(self) -> bool:
@@ -65,8 +72,8 @@ class Judged:
     @property
     def tokens_per_s(self) -> float:
         """Of all ranks."""
-        assert self.figures is not None
-        return self.figures.num_tokens / self.figures.step_ms * 1e3
+        figures = _figures(self)
+        return figures.num_tokens / figures.step_ms * 1e3
 
     def __str__(self) -> str:
         sizes = "".join(f", {name} {size}" for name, size in self.sizes.items())
@@ -82,13 +89,15 @@ class Choice:
     """Of the chosen plan, whole."""
     budget_bytes: float
     judged: tuple[Judged, ...]
+    code: str
+    """The calls that make the chosen plan, to paste."""
 
     def to_json(self) -> dict[str, Any]:
         """Plain values, for `--json`."""
         return {
             **self.forecast.to_json(),
             "chosen": str(self.chosen),
-            "code": self.chosen.setup.code(),
+            "code": self.code,
             "plans": [_plain(one) for one in self.judged],
         }
 
@@ -123,6 +132,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self._judged: dict[tuple[Any, ...], Judged] = {}
+        self._num_tokens: dict[tuple[Any, ...], int] = {}
+        self._num_asked = 0
         self._shallow: ShallowModel | None = None
 
     # Answers.
@@ -130,7 +141,8 @@ class Search:
     def fastest(self, sizes: Sequence[Sizes]) -> Choice:
         """The fastest plan that fits, of those with any of these sizes."""
         with old_objects_frozen():
-            for one in sizes:
+            # Larger batches first: they are the faster ones, of those that fit.
+            for one in sorted(sizes, key=self._tokens, reverse=True):
                 for setup in self._setups(one):
                     self._judge(setup, one)
             self._refine()
@@ -253,7 +265,10 @@ class Search:
 
     def _tokens(self, sizes: Sizes) -> int:
         """Of one rank's micro-batch."""
-        return num_tokens_of(self.workload(sizes))
+        key = tuple(sorted(sizes.items()))
+        if key not in self._num_tokens:
+            self._num_tokens[key] = num_tokens_of(self.workload(sizes))
+        return self._num_tokens[key]
 
     def _fits_somehow(self, sizes: Sizes) -> bool:
         """Whether one of the plans that need little fits."""
@@ -274,25 +289,50 @@ class Search:
         return self._judged[key]
 
     def _rejected(self, setup: Setup, sizes: Sizes) -> Judged | None:
-        """A plan is not asked if one that needs no more did not fit."""
+        """A plan is not asked if one that needs no more did not fit, or if it is surely slow."""
+        too_large = self._too_large(setup, sizes)
+        why_not = too_large or self._too_slow(setup, sizes)
+        if why_not is None:
+            return None
+        return Judged(
+            setup=setup, sizes=sizes, figures=None, why_not=why_not, is_slow=too_large is None
+        )
+
+    def _too_large(self, setup: Setup, sizes: Sizes) -> str | None:
         for other in self._judged.values():
-            if not other.fits and other.figures is not None and _needs_no_less(setup, sizes, other):
-                needed = other.figures.least_bytes / 1e9
-                return Judged(
-                    setup=setup,
-                    sizes=sizes,
-                    figures=None,
-                    why_not=f"needs no less than ({other}), which needs {needed:.1f} GB",
-                )
+            if other.fits or other.needed_bytes is None:
+                continue
+            if needs_no_less(setup, sizes, other.setup, other.sizes):
+                needed = other.needed_bytes / 1e9
+                return f"needs no less than ({other}), which needs {needed:.1f} GB"
         return None
+
+    def _too_slow(self, setup: Setup, sizes: Sizes) -> str | None:
+        """Why a plan is not worth asking; None as long as it may be the fastest that fits."""
+        num_tokens = self._step_tokens(setup, sizes)
+        least_ms = fastest_ms = 0.0
+        for other in self._judged.values():
+            figures = other.figures
+            if figures is None or figures.num_tokens != num_tokens:
+                continue
+            least_ms = max(least_ms, _least_ms(setup, sizes, other, figures))
+            if other.fits and not 0 < fastest_ms <= figures.step_ms:
+                fastest_ms = figures.step_ms
+        if least_ms * WORTH < fastest_ms or not fastest_ms:
+            return None
+        return f"takes {least_ms:.0f} ms or more, and another that fits {fastest_ms:.0f} ms"
+
+    def _step_tokens(self, setup: Setup, sizes: Sizes) -> int:
+        return self._tokens(sizes) * setup.world * setup.micro_batches
 
     def _asked(self, setup: Setup, sizes: Sizes) -> Judged:
         workload = self.workload(sizes)
         if self._shallow is None:
             self._shallow = ShallowModel(workload)
         figures = self._shallow.figures(workload, setup, self.options)
-        if not self._judged:
+        if self._num_asked % NUM_BETWEEN == 0:
             freeze_old_objects()  # torch has imported all that it imports for a forecast
+        self._num_asked += 1
         return self._with(figures, setup, sizes, least=figures.least_bytes)
 
     def _with(self, figures: Estimate, setup: Setup, sizes: Sizes, *, least: int) -> Judged:
@@ -303,53 +343,94 @@ class Search:
                 f"needs {least / 1e9:.1f} GB, most of it {figures.dominated_by}: "
                 f"{(least - self.budget_bytes) / 1e9:.1f} GB too much"
             )
-        return Judged(setup=setup, sizes=sizes, figures=figures, why_not=why_not)
+        return Judged(
+            setup=setup, sizes=sizes, figures=figures, why_not=why_not, needed_bytes=least
+        )
 
     def _choose(self) -> Choice:
         """Forecast the fastest plans whole, until one fits that no other seems to beat."""
         whole: dict[tuple[Any, ...], Forecast] = {}
-        for _ in range(NUM_CONFIRMED):
-            fitting = {key: one for key, one in self._judged.items() if one.fits}
-            if not fitting:
-                break
-            key = max(fitting, key=lambda one: fitting[one].tokens_per_s)
-            best = fitting[key]
+        while True:
+            key = self._next(whole)
+            if key is None:
+                raise NothingFits(self._least())
+            best = self._judged[key]
             if key in whole:
-                break
-            found = forecast_setup(
+                return Choice(
+                    chosen=best,
+                    forecast=whole[key],
+                    budget_bytes=self.budget_bytes,
+                    judged=tuple(self._judged.values()),
+                    code=self._code(best),
+                )
+            whole[key] = found = forecast_setup(
                 self.workload(best.sizes), best.setup, draws=self.draws, **self.options
             )
-            figures = Estimate.of(found)
-            whole[key] = found
-            self._judged[key] = self._with(
-                figures, best.setup, best.sizes, least=found.needed_bytes
-            )
-        sure = [key for key in whole if self._judged[key].fits]
-        if not sure:
-            raise NothingFits(self._least())
-        key = max(sure, key=lambda one: self._judged[one].tokens_per_s)
-        judged = tuple(self._judged.values())
-        return Choice(
-            chosen=self._judged[key],
-            forecast=whole[key],
-            budget_bytes=self.budget_bytes,
-            judged=judged,
+            least = found.needed_bytes
+            self._judged[key] = self._with(Estimate.of(found), best.setup, best.sizes, least=least)
+            if not self._judged[key].fits:
+                self._judge_again(whole)
+
+    def _code(self, chosen: Judged) -> str:
+        is_named = self.workload(chosen.sizes).units is not None
+        is_cpu = accelerator(self.options.get("device", "h200")).is_cpu
+        return chosen.setup.code(
+            "units(model)" if is_named else "default_units(model)", "cpu" if is_cpu else "cuda"
         )
 
+    def _next(self, whole: Mapping[Any, Forecast]) -> tuple[Any, ...] | None:
+        """The fastest that fits, as far as anyone knows; of doubtful ones only some are tried."""
+        fitting = {key: one for key, one in self._judged.items() if one.fits}
+        reserved = {key: _figures(one).needed_bytes for key, one in fitting.items()}
+        sure = [key for key in fitting if key in whole or reserved[key] <= self.budget_bytes]
+        num_failed = sum(key not in fitting for key in whole)
+        tried = [*fitting] if num_failed < NUM_DOUBTFUL else sure
+        if tried or num_failed >= 2 * NUM_DOUBTFUL:
+            return max(tried, key=lambda key: fitting[key].tokens_per_s, default=None)
+        return min(fitting, key=lambda key: reserved[key], default=None)
+
+    def _judge_again(self, whole: Mapping[Any, Forecast]) -> None:
+        """A plan does not fit that others were compared to: look at those again."""
+        for key, one in list(self._judged.items()):
+            if one.is_slow:
+                del self._judged[key]
+                self._judge(one.setup, one.sizes)
+            elif one.fits and key not in whole:
+                why_not = self._too_large(one.setup, one.sizes)
+                if why_not is not None:
+                    self._judged[key] = replace(one, why_not=why_not, needed_bytes=None)
+
     def _least(self) -> str:
-        asked = [one for one in self._judged.values() if one.figures is not None]
+        asked = [one for one in self._judged.values() if one.needed_bytes is not None]
         if not asked:
             return (
                 f"no plan: a global batch of {self.global_batch} tokens is no multiple of what "
                 f"{self.base.world} ranks take in one micro-batch"
             )
-        best = min(asked, key=lambda one: one.figures.least_bytes)  # pyright: ignore
-        assert best.figures is not None
+
+        def least(one: Judged) -> int:
+            return _figures(one).needed_bytes if one.fits else one.needed_bytes or 0
+
+        best = min(asked, key=least)
         return (
             f"nothing fits into {self.budget_bytes / 1e9:.3g} GB. The least is "
-            f"{best.figures.least_bytes / 1e9:.1f} GB, most of it {best.figures.dominated_by}, "
+            f"{least(best) / 1e9:.1f} GB, most of it {_figures(best).dominated_by}, "
             f"with {best}. Try more ranks, a smaller batch or a shorter sequence"
         )
+
+
+def _least_ms(setup: Setup, sizes: Sizes, other: Judged, figures: Estimate) -> float:
+    """What a plan surely takes, as far as another one tells."""
+    computes = computes_no_less(setup, sizes, other.setup, other.sizes)
+    times = times_carried(setup, other.setup)
+    if computes and times:
+        return max(figures.step_ms, figures.link_ms * times)
+    return max(figures.compute_ms if computes else 0.0, figures.link_ms * times)
+
+
+def _figures(one: Judged) -> Estimate:
+    assert one.figures is not None
+    return one.figures
 
 
 class NothingFits(UsageError):
@@ -362,40 +443,3 @@ def _choices(setup: Setup) -> tuple[Any, ...]:
         *(type(setup.reshard), setup.reshard, setup.prefetch_depth, setup.blocks_per_unit),
         *(setup.micro_batches, setup.reduces_each),
     )
-
-
-def _needs_no_less(setup: Setup, sizes: Sizes, other: Judged) -> bool:
-    """Whether a plan surely needs at least the memory of another one.
-
-    In one of the choices it keeps more than the other, and is like it in the rest.
-    """
-    its = other.setup
-    if its.world != setup.world or its.policy != setup.policy or its.layout != setup.layout:
-        return False
-    if (its.micro_batches > 1) != (setup.micro_batches > 1):
-        return False
-    if its.blocks_per_unit != setup.blocks_per_unit:
-        return False
-    return (
-        setup.replicas >= its.replicas
-        and setup.reduces_each <= its.reduces_each
-        and _kept(setup.reshard) >= _kept(its.reshard)
-        and setup.prefetch_depth >= its.prefetch_depth
-        and _saved(setup.checkpointing) >= _saved(its.checkpointing)
-        and all(size >= other.sizes.get(name, size) for name, size in sizes.items())
-        and sizes.keys() == other.sizes.keys()
-    )
-
-
-def _kept(reshard: bool | int | None) -> float:
-    """How much of the gathered parameters is kept between forward and backward."""
-    if isinstance(reshard, bool) or reshard is None:
-        return 0.0 if reshard in (True, None) else 1.0
-    return 1 / reshard
-
-
-def _saved(checkpointing: Any) -> float:
-    """How many units' activations are kept."""
-    if isinstance(checkpointing, bool):
-        return 0.0 if checkpointing else 1.0
-    return 1 - 1 / checkpointing if isinstance(checkpointing, int) else 0.5

@@ -6,7 +6,7 @@ A `Setup` checks itself, says itself in a line, and writes itself as code.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import torch
 
@@ -111,32 +111,28 @@ class Setup:
             return f" of every {chosen}. unit" if chosen > 1 else ""
         return f" of units {', '.join(map(str, sorted(chosen)))}"
 
-    def code(self, units: str = "units") -> str:
-        """The calls that make it so, to paste; `units` is the name of the list of units."""
+    def code(self, units: str = "units(model)", device_type: str = "cuda") -> str:
+        """The calls that make it so, to paste where `model` is; `units` is what makes the units."""
         axes = (self.world,) if self.replicas == 1 else (self.replicas, self.shards)
         names = ("shard",) if self.replicas == 1 else ("replicate", "shard")
-        policy = ", ".join(
-            f"{name}=torch.{_dtype(value)}"
-            for name in ("param_dtype", "reduce_dtype", "output_dtype")
-            if (value := getattr(self.policy, name)) is not None
-        )
         shared = "mesh=mesh, mp_policy=policy"
         if self.layout != Even():
             shared += f", layout={self.layout!r}"
         reshard = "" if self.reshard is None else f", reshard_after_forward={self.reshard}"
         lines = [
-            f'mesh = init_device_mesh("cuda", {axes}, mesh_dim_names={names})',
-            f"policy = MixedPrecisionPolicy({policy})",
+            f'mesh = init_device_mesh("{device_type}", {axes}, mesh_dim_names={names})',
+            f"policy = MixedPrecisionPolicy({self._policy()})",
+            f"blocks = list({units})",
         ]
         if self.checkpointing is not False:
-            lines += self._checkpoint_lines(units)
+            lines += self._checkpoint_lines()
         some = self.blocks_per_unit
         if some == 1:
-            lines += [f"for unit in {units}:", f"    fully_shard(unit, {shared}{reshard})"]
+            lines += ["for block in blocks:", f"    fully_shard(block, {shared}{reshard})"]
         else:
             lines += [
-                f"for start in range(0, len({units}), {some}):",
-                f"    fully_shard({units}[start : start + {some}], {shared}{reshard})",
+                f"for start in range(0, len(blocks), {some}):",
+                f"    fully_shard(blocks[start : start + {some}], {shared}{reshard})",
             ]
         lines.append(f"fully_shard(model, {shared})")
         if self.prefetch_depth != 1:
@@ -146,17 +142,43 @@ class Setup:
                 f"# of {self.micro_batches} micro-batches, reduce the last:",
                 "#   model.set_requires_gradient_sync(is_last)",
             ]
-        return "\n".join(lines)
+        return "\n".join([*self._imports(units), "", *lines])
 
-    def _checkpoint_lines(self, units: str) -> list[str]:
+    def _policy(self) -> str:
+        """The arguments of its constructor that are not as usual."""
+        usual = MixedPrecisionPolicy()
+        named = ((one.name, getattr(self.policy, one.name)) for one in fields(self.policy))
+        return ", ".join(
+            f"{name}={value!r}" for name, value in named if value != getattr(usual, name)
+        )
+
+    def _imports(self, units: str) -> list[str]:
+        """Of what the calls name."""
+        lines = ["import torch"] if "torch." in self._policy() else []
+        if self.checkpointing is not False:
+            lines.append("from torch.distributed._composable import checkpoint")
+        lines += [
+            "from torch.distributed.device_mesh import init_device_mesh",
+            "from shoal import MixedPrecisionPolicy, fully_shard",
+        ]
+        if self.layout != Even():
+            lines.append(f"from shoal.layout import {type(self.layout).__name__}")
+        formats = (self.policy.gather_format, self.policy.reduce_format)
+        lines += [
+            f"from {type(one).__module__} import {type(one).__name__}"
+            for one in formats
+            if one is not None
+        ]
+        if units.startswith("default_units("):
+            lines.append("from shoal.plan import default_units")
+        return lines
+
+    def _checkpoint_lines(self) -> list[str]:
         chosen = self.checkpointing
-        if chosen is True or chosen == 1:
-            return [f"for unit in {units}:", "    checkpoint(unit)"]
-        some = f"[::{chosen}]" if isinstance(chosen, int) else ""
-        if some:
-            return [f"for unit in {units}{some}:", "    checkpoint(unit)"]
-        assert not isinstance(chosen, int)
-        return [f"for number in {sorted(chosen)}:", f"    checkpoint({units}[number])"]
+        if isinstance(chosen, int):  # True is 1
+            some = f"[::{chosen}]" if chosen > 1 else ""
+            return [f"for block in blocks{some}:", "    checkpoint(block)"]
+        return [f"for number in {sorted(chosen)}:", "    checkpoint(blocks[number])"]
 
 
 _LEAST = {

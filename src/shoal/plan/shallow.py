@@ -8,6 +8,7 @@ What it chooses is then forecast whole.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,8 +19,17 @@ from shoal.plan.forecast import Forecast, forecast_setup
 from shoal.plan.setup import Setup
 from shoal.plan.training import Workload, meta_model
 
-FEW, MORE = 4, 6
-"""More than are gathered at once, and whole units of two blocks."""
+
+def few_and_more(setup: Setup) -> tuple[int, int]:
+    """Of how many blocks the short models are that a setup is asked with.
+
+    There are more units than are gathered at once, and checkpointing of every n-th comes round.
+    """
+    every = setup.checkpointing
+    period = math.lcm(setup.blocks_per_unit, every if isinstance(every, int) and every else 1)
+    least = (setup.prefetch_depth + 2) * setup.blocks_per_unit
+    few = -(-least // period) * period
+    return few, few + period
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +42,10 @@ class Estimate:
     """What is allocated, and what CUDA takes beside: of a short model too."""
     step_ms: float
     exposed_ms: float
+    compute_ms: float
+    """Of kernels alone: what no schedule is faster than."""
+    link_ms: float
+    """Of collectives alone."""
     num_tokens: int
     """Of all ranks' steps together."""
     dominated_by: str
@@ -40,12 +54,14 @@ class Estimate:
     @classmethod
     def of(cls, found: Forecast) -> Estimate:
         """Those of a forecast."""
-        by_category = found.memory.by_category
+        by_category = {**found.memory.by_category, "CUDA's context": found.context_bytes}
         return cls(
             needed_bytes=found.needed_bytes,
             least_bytes=found.memory.allocated_peak_bytes + found.context_bytes,
             step_ms=found.time.step_ms,
             exposed_ms=found.time.exposed_ms,
+            compute_ms=found.time.compute_ms,
+            link_ms=found.time.link_ms,
             num_tokens=found.num_tokens,
             dominated_by=max(by_category, key=lambda name: by_category[name], default="nothing"),
         )
@@ -64,6 +80,8 @@ class Estimate:
             least_bytes=int(along("least_bytes")),
             step_ms=along("step_ms"),
             exposed_ms=along("exposed_ms"),
+            compute_ms=along("compute_ms"),
+            link_ms=along("link_ms"),
         )
 
 
@@ -74,11 +92,6 @@ class ShallowModel:
         self._model = meta_model(workload)
         self._place = _equal_blocks(self._model)
         self.num_blocks = 0 if self._place is None else len(_blocks_at(self._model, self._place))
-
-    @property
-    def is_deep(self) -> bool:
-        """Whether there are blocks to leave out."""
-        return self.num_blocks > MORE + FEW
 
     def with_blocks(self, count: int) -> Any:
         """A copy of the model with its first blocks."""
@@ -99,9 +112,10 @@ class ShallowModel:
             shortened = replace(workload, model=lambda: self.with_blocks(count))
             return Estimate.of(forecast_setup(shortened, setup, num_steps=2, **options))
 
-        if not self.is_deep:
+        few, more = few_and_more(setup)
+        if self.num_blocks <= few + more:
             return short(self.num_blocks)
-        return short(FEW).extended(short(MORE), (self.num_blocks - FEW) / (MORE - FEW))
+        return short(few).extended(short(more), (self.num_blocks - few) / (more - few))
 
 
 _LEFT_OUT = nn.Identity()

@@ -128,6 +128,11 @@ def _check_model(model: Any) -> None:
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     if not parameters:
         raise UsageError(f"the model, a {type(model).__name__}, has no parameters to train")
+    if not any(one.requires_grad for one in parameters.values()):
+        raise UsageError(
+            f"no parameter of the model, a {type(model).__name__}, requires a gradient: there is "
+            "nothing to train"
+        )
     for name, one in (*parameters.items(), *buffers.items()):
         if isinstance(one, UninitializedParameter):
             raise UsageError(
@@ -157,13 +162,24 @@ def _units_of(model: nn.Module, workload: Workload) -> Units:
         return default_units(model)
     with _blaming("units(model)"):
         found = list(workload.units(model))
-    known = set(map(id, model.modules()))
+    names = {id(module): name for name, module in model.named_modules()}
+    seen: set[int] = set()
     for unit in found:
         for one in unit if isinstance(unit, list) else [unit]:
-            if isinstance(one, nn.Module) and id(one) not in known:
+            if not isinstance(one, nn.Module):
+                continue
+            if id(one) not in names:
                 raise UsageError(
                     f"units(model) returned a {type(one).__name__} that is not in the model"
                 )
+            if one is model:
+                raise UsageError(
+                    "units(model) returned the model itself, which is always the last unit: leave "
+                    "it out"
+                )
+            if id(one) in seen:
+                raise UsageError(f"units(model) returned module {names[id(one)]!r} twice")
+            seen.add(id(one))
     return found
 
 
@@ -268,8 +284,8 @@ def take_steps(
     most = min(setup.micro_batches, most_seen or setup.micro_batches)
     for step in range(num_steps):
         follower.moment("step")
-        # The first of two is there to make the optimizer's state.
-        num_seen = 1 if num_steps == 2 and step == 0 else most
+        # The first is there to make the optimizer's state, those before the last to settle.
+        num_seen = most if most_seen is None or step == num_steps - 1 else min(most, step + 1)
         for number in range(num_seen):
             follower.moment(MICRO_BATCH)
             is_last = number == num_seen - 1

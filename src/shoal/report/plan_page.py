@@ -250,7 +250,7 @@ def _chosen(choice: Choice | None) -> Section | None:
     return Section(
         title="The chosen plan",
         lead=f"{choice.chosen}: {count(choice.chosen.tokens_per_s)} tokens/s on all ranks.",
-        html=f'<pre class="sample">{escape(choice.chosen.setup.code())}</pre>',
+        html=f'<pre class="sample">{escape(choice.code)}</pre>',
     )
 
 

@@ -90,6 +90,19 @@ CASES = {
         module() + "\ndef units(model): return [nn.Linear(3, 3)]",
         "returned a Linear that is not in the model",
     ),
+    "the same unit twice": (
+        module() + "\ndef units(model): return [model.layer, model.layer]",
+        "units(model) returned module 'layer' twice",
+    ),
+    "the model as a unit": (
+        module() + "\ndef units(model): return [model]",
+        "returned the model itself",
+    ),
+    "nothing to train": (
+        module() + "\ndef model(): return M().requires_grad_(False)",
+        "requires a gradient: there is nothing to train",
+    ),
+    "a file that exits": (module() + "\nraise SystemExit(3)", "raised SystemExit: 3"),
     "no units": (module() + "\ndef units(model): return None", "units(model) raised TypeError"),
     "a loss that is no scalar": (module() + "\ndef loss(out): return out", "a scalar tensor"),
     "a loss that raises": (module() + "\ndef loss(out): return out.logits", "the loss raised"),
@@ -193,3 +206,15 @@ def test_convolutions_that_need_no_gradient_of_images_are_counted(
     )
     assert main(["plan", str(path), "--world", "2"]) == 0
     assert "what convolutions borrow" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("init", "is_said"), [("self.layer = nn.RMSNorm(64)", True), ("pass", 0)])
+def test_time_that_is_left_out_is_said(
+    init: str, is_said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(module(init))
+    assert main(["plan", str(path), "--world", "2"]) == 0
+    said = capsys.readouterr().out
+    assert ("the kernels of rms_norm take no time" in said) == is_said
+    assert "not modelled" in said

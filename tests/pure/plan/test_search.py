@@ -91,7 +91,7 @@ def test_the_fastest_that_fits_is_chosen() -> None:
         if not one.fits:
             assert truth[str(one)][0] > budget * 0.999
             assert one.why_not
-    assert "fully_shard" in found.chosen.setup.code()
+    assert "fully_shard" in found.code
 
 
 def test_the_largest_batch_fits_and_a_larger_one_does_not() -> None:
