@@ -21,7 +21,7 @@ from torch.distributed import ReduceOp
 
 from shoal.comm.observer import in_background
 from shoal.comm.transport import Transport
-from shoal.errors import RankError
+from shoal.errors import RankError, UsageError
 from shoal.survive.generation import Generation
 from shoal.survive.parity import ParityRows, RowPiece
 from shoal.survive.roster import Footing
@@ -73,6 +73,7 @@ class Protection:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._notices: Sequence[int] = ()
+        self._num_operations = 0
 
     @property
     def num_kept_bytes(self) -> int:
@@ -89,6 +90,7 @@ class Protection:
             torch.cuda.current_stream(self._state.device).synchronize()
         self._failure = None
         self._notices = notices
+        self._num_operations = self._state.num_operations
         self._thread = threading.Thread(
             target=self._run, args=(rest,), name="shoal-parity", daemon=True
         )
@@ -96,10 +98,18 @@ class Protection:
 
     def settle(self) -> Sequence[int]:
         """Wait until all ranks have the parity of the newest version; the largest notices."""
+        is_new = self._thread is not None
         self.stop()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+        if is_new and self._num_operations != self._state.num_operations:
+            raise UsageError(
+                "parameters were written while they were copied to be protected, in the step after "
+                f"version {self.versions.newest} and before optimizer.step(), or outside of `with "
+                "step:`. Write them after optimizer.step(), or after run.protect() in the step; "
+                "load weights before `with survive(…)`"
+            )
         return self._notices
 
     def stop(self) -> None:

@@ -99,6 +99,7 @@ class SurvivingRun:
         self._seconds_to_break_off = 0.0
         self._step: Step | None = None
         self._has_applied = False
+        self._stepped: set[Optimizer] = set()
         self.has_left = False
         """Whether this process was asked to go, and the others go on without it."""
 
@@ -271,6 +272,7 @@ class SurvivingRun:
     def _open(self, step: Step) -> None:
         self._step = step
         self._has_applied = False
+        self._stepped.clear()
 
     def _close(self, error: BaseException | None) -> bool:
         """A step is over; returns whether its error was dealt with."""
@@ -287,9 +289,10 @@ class SurvivingRun:
             return False
         return self._recover(error)
 
-    def _before_optimizer(self, *_: object) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         if self._step is None:
             raise UsageError("optimizer.step() outside of `with step:`; survive cannot undo that")
+        self._stepped.add(optimizer)
         if not self._has_applied:
             self._apply()
 
@@ -318,7 +321,10 @@ class SurvivingRun:
         self._generation.check()
         self._protections[-1].versions.end_apply()
         self.version += 1
+        carries = self._state.carry_gradients(self._stepped)
         self._protections[-1].begin(self._state.rest(), self._notices)
+        if carries:  # the next backward writes them
+            self._settle()
         if self._is_changing:  # all ranks have been told so by the same notice
             self._settle()
             synchronise(self._state.device)
