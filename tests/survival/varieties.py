@@ -26,6 +26,8 @@ from shoal.fsdp import CPUOffloadPolicy, FullyShardedDataParallel
 from shoal.fsdp.sharded_grad_scaler import ShardedGradScaler
 from shoal.layout import Block, Even, Flat, Rows, Whole
 from shoal.survive import survive
+from shoal.survive.corruption import CorruptionChecks
+from shoal.survive.run import run_of
 from shoal.survive.shares import share_in
 from survival.program import Batches, Doom, _whole
 
@@ -713,6 +715,40 @@ def unreduced_over_steps() -> Training:
         if number % 2:
             optimizer.step()
             optimizer.zero_grad()
+        return loss.item()
+
+    return Training(model, [optimizer], step)
+
+
+@variety
+def flipped_bits() -> Training:
+    """Bits flip in shards, in the optimizer's state, in gradients: each step is taken again."""
+    model = sharded()
+    optimizer = adamw(model)
+    if "SHOAL_SURVIVE_MEMBER" in os.environ:
+        CorruptionChecks(model, optimizer)
+    left = {2, 4, 5} if "SHOAL_SURVIVE_MEMBER" in os.environ else set()
+
+    def flip(number: int, tensor: Any) -> None:
+        if number not in left:
+            return
+        run_of(model).protect()  # what has flipped before it is kept cannot be undone
+        if dist.get_rank() == 1:
+            tensor.to_local().detach().view(torch.int32).view(-1)[3] ^= 1 << 5
+
+    def step(inputs: torch.Tensor, weight: float, number: int) -> float:
+        parameter = next(model.parameters())
+        if number == 2:
+            flip(number, parameter.data)
+        if number == 4:
+            flip(number, optimizer.state[parameter]["exp_avg"])
+        loss = model(inputs).square().mean() * weight
+        loss.backward()
+        if number == 5:
+            flip(number, parameter.grad)
+        left.discard(number)
+        optimizer.step()
+        optimizer.zero_grad()
         return loss.item()
 
     return Training(model, [optimizer], step)

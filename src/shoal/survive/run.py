@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shoal.errors import RankError, UsageError
+from shoal.survive.corruption import CorruptionChecks, CorruptionError
 from shoal.survive.environment import membership
 from shoal.survive.generation import Generation, leave_groups, synchronise
 from shoal.survive.launcher import FALLEN, LostStateError
@@ -100,6 +101,7 @@ class SurvivingRun:
         self._step: Step | None = None
         self._has_applied = False
         self._stepped: set[Optimizer] = set()
+        self._undone_at = -1
         self.has_left = False
         """Whether this process was asked to go, and the others go on without it."""
 
@@ -221,7 +223,14 @@ class SurvivingRun:
             self._state.take_over(self._generation.info, layout, rest), held, strict=True
         ):
             new.detach().copy_(old)
+        self._tell_checks(is_undone=False)
         self._protect(rest)
+
+    def _tell_checks(self, *, is_undone: bool) -> None:
+        """Let checks for corruption follow the units to their new groups."""
+        for inspector in {unit.inspector for unit in self._state.units}:
+            if isinstance(inspector, CorruptionChecks):
+                inspector.moved(is_undone=is_undone)
 
     def _join(self) -> None:
         self._store.set(f"arrivals/{self._place.member}", "1")
@@ -347,10 +356,29 @@ class SurvivingRun:
         """Go on without those who died; False if nobody did, so that it is an error like others."""
         generation = self._generation
         assert generation is not None
+        if isinstance(error, CorruptionError):
+            return self._undo_corruption(error)
         if not self._lost_one(generation.members, error):
             return False
         _drop(error)
         self._break_off()
+        self._regroup()
+        return True
+
+    def _undo_corruption(self, error: CorruptionError) -> bool:
+        """Go back to the state that was kept before bits flipped, which all ranks raise alike.
+
+        Once for a version: if it comes again, the kept state has it too, or it is no accident. On
+        CUDA it is told a step too late.
+        """
+        if self._undone_at == self.version or self._state.device.type == "cuda":
+            return False
+        self._undone_at = self.version
+        _drop(error)
+        try:
+            self._settle()
+        except Exception as failure:
+            return self._recover(failure)
         self._regroup()
         return True
 
@@ -474,6 +502,9 @@ class SurvivingRun:
         new_locals = self._state.take_over(generation.info, layout, rest)
         packings = [unit.shards.whole for unit in self._state.units]
         reshard(images, layout, succession, packings, new_locals, generation.parity)
+        self._tell_checks(
+            is_undone=told.members == decision.members and self.version == footing.whole
+        )
         self._seconds = {"rebuild": rebuilt - began, "reshard": time.monotonic() - rebuilt}
         self._num_undone = 0 if kept is None else max(self.version - footing.whole, 0)
         self.version = footing.whole
