@@ -11,6 +11,7 @@ the model. What has to be kept until when is `versions`' business.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -118,11 +119,22 @@ class Protection:
             self._thread.join()
             self._thread = None
 
+    def forget_failure(self) -> None:
+        """Let go of an error that nobody asks for any more, and of images in its frames."""
+        failure, self._failure = self._failure, None
+        drop_frames(failure)
+
     @property
     def footing(self) -> Footing | None:
         """What this rank could go on from; None before its first parity."""
         offer = self.versions.offer
         return None if offer is None else Footing(generation=self.generation, whole=offer.whole)
+
+    def go_back(self, version: int) -> None:
+        """Keep nothing but the version that all have agreed on, which they go on from."""
+        self.kept = {version: self.kept[version]}
+        self._spare = None
+        self.versions.go_back(version)
 
     def _run(self, rest: Rest) -> None:
         try:
@@ -212,6 +224,14 @@ class Protection:
         found = [int(number) for number in tensor.tolist()]
         self._check()
         return found
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Let go of what an exception holds: tensors, and through them groups that are gone."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def exchange(

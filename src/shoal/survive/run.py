@@ -15,7 +15,6 @@ step whose state all of them have.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from shoal.survive.corruption import CorruptionChecks, CorruptionError
 from shoal.survive.environment import membership
 from shoal.survive.generation import Generation, leave_groups, synchronise
 from shoal.survive.launcher import FALLEN, LostStateError
-from shoal.survive.protection import KeptVersion, Protection
+from shoal.survive.protection import KeptVersion, Protection, drop_frames
 from shoal.survive.rebuild import Succession, rebuild_images, reshard
 from shoal.survive.roster import Decision, EventLog, Protected, Roster
 from shoal.survive.shares import Batches, check_shares, share_in
@@ -360,7 +359,7 @@ class SurvivingRun:
             return self._undo_corruption(error)
         if not self._lost_one(generation.members, error):
             return False
-        _drop(error)
+        drop_frames(error)
         self._break_off()
         self._regroup()
         return True
@@ -374,7 +373,7 @@ class SurvivingRun:
         if self._undone_at == self.version or self._state.device.type == "cuda":
             return False
         self._undone_at = self.version
-        _drop(error)
+        drop_frames(error)
         try:
             self._settle()
         except Exception as failure:
@@ -389,6 +388,7 @@ class SurvivingRun:
             self._generation.cut()
         for protection in self._protections:
             protection.stop()
+            protection.forget_failure()
         synchronise(self._state.device)
         self._seconds_to_break_off = time.monotonic() - began
 
@@ -413,7 +413,7 @@ class SurvivingRun:
             except Exception as error:
                 if not self._lost_one(decision.members, error):
                     raise
-                _drop(error)
+                drop_frames(error)
                 self._break_off()
                 continue
             self._store.set(f"entered/{self._place.member}", "1")
@@ -490,6 +490,8 @@ class SurvivingRun:
         assert generation is not None
         began = time.monotonic()
         source = next((p for p in self._protections if p.generation == footing.generation), None)
+        if source is not None:
+            source.go_back(footing.whole)
         kept = None if source is None else source.kept[footing.whole]
         told = _tell(source, kept, generation)
         succession = Succession(told.members, decision.members)
@@ -604,10 +606,3 @@ def _all_have(own: bool, generation: Generation) -> list[bool]:
     found: list[Any] = [None] * len(generation.members)
     dist.all_gather_object(found, own)
     return found
-
-
-def _drop(error: BaseException | None) -> None:
-    """Let go of what an exception holds: tensors, and through them groups that are gone."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -415,6 +415,8 @@ class TrainingState:
 
         They are in the order of the layout's parts. Whatever is not sharded is set.
         """
+        for optimizer in self.optimizers:  # what is there goes before there is more
+            optimizer.state.clear()
         take_over(self.model, info)
         members = [unit.shards.members for unit in self.units]
         self._owners = {id(member.sharded): (u, m) for u, m, member in self._members()}
@@ -448,7 +450,6 @@ class TrainingState:
         for number, (optimizer, states) in enumerate(
             zip(self.optimizers, rest.optimizer_states, strict=True)
         ):
-            optimizer.state.clear()
             optimizer.state.update(copy.deepcopy(rest.optimizer_numbers[number]))
             for (u, m), state in states.items():
                 member = members[u][m]
