@@ -5,9 +5,10 @@
     python benchmarks/survive.py cost --out …
 
 `recovery` kills one of four ranks, several times, and takes apart the time until the others have
-done the next step. `goodput` kills one again and again while a spare takes its place: steps times
-the median undisturbed step, over the time that all of it took. `cost` trains with survive and
-without, in turns. Ranks are processes of `shoal.survive.launcher`, of one thread each.
+done the next step, and the memory that the fullest of them has meanwhile. `goodput` kills one again
+and again while a spare takes its place: steps times the median undisturbed step, over the time that
+all of it took. `cost` trains with survive and without, in turns. Ranks are processes of
+`shoal.survive.launcher`, of one thread each.
 """
 
 from __future__ import annotations
@@ -109,6 +110,7 @@ def _rank(folder: Path, plan: dict[str, Any]) -> None:
     batches = _Batches(plan["steps"], plan["batch"], width)
     ends: list[tuple[int, float]] = []
     broken: list[float] = []
+    memory: dict[str, float] = {}
     if plan.get("plain"):
         rank, size = dist.get_rank(), dist.get_world_size()
         for number in range(plan["steps"]):
@@ -122,6 +124,8 @@ def _rank(folder: Path, plan: dict[str, Any]) -> None:
 
         def noting() -> None:
             broken.append(time.time())
+            memory["before"] = _resident_mib("VmRSS")
+            Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
             break_off()
 
         run._break_off = noting
@@ -130,6 +134,8 @@ def _rank(folder: Path, plan: dict[str, Any]) -> None:
             with step:
                 _step(model, optimizer, step.batch, step.weight)
             ends.append((step.number, time.time()))
+            if run.recoveries:
+                memory.setdefault("peak", _resident_mib("VmHWM"))
             os.pwrite(progress, f"{step.number:9}".encode(), 0)
             if (folder / "stop").exists() and (folder / "stop").stat().st_size:
                 batches._num_steps = min(batches._num_steps, _last_step(folder))
@@ -138,7 +144,16 @@ def _rank(folder: Path, plan: dict[str, Any]) -> None:
             for r in run.recoveries
         ]
         kept, sent = run.num_kept_bytes, run.num_sent_bytes
-    _leave(folder, member, ends=ends, broken=broken, recoveries=recoveries, kept=kept, sent=sent)
+    memory["after"] = _resident_mib("VmRSS")
+    story = {"ends": ends, "broken": broken, "recoveries": recoveries, "memory": memory}
+    _leave(folder, member, **story, kept=kept, sent=sent)
+
+
+def _resident_mib(name: str) -> float:
+    """The memory of this process as the kernel counts it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    (found,) = (line for line in lines if line.startswith(f"{name}:"))
+    return int(found.split()[1]) / 1024
 
 
 def _last_step(folder: Path) -> int:
@@ -183,7 +198,16 @@ def _recovery(folder: Path, options: Any, plan: dict[str, Any]) -> dict[str, Any
         for name in rounds[0]["parts_s"]
     }
     whole = [one["whole_s"] for one in rounds]
-    return {"parts_s": parts, "whole_s": round(statistics.median(whole), 3), "rounds": rounds}
+    memory = {
+        name: round(max(one["resident_mib"][name] for one in rounds))
+        for name in ("before", "peak", "after")
+    }
+    return {
+        "parts_s": parts,
+        "whole_s": round(statistics.median(whole), 3),
+        "resident_mib": memory,
+        "rounds": rounds,
+    }
 
 
 def _one_recovery(folder: Path, options: Any, plan: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -211,7 +235,16 @@ def _one_recovery(folder: Path, options: Any, plan: dict[str, Any], seed: int) -
         for story in stories.values()
     )
     usual = statistics.median(_usual_ms(story["ends"][:kill_at]) for story in stories.values())
-    return {"parts_s": slowest, "whole_s": round(whole, 3), "usual_step_ms": round(usual, 1)}
+    memory = {
+        name: round(max(story["memory"][name] for story in stories.values()))
+        for name in ("before", "peak", "after")
+    }
+    return {
+        "parts_s": slowest,
+        "whole_s": round(whole, 3),
+        "usual_step_ms": round(usual, 1),
+        "resident_mib": memory,
+    }
 
 
 def _goodput(folder: Path, options: Any, plan: dict[str, Any]) -> dict[str, Any]:

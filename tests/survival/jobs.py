@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from shoal.survive.launcher import Launcher, Start
-from survival import program
+from survival import program, varieties
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "shoal", "shoal.survive", "survival.program"])
@@ -65,7 +65,7 @@ def run_member(folder: Path, plan: dict[str, Any], variables: dict[str, str]) ->
     faulthandler.register(signal.SIGUSR1, file=log)  # where it hangs
     status = 1
     try:
-        program.main(folder, plan)
+        (varieties if "variety" in plan else program).main(folder, plan)
         status = 0
     except BaseException:
         traceback.print_exc()

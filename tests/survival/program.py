@@ -5,6 +5,7 @@ program.py FOLDER PLAN      PLAN: {"<member>": [[step, phase], â€¦], "steps": â€
 A member dies when it comes to that phase for the first time in or after that step.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -23,6 +24,7 @@ from shoal.checkpoint import latest, load_training, save_training, step_folder
 from shoal.errors import UsageError
 from shoal.layout import Flat, Rows
 from shoal.survive import resize, survive
+from shoal.survive.protection import Protection
 
 LAYOUTS = {"even": None, "flat": Flat(), "rows": Rows()}
 WIDTH = 13
@@ -211,6 +213,8 @@ class Doom:
 def main(folder: Path, plan: dict[str, Any]) -> None:
     member = int(os.environ["SHOAL_SURVIVE_MEMBER"])
     torch.set_num_threads(1)
+    if plan.get("without_gc"):
+        gc.disable()
     device = plan.get("device", "cpu")
     if device == "cpu":
         dist.init_process_group("gloo")
@@ -289,6 +293,7 @@ def main(folder: Path, plan: dict[str, Any]) -> None:
             "ends": ends,
             "began": began,
             "refused": refused,
+            "protections": sum(isinstance(one, Protection) for one in gc.get_objects()),
             "kept_on": [str(k.image.device) for p in run._protections for k in p.kept.values()],
         }
         (folder / f"{member}.json").write_text(json.dumps(story))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -31,3 +32,14 @@ def concatenate_meshes(meshes: list[DeviceMesh]) -> DeviceMesh:
 def lone_mesh(device_type: str) -> DeviceMesh:
     """A mesh of this rank alone, which needs no process group."""
     return DeviceMesh(device_type, torch.tensor([0]), _init_backend=False, _rank=0)
+
+
+def set_apart(mesh: DeviceMesh, number: int) -> None:
+    """Let a mesh equal none but itself and those of the same number.
+
+    Meshes are equal when the ranks in them have the same numbers, and tensors on equal meshes are
+    added piece by piece: wrong without a word where the ranks are other processes than before.
+    """
+    private = cast(Any, mesh)
+    private._thread_id = -number  # part of what is compared; torch sets it for threads as ranks
+    private._hash = None

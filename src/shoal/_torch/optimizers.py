@@ -45,6 +45,16 @@ def bare_step(optimizer: torch.optim.Optimizer) -> Callable[[torch.optim.Optimiz
     return step.__wrapped__ if getattr(step, "hooked", False) else step
 
 
+def forget_unscaled(scaler: torch.amp.GradScaler) -> None:
+    """Let a gradient scaler forget a step that was broken off: what it has unscaled, and found."""
+    cast(Any, scaler)._per_optimizer_states.clear()
+
+
+def has_scheduler(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a scheduler of torch's sets the rates of an optimizer."""
+    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+
+
 def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Callable[..., Any]]]:
     """The dicts that hold hooks on an optimizer's step: its own, and those of all optimizers."""
     private: Any = optimizer
@@ -53,6 +63,19 @@ def step_hooks(optimizer: torch.optim.Optimizer) -> list[dict[int, Callable[...,
         *(private._optimizer_step_pre_hooks, private._optimizer_step_post_hooks),
         *(module._global_optimizer_pre_hooks, module._global_optimizer_post_hooks),
     ]
+
+
+@contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let no hook hear of an optimizer's steps, in a `with` block."""
+    before = [(hooks, dict(hooks)) for hooks in step_hooks(optimizer)]
+    for hooks, _ in before:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, held in before:
+            hooks.update(held)
 
 
 def replaced_methods(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -154,6 +154,23 @@ class CorruptionChecks:
         while self._open:
             self._look_at(*self._open.pop(0))
 
+    def moved(self, *, is_undone: bool) -> None:
+        """The units lie over other groups now; those of a step that was broken off are forgotten.
+
+        `is_undone` tells that the ranks are the same, and shards are what they were after the last
+        step: they must have the sums that they had then.
+        """
+        before = self._seals
+        self._group = _group_of(self._units)
+        self._width = _NUM_INTEGERS + 1 + 2 * max(unit.size for unit in self._units)
+        self._seals = {unit: self._blank(unit) for unit in self._units}
+        self._open.clear()
+        if not is_undone:
+            self.written()
+            return
+        for unit, seals in self._seals.items():
+            seals.parameters, seals.state = before[unit].parameters, before[unit].state
+
     @torch.no_grad()
     def written(self) -> None:
         """Whatever parameters and state are now, that is what was written."""
@@ -260,7 +277,8 @@ class CorruptionChecks:
             "bits have changed that nobody wrote, so the optimizer's step was not taken:"
             + more
             + "\nIf your code writes parameters or state itself, call checks.written() after it. "
-            "Otherwise look at that rank's memory or network, and go on from a checkpoint.",
+            "Otherwise look at that rank's memory or network, and go on from a checkpoint "
+            "(under survive a step is undone for it, once).",
             findings,
         )
 

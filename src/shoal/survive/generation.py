@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shoal._torch import distributed_tensor
+from shoal._torch import distributed_tensor, meshes
 from shoal._torch import groups as torch_groups
 from shoal.comm.transport import Transport
 from shoal.errors import RankError
@@ -84,6 +84,7 @@ class Generation:
         self.mesh = init_device_mesh(
             device_type, (len(self.members),), mesh_dim_names=names or None
         )
+        meshes.set_apart(self.mesh, self.number)
         self.info = FSDPMeshInfo(self.mesh, 0)
         dist.barrier()  # connections are made when they are first used, on some backends
         on_device = torch.zeros(1, device=device_type)

@@ -11,6 +11,7 @@ the model. What has to be kept until when is `versions`' business.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch.distributed import ReduceOp
 
 from shoal.comm.observer import in_background
 from shoal.comm.transport import Transport
-from shoal.errors import RankError
+from shoal.errors import RankError, UsageError
 from shoal.survive.generation import Generation
 from shoal.survive.parity import ParityRows, RowPiece
 from shoal.survive.roster import Footing
@@ -73,6 +74,7 @@ class Protection:
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
         self._notices: Sequence[int] = ()
+        self._num_operations = 0
 
     @property
     def num_kept_bytes(self) -> int:
@@ -89,6 +91,7 @@ class Protection:
             torch.cuda.current_stream(self._state.device).synchronize()
         self._failure = None
         self._notices = notices
+        self._num_operations = self._state.num_operations
         self._thread = threading.Thread(
             target=self._run, args=(rest,), name="shoal-parity", daemon=True
         )
@@ -96,10 +99,18 @@ class Protection:
 
     def settle(self) -> Sequence[int]:
         """Wait until all ranks have the parity of the newest version; the largest notices."""
+        is_new = self._thread is not None
         self.stop()
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
+        if is_new and self._num_operations != self._state.num_operations:
+            raise UsageError(
+                "parameters were written while they were copied to be protected, in the step after "
+                f"version {self.versions.newest} and before optimizer.step(), or outside of `with "
+                "step:`. Write them after optimizer.step(), or after run.protect() in the step; "
+                "load weights before `with survive(…)`"
+            )
         return self._notices
 
     def stop(self) -> None:
@@ -108,11 +119,22 @@ class Protection:
             self._thread.join()
             self._thread = None
 
+    def forget_failure(self) -> None:
+        """Let go of an error that nobody asks for any more, and of images in its frames."""
+        failure, self._failure = self._failure, None
+        drop_frames(failure)
+
     @property
     def footing(self) -> Footing | None:
         """What this rank could go on from; None before its first parity."""
         offer = self.versions.offer
         return None if offer is None else Footing(generation=self.generation, whole=offer.whole)
+
+    def go_back(self, version: int) -> None:
+        """Keep nothing but the version that all have agreed on, which they go on from."""
+        self.kept = {version: self.kept[version]}
+        self._spare = None
+        self.versions.go_back(version)
 
     def _run(self, rest: Rest) -> None:
         try:
@@ -202,6 +224,14 @@ class Protection:
         found = [int(number) for number in tensor.tolist()]
         self._check()
         return found
+
+
+def drop_frames(error: BaseException | None) -> None:
+    """Let go of what an exception holds: tensors, and through them groups that are gone."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
+        error = error.__cause__ or error.__context__
 
 
 def exchange(

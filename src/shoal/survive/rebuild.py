@@ -21,7 +21,7 @@ from shoal.layout.buffer import region_views
 from shoal.layout.packing import Packing
 from shoal.layout.region import Region
 from shoal.survive.parity import ParityRows, RowPiece
-from shoal.survive.protection import KeptVersion
+from shoal.survive.protection import CHUNK_BYTES, KeptVersion
 from shoal.survive.state import ImageLayout
 from shoal.tensor.transfer import Part, num_rounds, transfer
 
@@ -121,47 +121,49 @@ def rebuild_images(
         return images
     assert rows is not None
     affected = [row for row in range(rows.num_members) if rows.needed(row, lost)]
-
-    def read(piece: RowPiece) -> Tensor:
-        assert kept is not None
-        return (kept.image if piece.parity is None else kept.parity)[rows.span(piece)]
-
     needed = [
         (left[piece.member], left[rows.mender(row, lost)], piece)
         for row in affected
         for piece in rows.needed(row, lost)
     ]
-    arrived = _send(needed, read, rows.stripe_bytes, transport, device, "stripes to mend")
-    mended: dict[RowPiece, Tensor] = {}
-    for row in affected:
-        if left[rows.mender(row, lost)] == transport.rank:
-            pieces = {piece: arrived[piece] for piece in rows.needed(row, lost)}
-            mended.update(rows.mend(row, lost, pieces))
     moves = [
         (left[rows.mender(row, lost)], succession.heirs[piece.member], piece)
         for row in affected
         for piece in rows.lost_in(row, lost)
     ]
-    found = _send(moves, mended.__getitem__, rows.stripe_bytes, transport, device, "mended stripes")
     for old in lost:
         if succession.heirs[old] == transport.rank:
-            image = torch.zeros(rows.padded_bytes, dtype=torch.uint8, device=device)
-            for piece, stripe in found.items():
-                if piece.member == old:
-                    image[rows.span(piece)] = stripe
-            images[old] = image
+            images[old] = torch.zeros(rows.padded_bytes, dtype=torch.uint8, device=device)
+    # A part of each stripe after another: all at once would be as large as several images.
+    for start in range(0, rows.stripe_bytes, CHUNK_BYTES):
+        part = slice(start, min(start + CHUNK_BYTES, rows.stripe_bytes))
+
+        def read(piece: RowPiece, part: slice = part) -> Tensor:
+            assert kept is not None
+            return (kept.image if piece.parity is None else kept.parity)[rows.span(piece)][part]
+
+        arrived = _send(needed, read, part, transport, device, "stripes to mend")
+        mended: dict[RowPiece, Tensor] = {}
+        for row in affected:
+            if left[rows.mender(row, lost)] == transport.rank:
+                pieces = {piece: arrived[piece] for piece in rows.needed(row, lost)}
+                mended.update(rows.mend(row, lost, pieces))
+        found = _send(moves, mended.__getitem__, part, transport, device, "mended stripes")
+        for piece, stripe in found.items():
+            images[piece.member][rows.span(piece)][part] = stripe
     return images
 
 
 def _send(
     moves: Sequence[tuple[int, int, RowPiece]],
     read: Callable[[RowPiece], Tensor],
-    num_bytes: int,
+    part: slice,
     transport: Transport,
     device: torch.device,
     reason: str,
 ) -> dict[RowPiece, Tensor]:
-    """Carry pieces from rank to rank; returns those that are here then."""
+    """Carry a part of pieces from rank to rank; returns those that are here then."""
+    num_bytes = part.stop - part.start
     rank, peers = transport.rank, range(transport.size)
     sent = [[p for s, r, p in moves if s == rank and r == peer] for peer in peers]
     received = [[p for s, r, p in moves if r == rank and s == peer] for peer in peers]

@@ -15,7 +15,6 @@ step whose state all of them have.
 from __future__ import annotations
 
 import time
-import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,10 +29,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from shoal.errors import RankError, UsageError
+from shoal.survive.corruption import CorruptionChecks, CorruptionError
 from shoal.survive.environment import membership
 from shoal.survive.generation import Generation, leave_groups, synchronise
 from shoal.survive.launcher import FALLEN, LostStateError
-from shoal.survive.protection import KeptVersion, Protection
+from shoal.survive.protection import KeptVersion, Protection, drop_frames
 from shoal.survive.rebuild import Succession, rebuild_images, reshard
 from shoal.survive.roster import Decision, EventLog, Protected, Roster
 from shoal.survive.shares import Batches, check_shares, share_in
@@ -99,6 +99,8 @@ class SurvivingRun:
         self._seconds_to_break_off = 0.0
         self._step: Step | None = None
         self._has_applied = False
+        self._stepped: set[Optimizer] = set()
+        self._undone_at = -1
         self.has_left = False
         """Whether this process was asked to go, and the others go on without it."""
 
@@ -220,7 +222,14 @@ class SurvivingRun:
             self._state.take_over(self._generation.info, layout, rest), held, strict=True
         ):
             new.detach().copy_(old)
+        self._tell_checks(is_undone=False)
         self._protect(rest)
+
+    def _tell_checks(self, *, is_undone: bool) -> None:
+        """Let checks for corruption follow the units to their new groups."""
+        for inspector in {unit.inspector for unit in self._state.units}:
+            if isinstance(inspector, CorruptionChecks):
+                inspector.moved(is_undone=is_undone)
 
     def _join(self) -> None:
         self._store.set(f"arrivals/{self._place.member}", "1")
@@ -271,6 +280,7 @@ class SurvivingRun:
     def _open(self, step: Step) -> None:
         self._step = step
         self._has_applied = False
+        self._stepped.clear()
 
     def _close(self, error: BaseException | None) -> bool:
         """A step is over; returns whether its error was dealt with."""
@@ -287,9 +297,10 @@ class SurvivingRun:
             return False
         return self._recover(error)
 
-    def _before_optimizer(self, *_: object) -> None:
+    def _before_optimizer(self, optimizer: Optimizer, *_: object) -> None:
         if self._step is None:
             raise UsageError("optimizer.step() outside of `with step:`; survive cannot undo that")
+        self._stepped.add(optimizer)
         if not self._has_applied:
             self._apply()
 
@@ -318,7 +329,10 @@ class SurvivingRun:
         self._generation.check()
         self._protections[-1].versions.end_apply()
         self.version += 1
+        carries = self._state.carry_gradients(self._stepped)
         self._protections[-1].begin(self._state.rest(), self._notices)
+        if carries:  # the next backward writes them
+            self._settle()
         if self._is_changing:  # all ranks have been told so by the same notice
             self._settle()
             synchronise(self._state.device)
@@ -341,10 +355,29 @@ class SurvivingRun:
         """Go on without those who died; False if nobody did, so that it is an error like others."""
         generation = self._generation
         assert generation is not None
+        if isinstance(error, CorruptionError):
+            return self._undo_corruption(error)
         if not self._lost_one(generation.members, error):
             return False
-        _drop(error)
+        drop_frames(error)
         self._break_off()
+        self._regroup()
+        return True
+
+    def _undo_corruption(self, error: CorruptionError) -> bool:
+        """Go back to the state that was kept before bits flipped, which all ranks raise alike.
+
+        Once for a version: if it comes again, the kept state has it too, or it is no accident. On
+        CUDA it is told a step too late.
+        """
+        if self._undone_at == self.version or self._state.device.type == "cuda":
+            return False
+        self._undone_at = self.version
+        drop_frames(error)
+        try:
+            self._settle()
+        except Exception as failure:
+            return self._recover(failure)
         self._regroup()
         return True
 
@@ -355,6 +388,7 @@ class SurvivingRun:
             self._generation.cut()
         for protection in self._protections:
             protection.stop()
+            protection.forget_failure()
         synchronise(self._state.device)
         self._seconds_to_break_off = time.monotonic() - began
 
@@ -379,7 +413,7 @@ class SurvivingRun:
             except Exception as error:
                 if not self._lost_one(decision.members, error):
                     raise
-                _drop(error)
+                drop_frames(error)
                 self._break_off()
                 continue
             self._store.set(f"entered/{self._place.member}", "1")
@@ -456,6 +490,8 @@ class SurvivingRun:
         assert generation is not None
         began = time.monotonic()
         source = next((p for p in self._protections if p.generation == footing.generation), None)
+        if source is not None:
+            source.go_back(footing.whole)
         kept = None if source is None else source.kept[footing.whole]
         told = _tell(source, kept, generation)
         succession = Succession(told.members, decision.members)
@@ -468,6 +504,9 @@ class SurvivingRun:
         new_locals = self._state.take_over(generation.info, layout, rest)
         packings = [unit.shards.whole for unit in self._state.units]
         reshard(images, layout, succession, packings, new_locals, generation.parity)
+        self._tell_checks(
+            is_undone=told.members == decision.members and self.version == footing.whole
+        )
         self._seconds = {"rebuild": rebuilt - began, "reshard": time.monotonic() - rebuilt}
         self._num_undone = 0 if kept is None else max(self.version - footing.whole, 0)
         self.version = footing.whole
@@ -567,10 +606,3 @@ def _all_have(own: bool, generation: Generation) -> list[bool]:
     found: list[Any] = [None] * len(generation.members)
     dist.all_gather_object(found, own)
     return found
-
-
-def _drop(error: BaseException | None) -> None:
-    """Let go of what an exception holds: tensors, and through them groups that are gone."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__

@@ -9,10 +9,12 @@ survivor has its own.
 from __future__ import annotations
 
 import copy
+import inspect
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -20,10 +22,17 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from shoal._torch.optimizers import (
+    bare_step,
+    forget_unscaled,
+    has_scheduler,
+    without_step_hooks,
+)
 from shoal.errors import UsageError
 from shoal.layout import Packing
 from shoal.layout.piece import Piece
 from shoal.mesh import FSDPMeshInfo
+from shoal.runtime.module_state import map_tensors
 from shoal.runtime.parameter_wrapping import bytes_of
 from shoal.runtime.shards import Member
 from shoal.survive.parity import WORD_BYTES
@@ -50,7 +59,7 @@ class ImagePart:
     unit: int
     member: int
     state: str | None
-    """The optimizer's name for it; None: the parameter itself."""
+    """The optimizer's name for it, or that of a gradient; None: the parameter itself."""
     dtype: torch.dtype
 
 
@@ -111,14 +120,53 @@ class Rest:
     optimizer_states: list[dict[tuple[int, int], dict[str, Any]]]
     """For each optimizer, and each parameter by unit and member, its state in order; sharded
     tensors are in the image, and `SHARDED` stands for them."""
+    optimizer_numbers: list[dict[Any, Any]]
+    """What an optimizer keeps under other keys than parameters."""
     optimizer_groups: list[list[dict[str, Any]]]
-    buffers: dict[str, Tensor]
+    modules: list[ModuleRest]
+    """Of the model's modules, in their order."""
     stateful: list[dict[str, Any]]
     generators: dict[str, Any]
     """Of this rank: torch's, Python's and numpy's."""
 
 
 SHARDED = "sharded"
+_GRADIENT = "gradient"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleRest:
+    """What a module keeps beside its parameters, at one version."""
+
+    buffers: dict[str, Tensor | None]
+    extra: Any
+    """What its `get_extra_state` gives, if it has one."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> ModuleRest:
+        """Copy what a module has now."""
+        return cls(
+            buffers={
+                name: None if buffer is None else buffer.detach().clone()
+                for name, buffer in module._buffers.items()
+            },
+            extra=copy.deepcopy(module.get_extra_state()) if _has_extra(module) else None,
+        )
+
+    def put_on(self, module: nn.Module) -> None:
+        """Let a module have it again: in the tensors that are there, where they fit."""
+        for name, kept in self.buffers.items():
+            there = module._buffers.get(name)
+            if kept is None or there is None or kept.shape != there.shape:
+                module._buffers[name] = None if kept is None else kept.clone()
+            else:
+                there.copy_(kept)
+        if _has_extra(module):
+            module.set_extra_state(copy.deepcopy(self.extra))
+
+
+def _has_extra(module: nn.Module) -> bool:
+    return type(module).get_extra_state is not nn.Module.get_extra_state
 
 
 class TrainingState:
@@ -132,7 +180,10 @@ class TrainingState:
         self.stateful = tuple(stateful)
         self.units = check_can_move(model)
         self._owners = {id(member.sharded): (u, m) for u, m, member in self._members()}
+        self._carried: frozenset[tuple[int, int]] = frozenset()
+        """Parameters whose gradients the next step adds to."""
         self._check_optimizers()
+        self._check_stateful()
 
     @property
     def device(self) -> torch.device:
@@ -165,6 +216,24 @@ class TrainingState:
                         "fully_shard"
                     )
 
+    def _check_stateful(self) -> None:
+        for one in self.stateful:
+            spread = _spread_tensor_in(one.state_dict())
+            if spread is not None:
+                raise UsageError(
+                    f"stateful: the state of this {type(one).__name__} holds a {spread} of shards, "
+                    "which went with a rank that dies. What is stateful must be the same on all "
+                    "ranks: keep averages of weights in buffers of a module that is sharded whole, "
+                    "or make them of checkpoints"
+                )
+        scheduled = [one for one in self.optimizers if has_scheduler(one)]
+        if scheduled and not self.stateful:
+            raise UsageError(
+                f"a scheduler sets the rate of the {type(scheduled[0]).__name__}, and nothing is "
+                "stateful: a step that is undone would not be undone for it. Pass "
+                "survive(…, stateful=[scheduler])"
+            )
+
     def check_probe(self) -> None:
         """Refuse optimizers whose state could not be moved, before the first step is made.
 
@@ -172,14 +241,21 @@ class TrainingState:
         gradients of zero at rate zero, and forgets it.
         """
         for optimizer in self.optimizers:
+            _check_step(optimizer)
             if any(optimizer.state.values()):
                 continue
             _step_on_nothing(optimizer)
             try:
-                self.layout()
+                self._check_states()
             finally:
                 optimizer.state.clear()
+        self._check_states()
+
+    def _check_states(self) -> None:
+        """Raise where an optimizer keeps state that neither an image nor a copy could have."""
         self.layout()
+        for optimizer in self.optimizers:
+            self._numbers_of(optimizer)
 
     def layout(self) -> ImageLayout:
         """What is sharded now."""
@@ -192,9 +268,53 @@ class TrainingState:
         """This rank's local tensors, in the order of the layout."""
         return [local for _, local in self._parts()]
 
+    @property
+    def num_operations(self) -> int:
+        """Grows when parameters are written in place."""
+        return sum(unit.shards.num_operations for unit in self.units)
+
+    def carry_gradients(self, stepped: Collection[Optimizer]) -> bool:
+        """From now on protect the gradients of optimizers that have not stepped; are there any?
+
+        They are added to in the next step, as where the optimizer steps every second time.
+        """
+        held = {
+            self._owners[id(parameter)]
+            for optimizer in self.optimizers
+            if optimizer not in stepped
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
+        present = {
+            (u, m)
+            for u, m, member in self._members()
+            if (u, m) in held and member.sharded.grad is not None
+        }
+        waiting = {self.units[u].name for u, _ in held if self.units[u].gradients.waiting}
+        if waiting:
+            raise NotImplementedError(
+                f"gradients of unit {min(waiting)!r} are not reduced at the end of a step, so they "
+                "would go with a rank that dies: reduce them in the last backward of each step "
+                "(model.set_requires_gradient_sync(True))"
+            )
+        # A rank that holds nothing of a parameter may have no gradient of it.
+        empty = {
+            (u, m)
+            for u, m, member in self._members()
+            if (u, m) in held and not member.local.numel()
+        }
+        self._carried = frozenset(present | empty) if present else frozenset()
+        return bool(present)
+
     def _parts(self) -> Iterator[tuple[ImagePart, Tensor]]:
         for u, m, member in self._members():
             yield ImagePart(unit=u, member=m, state=None, dtype=member.dtype), member.local
+        for u, m in sorted(self._carried):
+            member = self.units[u].shards.members[m]
+            held = member.sharded.grad
+            found = None if held is None else member.wrapping.local_of(held)
+            local = torch.zeros_like(member.local) if found is None else found
+            yield ImagePart(unit=u, member=m, state=_GRADIENT, dtype=local.dtype), local
         for number, optimizer in enumerate(self.optimizers):
             for parameter, state in optimizer.state.items():
                 place = self._owners.get(id(parameter))
@@ -215,22 +335,20 @@ class TrainingState:
         self, optimizer: Optimizer, place: tuple[int, int], parameter: Tensor, key: str, value: Any
     ) -> bool:
         """Whether a value of an optimizer's state lies as its parameter does; else it is small."""
-        if not isinstance(value, Tensor) or (
-            not isinstance(value, (DTensor, ShardedTensor)) and value.numel() <= 1
-        ):
+        if _is_small(value):
             return False
         member = self.units[place[0]].shards.members[place[1]]
         local = bytes_of(value) if isinstance(value, DTensor) else getattr(value, "local", None)
         if (
-            isinstance(value, DTensor) != isinstance(parameter, DTensor)
+            not isinstance(value, Tensor)
+            or isinstance(value, DTensor) != isinstance(parameter, DTensor)
             or value.shape != parameter.shape
             or local is None
             or local.shape != member.local.shape
         ):
             raise NotImplementedError(
                 f"{type(optimizer).__name__} keeps {key!r} of parameter "
-                f"{self._name_of(parameter)!r} as a {type(value).__name__} of shape "
-                f"{tuple(value.shape)}: state of a sharded "
+                f"{self._name_of(parameter)!r} as {_described(value)}: state of a sharded "
                 "parameter must be single elements, or sharded as the parameter is "
                 f"({tuple(parameter.shape)}), to be rebuilt when a rank dies"
             )
@@ -266,6 +384,7 @@ class TrainingState:
             states.append(by_place)
         return Rest(
             optimizer_states=states,
+            optimizer_numbers=[self._numbers_of(optimizer) for optimizer in self.optimizers],
             optimizer_groups=[
                 [
                     {k: copy.deepcopy(v) for k, v in group.items() if k != "params"}
@@ -273,10 +392,22 @@ class TrainingState:
                 ]
                 for optimizer in self.optimizers
             ],
-            buffers={name: buffer.clone() for name, buffer in self.model.named_buffers()},
+            modules=[ModuleRest.of(module) for module in self.model.modules()],
             stateful=[copy.deepcopy(one.state_dict()) for one in self.stateful],
             generators=_generators(self.device),
         )
+
+    def _numbers_of(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """A copy of what an optimizer keeps that belongs to no parameter."""
+        found = {key: v for key, v in optimizer.state.items() if not isinstance(key, Tensor)}
+        for key, value in found.items():
+            if not _is_small(value):
+                raise NotImplementedError(
+                    f"{type(optimizer).__name__} keeps {_described(value)} under {key!r}, which "
+                    "belongs to no parameter: such state must be numbers and single elements, "
+                    "the same on all ranks"
+                )
+        return copy.deepcopy(found)
 
     @torch.no_grad()
     def take_over(self, info: FSDPMeshInfo, layout: ImageLayout, rest: Rest) -> list[Tensor]:
@@ -284,6 +415,8 @@ class TrainingState:
 
         They are in the order of the layout's parts. Whatever is not sharded is set.
         """
+        for optimizer in self.optimizers:  # what is there goes before there is more
+            optimizer.state.clear()
         take_over(self.model, info)
         members = [unit.shards.members for unit in self.units]
         self._owners = {id(member.sharded): (u, m) for u, m, member in self._members()}
@@ -296,8 +429,14 @@ class TrainingState:
                 continue
             shape = member.local.shape
             local = torch.zeros(shape, dtype=part.dtype, device=member.local.device)
-            new[part.unit, part.member, part.state] = local
             found.append(local)
+            if part.state == _GRADIENT:
+                member.sharded.grad = cast(Any, member.wrapping.grad(member.sharded, local))
+            else:
+                new[part.unit, part.member, part.state] = local
+        self._carried = frozenset(
+            (part.unit, part.member) for part in layout.parts if part.state == _GRADIENT
+        )
         self._set_states(rest, members, new)
         self.set_rest(rest)
         return found
@@ -311,7 +450,7 @@ class TrainingState:
         for number, (optimizer, states) in enumerate(
             zip(self.optimizers, rest.optimizer_states, strict=True)
         ):
-            optimizer.state.clear()
+            optimizer.state.update(copy.deepcopy(rest.optimizer_numbers[number]))
             for (u, m), state in states.items():
                 member = members[u][m]
                 optimizer.state[member.sharded] = {
@@ -327,30 +466,81 @@ class TrainingState:
         for optimizer, groups in zip(self.optimizers, rest.optimizer_groups, strict=True):
             for group, kept in zip(optimizer.param_groups, groups, strict=True):
                 group.update(copy.deepcopy(kept))
-        for name, buffer in self.model.named_buffers():
-            buffer.copy_(rest.buffers[name])
+        for module, kept in zip(self.model.modules(), rest.modules, strict=True):
+            kept.put_on(module)
         for one, kept in zip(self.stateful, rest.stateful, strict=True):
             one.load_state_dict(copy.deepcopy(kept))
+            if isinstance(one, torch.amp.GradScaler):
+                forget_unscaled(one)
         _set_generators(rest.generators, self.device)
 
 
+def _is_small(value: Any) -> bool:
+    """Whether a value is made of numbers, words and single elements alone."""
+    if isinstance(value, Tensor):
+        return not isinstance(value, (DTensor, ShardedTensor)) and value.numel() <= 1
+    if isinstance(value, Mapping):
+        return all(map(_is_small, value.values()))
+    if isinstance(value, (list, tuple, set, frozenset, deque)):
+        return all(map(_is_small, value))
+    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, np.generic))
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a {type(value).__name__} of shape {tuple(value.shape)}"
+    inside = "" if not isinstance(value, (Mapping, Iterable)) else ", which holds more than numbers"
+    return f"a {type(value).__name__}{inside}"
+
+
+def _spread_tensor_in(value: Any) -> str | None:
+    """The kind of a tensor in a value of which each rank holds a part."""
+    found: list[str] = []
+
+    def look(tensor: Tensor) -> Tensor:
+        if isinstance(tensor, (DTensor, ShardedTensor)):
+            found.append(type(tensor).__name__)
+        return tensor
+
+    map_tensors(look, value)
+    return next(iter(found), None)
+
+
+def _check_step(optimizer: Optimizer) -> None:
+    """Refuse optimizers that step by asking a closure again and again."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise NotImplementedError(
+            f"{type(optimizer).__name__} takes its steps by a closure, and keeps state that does "
+            "not lie as parameters do: it could not be rebuilt when a rank dies. Take an optimizer "
+            "whose step() needs no closure"
+        )
+
+
 def _step_on_nothing(optimizer: Optimizer) -> None:
+    """Make a step of zero gradients at rate zero, and undo all that it changed but the state."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [parameter.grad for parameter in parameters]
     values = [bytes_of(p.detach()) if isinstance(p, DTensor) else p.local for p in parameters]
     before = [value.clone() for value in values]
     rates = [group.get("lr") for group in optimizer.param_groups]
+    groups = [
+        {k: copy.deepcopy(v) for k, v in group.items() if k not in ("params", "lr")}
+        for group in optimizer.param_groups
+    ]
     try:
         for parameter in parameters:
             parameter.grad = torch.zeros_like(parameter)
         for group, rate in zip(optimizer.param_groups, rates, strict=True):
             if rate is not None:
                 group["lr"] = torch.zeros_like(rate) if isinstance(rate, Tensor) else 0.0
-        optimizer.step()
+        with without_step_hooks(optimizer):  # such as one that counts
+            bare_step(optimizer)(optimizer)  # and schedulers hear of none
     finally:
         for parameter, gradient in zip(parameters, gradients, strict=True):
             parameter.grad = gradient
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        for group, rate, before_it in zip(optimizer.param_groups, rates, groups, strict=True):
+            group.update(before_it)  # some count in there
             if rate is not None:
                 group["lr"] = rate
         with torch.no_grad():

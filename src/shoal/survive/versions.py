@@ -65,6 +65,12 @@ class Versions:
         self._whole: int | None = None
         self._confirmed: int | None = None
 
+    def go_back(self, version: int) -> None:
+        """Have nothing but the copy and the parity of a version that all have agreed on."""
+        self._expect(self.has_parity_of(version), f"go back to version {version} from", "here")
+        self._live = None
+        self._newest = self._kept = self._whole = self._confirmed = version
+
     @property
     def newest(self) -> int:
         """The version of the live state, or the one that an optimizer is about to make."""

@@ -203,11 +203,14 @@ def test_whoever_writes_weights_says_so() -> None:
 
 
 def caught_of(num: int, seed: int) -> dict[str, list[int]]:
-    """Flip bits at random; of each kind, how many this rank could see, and how many were named."""
+    """Flip bits at random; of each kind, how many could be seen, were named, and were made.
+
+    What could be seen is counted on the rank on which it flips.
+    """
     model, optimizer = sharded()
     kinds = [PARAMETERS, STATE, GATHERED, REDUCED, GRADIENTS]
     drawn = random.Random(seed)
-    counts = {kind: [0, 0] for kind in kinds}
+    counts = {kind: [0, 0, 0] for kind in kinds}
     batches = SHOAL.batches(3)
     with corruption_checks(model, optimizer) as checks:
         train(model, optimizer, batches[:1])
@@ -234,6 +237,7 @@ def caught_of(num: int, seed: int) -> dict[str, list[int]]:
                     )
             counts[what][0] += is_caught or (is_here and flipper.is_visible)
             counts[what][1] += is_caught
+            counts[what][2] += 1
             optimizer.zero_grad()
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
@@ -247,12 +251,19 @@ def drawn_of(parameters: Sequence[Any], place: int) -> Any:
 
 @ranks(2)
 def test_most_flips_are_caught() -> None:
-    for what, (tried, caught) in caught_of(60, 0).items():
+    check_flips(caught_of(60, 0))
+
+
+def check_flips(counts: dict[str, list[int]]) -> None:
+    """All are named but gradients that rounding could have changed as much."""
+    for what, (tried, caught, made) in counts.items():
         assert caught == tried, (what, tried, caught)
+        assert caught == made or what == GRADIENTS, (what, caught, made)
 
 
 @pytest.mark.soak
 @ranks(4, timeout_s=600)
 def test_of_a_thousand_flips_all_are_caught_that_can_be_seen() -> None:
-    for what, (tried, caught) in caught_of(1000, 1).items():
-        assert caught == tried, (what, tried, caught)
+    counts = caught_of(1000, 1)
+    print({what: f"{caught} of {made}" for what, (_, caught, made) in counts.items()})
+    check_flips(counts)

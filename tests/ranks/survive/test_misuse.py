@@ -5,10 +5,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
+import shoal.optim
 from harness import ranks
 from shoal import fully_shard
-from shoal._torch import groups
+from shoal._torch import groups, meshes
 from shoal.errors import UsageError
 from shoal.survive import resize, survive
 from shoal.survive.environment import of_member
@@ -80,6 +82,68 @@ def test_optimizers_whose_state_does_not_follow_parameters_are_refused(world_siz
     assert all(map(torch.equal, before, after))
 
 
+class Listing(torch.optim.SGD):
+    """Keeps the last gradients in a list."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("last", []).append(parameter.grad)
+
+
+class ForAll(torch.optim.SGD):
+    """Keeps a vector that belongs to no parameter."""
+
+    def step(self, closure=None):
+        self.state["all"]["sketch"] = torch.zeros(5)
+
+
+@ranks(2)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (torch.optim.LBFGS, "LBFGS takes its steps by a closure"),
+        (shoal.optim.LBFGS, "LBFGS takes its steps by a closure"),
+        (shoal.optim.Adafactor, r"Adafactor keeps 'row_var' of parameter '0.weight'"),
+        (Listing, r"Listing keeps 'last' of parameter '0.weight' as a list"),
+        (ForAll, "keeps a dict.* under 'all', which belongs to no parameter"),
+    ],
+)
+def test_optimizers_whose_state_lies_otherwise_are_refused(world_size, launched, kind, message):
+    model = shard(build(), "even")
+    with pytest.raises(NotImplementedError, match=message):
+        survive(model, kind(model.parameters(), lr=0.1), batches()).__enter__()
+
+
+class Average:
+    """Keeps a copy of each weight's shard."""
+
+    def __init__(self, model):
+        self.values = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def state_dict(self):
+        return {"values": self.values}
+
+    def load_state_dict(self, state):
+        self.values = state["values"]
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", ["even", "flat"])
+def test_what_is_stateful_must_not_be_of_shards(world_size, launched, layout):
+    model = shard(build(), layout)
+    with pytest.raises(UsageError, match=r"state of this Average holds a \w+ of shards"):
+        survive(model, adamw(model), batches(), stateful=[Average(model)])
+
+
+@ranks(2)
+def test_a_scheduler_that_survive_does_not_know_of_is_refused(world_size, launched):
+    optimizer = adamw(model := shard(build(), "even"))
+    torch.optim.lr_scheduler.StepLR(optimizer, 2)
+    with pytest.raises(UsageError, match=r"stateful=\[scheduler\]"):
+        survive(model, optimizer, batches())
+
+
 @ranks(2)
 def test_groups_that_cannot_be_formed_are_refused(world_size, launched):
     model = shard(build(), "even")
@@ -127,6 +191,14 @@ def test_meshes_of_groups_that_are_gone_do_not_resolve_to_new_ones(world_size, t
     assert new.get_group().size() == 2
     with pytest.raises((RuntimeError, ValueError), match="Could not resolve the process group"):
         old.get_group()
+    # Nothing communicates when tensors are added, so meshes of generations are not equal.
+    here = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for mesh in (old, new)]
+    assert (here[0] + here[1]).shape == (6,)
+    meshes.set_apart(new, 2)
+    there = DTensor.from_local(torch.ones(3), new, [Shard(0)])
+    with pytest.raises((RuntimeError, ValueError), match="different meshes"):
+        here[0] + there
+    assert (there + there).full_tensor().tolist() == [2.0] * 6
 
 
 def test_more_deaths_than_parities_are_an_error_that_says_so(tmp_path):

@@ -38,9 +38,13 @@ def test_a_rank_dies_in_every_phase(phase, tmp_path):
 
 
 def test_one_after_another_dies_also_the_first(tmp_path):
-    """Four ranks become one; shares of 13 samples are not equal; state of Flat shards moves."""
+    """Four ranks become one; shares of 13 samples are not equal; state of Flat shards moves.
+
+    And images of ranks that are gone are let go, without the garbage collector's help.
+    """
     plan = {
         "steps": 9,
+        "without_gc": True,
         "samples": 13,
         "layout": "flat",
         "0": [[1, "optimizer"]],
@@ -50,6 +54,7 @@ def test_one_after_another_dies_also_the_first(tmp_path):
     outcome = launch(tmp_path / "job", 4, plan)
     assert outcome.lost == [0, 3, 1]
     assert [r["members"] for r in outcome.recoveries] == [[1, 2, 3], [1, 2], [2]]
+    assert [story["protections"] for story in outcome.stories.values()] == [1]
     assert_bit_equal(outcome, tmp_path, 4, plan)
 
 

@@ -96,6 +96,110 @@ def test_generators_go_back_with_the_state(world_size):
     assert (torch.rand(3).tolist(), random.random(), np.random.random()) == drawn[0]
 
 
+class Queue(nn.Module):
+    """A buffer that grows, and state of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", None)
+        self.history: list[float] = []
+
+    def get_extra_state(self):
+        return list(self.history)
+
+    def set_extra_state(self, state):
+        self.history = state
+
+    def forward(self, inputs):
+        mean = inputs.detach().mean(0, keepdim=True)
+        self.seen = mean if self.seen is None else torch.cat([self.seen, mean])
+        self.history.append(float(len(self.history)))
+        return inputs
+
+
+@ranks(2)
+def test_buffers_of_another_shape_and_extra_state_go_back_with_the_state(world_size):
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(nn.Sequential(build()[0], Queue(), build()[2], build()[3]), None, mesh)
+    state = TrainingState(model, [torch.optim.SGD(model.parameters())], [])
+    fresh = state.rest()
+    train(model, *state.optimizers, 2)
+    rest, seen = state.rest(), model[1].seen
+    train(model, *state.optimizers, 1)
+    assert model[1].seen.shape[0] == 3
+    state.set_rest(rest)
+    assert torch.equal(model[1].seen, seen)
+    assert model[1].history == [0.0, 1.0]
+    state.set_rest(fresh)
+    assert model[1].seen is None
+    assert model[1].history == []
+
+
+class CountingOptimizer(torch.optim.SGD):
+    """Counts in its groups, and under a key that is no parameter."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, lr=0.1)
+        self.param_groups[0]["steps"] = 0
+
+    def step(self, closure=None):
+        self.param_groups[0]["steps"] += 1
+        self.state["all"]["steps"] = self.param_groups[0]["steps"]
+        super().step()
+
+
+@ranks(2)
+def test_the_step_that_asks_for_an_optimizers_state_leaves_nothing_behind(world_size):
+    model = shard(build(), None, init_device_mesh("cpu", (2,)))
+    optimizer, heard = CountingOptimizer(model.parameters()), []
+    optimizer.register_step_post_hook(lambda *_: heard.append(1))
+    state = TrainingState(model, [optimizer], [])
+    before = state.rest().optimizer_groups
+    state.check_probe()
+    assert state.rest().optimizer_groups == before
+    assert not optimizer.state
+    assert not heard
+
+
+@ranks(2)
+def test_what_an_optimizer_counts_for_all_parameters_goes_back_with_the_state(world_size):
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(build(), None, mesh)
+    optimizer = CountingOptimizer(model.parameters())
+    state = TrainingState(model, [optimizer], [])
+    train(model, optimizer, 2)
+    rest, layout = state.rest(), state.layout()
+    train(model, optimizer, 1)
+    assert optimizer.state["all"] == {"steps": 3}
+    state.take_over(FSDPMeshInfo(mesh, 0), layout, rest)
+    assert optimizer.state["all"] == {"steps": 2}
+
+
+@ranks(2)
+@pytest.mark.parametrize("layout", [None, Flat()])
+def test_gradients_that_a_later_step_adds_to_are_part_of_the_state(world_size, layout):
+    mesh = init_device_mesh("cpu", (2,))
+    model = shard(build(), layout, mesh)
+    optimizer = torch.optim.SGD(model.parameters())
+    state = TrainingState(model, [optimizer], [])
+    model(torch.ones(2, 7)).sum().backward()
+    num_parts = len(state.layout().parts)
+    assert not state.carry_gradients({optimizer})  # it has used them
+    assert len(state.layout().parts) == num_parts
+    assert state.carry_gradients(set())
+    layout_now, held = state.layout(), [local.clone() for local in state.locals()]
+    assert len(layout_now.parts) == 2 * num_parts
+    new = state.take_over(FSDPMeshInfo(mesh, 0), layout_now, state.rest())
+    assert all(parameter.grad is not None for parameter in model.parameters() if parameter.numel())
+    for local, value in zip(new, held, strict=True):
+        local.detach().copy_(value)
+    assert all(map(torch.equal, state.locals(), held))
+    model.set_requires_gradient_sync(False)
+    model(torch.ones(2, 7)).sum().backward()
+    with pytest.raises(NotImplementedError, match="are not reduced at the end of a step"):
+        state.carry_gradients(set())
+
+
 @ranks(2)
 def test_what_cannot_move_is_refused_by_name(world_size):
     with pytest.raises(UsageError, match="without any fully_shard"):
