@@ -5,11 +5,13 @@ Each function here is collective: every rank of the world must call it, in the s
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shoal._torch import meshes
 from shoal.errors import MeshError
@@ -64,6 +66,11 @@ def mesh_info_of(
     return DDPMeshInfo(axes[0], None, 0, dp_mesh_dims, mesh)
 
 
+# By the mesh itself: one that is equal may have been made for process groups that are gone. No
+# attribute of it: a mesh is pickled with every DTensor, and groups cannot be.
+_made: MutableMapping[DeviceMesh, dict[int, HSDPMeshInfo]] = WeakIdKeyDictionary()
+
+
 def post_forward_mesh_info(
     reshard_after_forward: bool | int | None, mesh_info: DataParallelMeshInfo
 ) -> FSDPMeshInfo | None:
@@ -82,8 +89,7 @@ def post_forward_mesh_info(
     if size == shard_size:
         return mesh_info
     assert mesh_info.shard_mesh_dim is not None
-    # On the mesh itself: one that is equal may have been made for process groups that are gone.
-    made: dict[int, HSDPMeshInfo] = vars(mesh_info.mesh).setdefault("_shoal_post_forward", {})
+    made = _made.setdefault(mesh_info.mesh, {})
     if size not in made:
         ranks = mesh_info.mesh.mesh.movedim(mesh_info.shard_mesh_dim, -1).reshape(-1, size)
         is_part = ranks.numel() < dist.get_world_size()

@@ -1,5 +1,6 @@
 """Meshes of one and two axes: torch's engine and ours, bit by bit, and the unsharded model."""
 
+import io
 import itertools
 from typing import Any
 
@@ -31,6 +32,10 @@ from differential import (
     two_axes,
 )
 from harness import ranks
+from oracle import full
+from shoal import fully_shard
+from shoal.layout import Even, Flat, Layout
+from shoal.sharded_tensor import load_with_process_group
 
 
 @ranks(2, 4)
@@ -278,3 +283,27 @@ def test_resharding_to_one_rank_keeps_the_parameters() -> None:
         return [kinds, snapshot(model)]
 
     check_engines_agree(run, plain=False)
+
+
+@ranks(4)
+@pytest.mark.parametrize("is_hybrid", [False, True])
+@pytest.mark.parametrize("layout", [Even(), Flat()], ids=str)
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+def test_state_dicts_are_saved_by_torch(
+    is_hybrid: bool, layout: Layout, reshard_after_forward: bool | int
+) -> None:
+    """Shards know their mesh, and nothing that stands on a mesh keeps it from being pickled."""
+    size, names = ((2, 2), ("replicate", "shard")) if is_hybrid else ((4,), ("shard",))
+    mesh = init_device_mesh("cpu", size, mesh_dim_names=names)
+    after = reshard_after_forward
+    if is_hybrid and after == 2:  # of two ranks that share a replica, two are all
+        after = 1
+    model = nn.Linear(8, 8)
+    fully_shard(model, mesh=mesh, layout=layout, reshard_after_forward=after)
+    model(torch.ones(2, 8)).sum().backward()
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    with load_with_process_group(mesh.get_group("shard")):
+        loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(full(loaded[name]), full(parameter))
