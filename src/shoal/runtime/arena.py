@@ -77,7 +77,10 @@ class Arena:
         self.swaps = (self._notes or torch_storage).can_swap_memory()
         """Whether storages exchange memory; if not, they are resized."""
         self._buries = self.swaps and device.type == "cpu"
+        self._limits_slots = device.type == "cpu"
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
+        self._slot_bytes = 0
+        """Of all slots that are not in use."""
         self._rows: defaultdict[tuple[int, torch.dtype], list[torch.Tensor]] = defaultdict(list)
         self._users: Counter[int] = Counter()
         self._graveyard: Graveyard | None = None
@@ -116,7 +119,11 @@ class Arena:
     def attach(self, storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
         """Give an empty storage memory; returns what has to be given back with `detach`."""
         slots = self._slots[num_bytes]
-        slot = slots.pop() if slots else self._new(num_bytes)
+        if slots:
+            slot = slots.pop()
+            self._slot_bytes -= num_bytes
+        else:
+            slot = self._new(num_bytes)
         torch_storage.swap_memory(storage, slot)
         return slot
 
@@ -125,21 +132,15 @@ class Arena:
     ) -> None:
         """Take a storage's memory back."""
         torch_storage.swap_memory(storage, slot)
-        if self.device.type != "cpu" or self._makes_room(num_bytes):
-            self._slots[num_bytes].append(slot)
-
-    def _makes_room(self, num_bytes: int) -> bool:
-        """Whether a slot on CPU is kept; sizes that went out of use make room.
-
-        Larger ones go back to the system, which has them zeroed by the next gather: about a
-        millisecond for 4 MiB of a unit that computes much longer. Kept, the slots of an embedding
-        and of a head would be there, unused, when backward or the optimizer is at its peak.
-        """
-        if num_bytes > _KEPT_BYTES:
-            return False
-        if self._slot_bytes + num_bytes > _KEPT_BYTES:
-            self._slots.clear()
-        return True
+        # On CPU large slots go back to the system, which zeroes new ones: a cost by the byte, of a
+        # unit that computes much longer. Kept, the slots of an embedding and of a head would be
+        # there, unused, when backward or the optimizer is at its peak.
+        if self._limits_slots and self._slot_bytes + num_bytes > _KEPT_BYTES:
+            if num_bytes > _KEPT_BYTES:
+                return
+            self._drop_slots()  # of sizes that went out of use, maybe
+        self._slots[num_bytes].append(slot)
+        self._slot_bytes += num_bytes
 
     def expect_rows(self, num_bytes: int) -> None:
         """Announce that one more unit will reduce through that many bytes.
@@ -177,15 +178,15 @@ class Arena:
         rows = sum(kept.nbytes for rows in self._rows.values() for kept in rows)
         return self._slot_bytes + rows
 
-    @property
-    def _slot_bytes(self) -> int:
-        return sum(size * len(slots) for size, slots in self._slots.items())
-
     def trim(self) -> None:
         """Give up the memory that is not in use."""
         self.generation += 1
-        self._slots.clear()
+        self._drop_slots()
         self._rows.clear()
+
+    def _drop_slots(self) -> None:
+        self._slots.clear()
+        self._slot_bytes = 0
 
     def _new(self, num_bytes: int) -> torch.UntypedStorage:
         new = torch.empty(num_bytes, dtype=torch.uint8, device=self.device).untyped_storage()
