@@ -408,15 +408,18 @@ class ModuleState:
 class Boundary:
     """Where backward goes from one module to the one before: what it leaves, then what it enters.
 
-    The output of a module is often the input of the next: then one hook serves both.
+    The output of a module is often the input of the next: then one hook serves both. If both are
+    modules of one unit, backward stays in it: it is entered before it is left, or it would be
+    reduced and freed in between, to be gathered again at once.
     """
 
-    __slots__ = ("_context", "_entered", "_left", "_task")
+    __slots__ = ("_context", "_entered", "_left", "_stays", "_task")
 
     def __init__(self, context: Context, entered: Runs) -> None:
         self._context = context
         self._entered = entered
         self._left: Runs = []
+        self._stays = False
         self._task = -1
 
     def stand_at(self, tensor: torch.Tensor) -> None:
@@ -432,6 +435,7 @@ class Boundary:
     def also_leave(self, unit: Unit, run: ModuleRun) -> None:
         """When the gradient is there, backward has also left this run."""
         self._left.append((unit, run))
+        self._stays |= any(entered is unit for entered, _ in self._entered)
 
     @dynamo.unwrapped_by_dynamo
     def __call__(self, _: object) -> None:
@@ -440,8 +444,14 @@ class Boundary:
         if task == self._task:
             return
         self._task = task
+        if self._stays:
+            self._enter()
         for unit, run in self._left:
             self._context.leave_backward(unit, run)
+        if not self._stays:
+            self._enter()
+
+    def _enter(self) -> None:
         for unit, run in self._entered:
             self._context.enter_backward(unit, run)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils.checkpoint import checkpoint
 
 from collectives import LoggedGather, LoggedReduce
 from differential import (
@@ -294,3 +295,39 @@ def test_the_stream_of_an_all_reduce_hook_on_cpu() -> None:
     model.set_all_reduce_hook(lambda _: used.append(torch.cpu.current_stream()), stream=stream)
     loss_of(model(SHOAL.batches(1)[0])).backward()
     assert used == [stream]
+
+
+class Chain(nn.Module):
+    """Layers in a row, of which neighbours share units."""
+
+    def __init__(self, *, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(5))
+        self.norm, self.head = nn.LayerNorm(DIM), nn.Linear(DIM, 2)
+        self.recomputes = recomputes
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=False) if self.recomputes else layer(x)
+        return self.head(self.norm(x))
+
+
+def neighbours(engine: Engine, recomputes: bool) -> list[Any]:
+    """Units of modules that run one after the other."""
+    model: Any = Chain(recomputes=recomputes)
+    layers = list(model.layers)
+    for modules in (layers[:2], layers[2:], [model.norm, model.head]):
+        engine.api.fully_shard(modules)
+    engine.api.fully_shard(model)
+    steps = train(engine, model, engine.batches(2))
+    with CommDebugMode() as mode:
+        loss_of(model(engine.batches(1)[0])).backward()
+    return [steps, sorted((str(op), count) for op, count in mode.get_comm_counts().items())]
+
+
+@pytest.mark.filterwarnings(_MODE_WARNS)
+@ranks(2)
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_neighbours_in_a_unit_are_gathered_and_reduced_together(recomputes: bool) -> None:
+    check_engines_agree(neighbours, recomputes, plain=False)
