@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from collectives import LoggedGather, LoggedReduce
@@ -321,12 +322,12 @@ def neighbours(engine: Engine, recomputes: bool) -> list[Any]:
         engine.api.fully_shard(modules)
     engine.api.fully_shard(model)
     steps = train(engine, model, engine.batches(2))
-    with CommDebugMode() as mode:
+    # By threads of gloo: modes that count put hooks on modules, which change what is counted.
+    with profile() as profiled:
         loss_of(model(engine.batches(1)[0])).backward()
-    return [steps, sorted((str(op), count) for op, count in mode.get_comm_counts().items())]
+    return [steps, sum(one.count for one in profiled.key_averages() if "gloo:" in one.key)]
 
 
-@pytest.mark.filterwarnings(_MODE_WARNS)
 @ranks(2)
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_neighbours_in_a_unit_are_gathered_and_reduced_together(recomputes: bool) -> None:
