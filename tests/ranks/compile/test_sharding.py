@@ -352,8 +352,9 @@ class Odd(nn.Module):
 
 
 @ranks(2)
-@pytest.mark.parametrize("layout", [Even(), Flat(), Rows(), Whole()], ids=str)
-@pytest.mark.parametrize("reshards", [False, True])
+@pytest.mark.parametrize(
+    ("layout", "reshards"), [(Even(), True), (Flat(), False), (Rows(), True), (Whole(), False)]
+)
 def test_parameters_of_several_dtypes(layout: Layout, reshards: bool) -> None:
     models = [Odd(), Odd()]
     for model in models:
