@@ -266,11 +266,13 @@ class ModuleState:
         inputs = None
         runs: Runs = []
         for unit in self.used:
+            goes_on = unit.phase is Phase.FORWARD
             context.enter_forward(unit, self)
             if unit.phase is Phase.FORWARD:
                 inputs = inputs or Reach.of_call(args, kwargs)
-                is_borrowed = unit not in self.units
-                runs.append((unit, _begin_run(context, unit, inputs, is_borrowed=is_borrowed)))
+                borrows = unit not in self.units
+                run = _begin_run(context, unit, inputs, is_borrowed=borrows, goes_on=goes_on)
+                runs.append((unit, run))
         return runs
 
     def enter_graph(
@@ -409,8 +411,8 @@ class Boundary:
     """Where backward goes from one module to the one before: what it leaves, then what it enters.
 
     The output of a module is often the input of the next: then one hook serves both. If both are
-    modules of one unit, backward stays in it: it is entered before it is left, or it would be
-    reduced and freed in between, to be gathered again at once.
+    modules of one unit, and forward kept it in between, backward does too: it is entered before it
+    is left, or it would be reduced and freed, to be gathered again at once.
     """
 
     __slots__ = ("_context", "_entered", "_left", "_stays", "_task")
@@ -432,10 +434,10 @@ class Boundary:
             return
         self._context.boundary = (weakref.ref(tensor), self)
 
-    def also_leave(self, unit: Unit, run: ModuleRun) -> None:
+    def also_leave(self, unit: Unit, run: ModuleRun, *, goes_on: bool) -> None:
         """When the gradient is there, backward has also left this run."""
         self._left.append((unit, run))
-        self._stays |= any(entered is unit for entered, _ in self._entered)
+        self._stays |= goes_on and any(entered is unit for entered, _ in self._entered)
 
     @dynamo.unwrapped_by_dynamo
     def __call__(self, _: object) -> None:
@@ -540,9 +542,12 @@ def _check_lenders(state: ModuleState, name: str, units: Sequence[Unit]) -> None
 
 
 def _begin_run(
-    context: Context, unit: Unit, inputs: Reach, *, is_borrowed: bool = False
+    context: Context, unit: Unit, inputs: Reach, *, is_borrowed: bool, goes_on: bool
 ) -> ModuleRun:
-    """Arrange to be told when backward has left the module."""
+    """Arrange to be told when backward has left the module.
+
+    `goes_on` says that another module of the unit has run before, and the unit was full since.
+    """
     tensors = inputs.differentiable
     run = ModuleRun(unit.gathered_version, unit.step.position, is_borrowed=is_borrowed)
     if context.machine.is_in_turn and not autograd.inside_backward():
@@ -555,7 +560,7 @@ def _begin_run(
     if len(tensors) == 1:
         known = context.boundary
         if known is not None and known[0]() is tensors[0]:
-            known[1].also_leave(unit, run)
+            known[1].also_leave(unit, run, goes_on=goes_on)
             return run
 
     def leave(_: object) -> None:
