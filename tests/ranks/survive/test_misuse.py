@@ -194,8 +194,9 @@ def test_meshes_of_groups_that_are_gone_do_not_resolve_to_new_ones(world_size, t
     # Nothing communicates when tensors are added, so meshes of generations are not equal.
     here = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for mesh in (old, new)]
     assert (here[0] + here[1]).shape == (6,)
-    meshes.set_apart(new, 2)
-    there = DTensor.from_local(torch.ones(3), new, [Shard(0)])
+    apart = init_device_mesh("cpu", (2,))
+    meshes.set_apart(apart, 2)  # before anything is on it: DTensor remembers what it has seen
+    there = DTensor.from_local(torch.ones(3), apart, [Shard(0)])
     with pytest.raises((RuntimeError, ValueError), match="different meshes"):
         here[0] + there
     assert (there + there).full_tensor().tolist() == [2.0] * 6
