@@ -412,10 +412,15 @@ def accumulates_in_steps() -> Training:
 @variety
 def accumulates_over_steps() -> Training:
     """The optimizer steps every second time: gradients are state in between."""
+    return every_second_time(reduces_each=True)
+
+
+def every_second_time(*, reduces_each: bool) -> Training:
     model = sharded()
     optimizer = adamw(model)
 
     def step(inputs: torch.Tensor, weight: float, number: int) -> float:
+        model.set_requires_gradient_sync(reduces_each or number % 2 == 1)
         loss = model(inputs).square().mean() * weight
         loss.backward()
         if number % 2:
@@ -705,19 +710,7 @@ def alternating() -> Training:
 @refused("are not reduced at the end of a step")
 def unreduced_over_steps() -> Training:
     """Gradients wait in whole on each rank for the next step's reduction."""
-    model = sharded()
-    optimizer = adamw(model)
-
-    def step(inputs: torch.Tensor, weight: float, number: int) -> float:
-        model.set_requires_gradient_sync(number % 2 == 1)
-        loss = model(inputs).square().mean() * weight
-        loss.backward()
-        if number % 2:
-            optimizer.step()
-            optimizer.zero_grad()
-        return loss.item()
-
-    return Training(model, [optimizer], step)
+    return every_second_time(reduces_each=False)
 
 
 @variety

@@ -77,7 +77,6 @@ class Arena:
         self.swaps = (self._notes or torch_storage).can_swap_memory()
         """Whether storages exchange memory; if not, they are resized."""
         self._buries = self.swaps and device.type == "cpu"
-        self._limits_slots = device.type == "cpu"
         self._slots: defaultdict[int, list[torch.UntypedStorage]] = defaultdict(list)
         self._slot_bytes = 0
         """Of all slots that are not in use."""
@@ -135,7 +134,7 @@ class Arena:
         # On CPU large slots go back to the system, which zeroes new ones: a cost by the byte, of a
         # unit that computes much longer. Kept, the slots of an embedding and of a head would be
         # there, unused, when backward or the optimizer is at its peak.
-        if self._limits_slots and self._slot_bytes + num_bytes > _KEPT_BYTES:
+        if self._slot_bytes + num_bytes > _KEPT_BYTES and self.device.type == "cpu":
             if num_bytes > _KEPT_BYTES:
                 return
             self._drop_slots()  # of sizes that went out of use, maybe

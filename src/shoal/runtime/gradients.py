@@ -113,8 +113,8 @@ class Gradients:
             self.waiting.add(self.unit)
         else:
             self.waiting.discard(self.unit)
-        by_default = self.unit.reduces_by_default and self.unit.graphs_may_reduce
-        self.unit.reduces_in_graph = by_default and not waits
+        by_default = not waits and self.unit.reduces_by_default
+        self.unit.reduces_in_graph = by_default and self.unit.graphs_may_reduce
 
     def take_late(self, grads: Mapping[int, torch.Tensor] | None = None) -> None:
         """Take full gradients of a backward that ran without the engine, for when it ends."""

@@ -211,19 +211,17 @@ class GraphUnit:
 
     def _gathered(self, shard: Tensor) -> tuple[Packing, Tensor]:
         """All ranks' rows: in the dtype of compute, or bytes; and where parameters lie in them."""
-        packing, encoded = self.stored, self._encoded
+        encoded = self._encoded
+        casts = encoded is None and not self._is_bytes
+        dtype = self._compute_dtypes[0] if casts else shard.dtype
+        sent = shard.to(self._device, dtype, non_blocking=True)
         if encoded is not None:
-            packing = encoded.packing
-            shard = encoded.encode(shard.to(self._device).view(torch.uint8))
-        elif not self._is_bytes:
-            shard = shard.to(self._device, self._compute_dtypes[0], non_blocking=True)
-        else:
-            shard = shard.to(self._device, non_blocking=True)
+            sent = encoded.encode(sent.view(torch.uint8))
         if self._gather_group is not None:
-            shard = collectives.gather_in_graph(shard, self.size, self._gather_group)
-        if encoded is not None:
-            shard = encoded.decode(shard)
-        return packing, shard.view(self.size, -1)
+            sent = collectives.gather_in_graph(sent, self.size, self._gather_group)
+        if encoded is None:
+            return self.stored, sent.view(self.size, -1)
+        return encoded.packing, encoded.decode(sent).view(self.size, -1)
 
     def shard_of(self, grads: tuple[Tensor | None, ...]) -> Tensor:
         """Reduce gradients to this rank's shard of them."""
